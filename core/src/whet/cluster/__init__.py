@@ -1,0 +1,1 @@
+"""Slices of a cluster, the workers on them, and the wire between."""

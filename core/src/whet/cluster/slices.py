@@ -1,0 +1,113 @@
+"""A slice is a share of the cluster for one role; `spawn` puts worker objects on it.
+
+Driver-side handles of backends and generators see only what is here; launchers implement it
+(`whet.cluster.inline` in this process, `whet.cluster.local` as worker processes, later Ray).
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from whet.interfaces.logger import RunInfo
+    from whet.model import ModelInfo
+
+
+class Pending(Protocol):
+    """A call under way."""
+
+    def result(self) -> Any:
+        """Wait for the result; raises `WorkerError` on failure, death or a missed deadline."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+
+class Workers(Protocol):
+    """The worker objects of one role, one for each rank.
+
+    A worker class is named by import path. It is built as `Class(rank=WorkerRank, **arguments)` and its public
+    methods are called by name. Arguments and results are builtins, core records and NumPy arrays: they cross
+    as records and buffers. Sync methods of one worker run one at a time, in order, on one thread; methods that
+    are async generators run beside them.
+    """
+
+    size: int
+
+    def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
+        """Call on every rank with the same arguments and wait; results in rank order."""
+        ...
+
+    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> "Pending":
+        """Start a call on every rank; its result is the list in rank order."""
+        ...
+
+    def scatter(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        phase: str = "",
+        timeout_seconds: float | None = None,
+    ) -> list[Any]:
+        """Call rank i with arguments[i] and wait; results in rank order."""
+        ...
+
+    def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
+        """Call an async-generator method of one rank; yields what it yields. Closing the iterator cancels it."""
+        ...
+
+    def close(self) -> None:
+        """End the workers: ask, then kill, with everything that they started. Safe to call twice."""
+        ...
+
+
+@frozen
+class WorkerRank:
+    """What a worker knows of its place; given as the keyword argument `rank`."""
+
+    role: str
+    rank: int
+    size: int
+    rendezvous: str = ""
+    """URL for `torch.distributed.init_process_group` where size > 1, e.g. `tcp://127.0.0.1:PORT` or `file://...`."""
+    threads: int = 1
+    """Threads for compute."""
+    device: str = "cpu"
+    """`cpu` or `cuda:INDEX`."""
+
+
+class Slice(Protocol):
+    """A share of the cluster for one role."""
+
+    role: str
+    size: int
+    """Ranks."""
+    host_groups: tuple[str, ...]
+    """For each rank, a name of its process: equal names of two roles share a process, and so can share tensors."""
+
+    def spawn(self, target: str, arguments: Mapping[str, Any]) -> Workers:
+        """Start one worker object for each rank and wait until all are built."""
+        ...
+
+
+@frozen
+class Site:
+    """What a backend or generator gets beside its config."""
+
+    slice: Slice
+    model: "ModelInfo"
+    run: "RunInfo"
+    seed: int
+    """The run's seed; derive from it."""
+    scratch: "Path"
+    """A folder of this run for files that need not last."""
+    status: Callable[[str], None] = lambda text: None
+    """Say what is going on, e.g. "generator 71 %"."""
+    max_context: int = 0
+    """Longest sequence that will be asked for; 0: the model's own limit."""

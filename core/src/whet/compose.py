@@ -1,0 +1,1 @@
+"""Build the parts of a run from its plan, and run it."""

@@ -1,0 +1,1 @@
+"""Strict, typed configuration: load YAML, structure it with all errors at once, explain it."""

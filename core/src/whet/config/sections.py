@@ -1,0 +1,222 @@
+"""The sections of a config file. A default stands here and nowhere else; its documentation beneath it.
+
+Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind.
+"""
+
+from typing import Any, Literal
+
+import attrs
+from attrs import frozen
+
+from whet.component import Kind, Selection
+
+
+def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -> Any:
+    """Make a field that holds a component of a kind, chosen by `use:`.
+
+    `default` names the component where the key is left out. `inline` components take all keys beside `use:`
+    that the class around them does not know itself.
+    """
+    metadata = {"kind": kind, "default": default, "inline": inline}
+    if default is None:
+        return attrs.field(metadata=metadata, kw_only=True)
+    return attrs.field(metadata=metadata, default=None, kw_only=True)
+
+
+def optional_selection(kind: Kind) -> Any:
+    """Make a field that holds a component of a kind, or None where the key is left out."""
+    return attrs.field(metadata={"kind": kind, "default": None, "inline": False}, default=None, kw_only=True)
+
+
+@frozen
+class RunSection:
+    """The run itself."""
+
+    folder: str
+    """Where everything the run writes goes."""
+    steps: int
+    """Steps to take in all, counted over resumes."""
+    seed: int = 0
+    """Every random draw of the run is derived from this."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept, the newest; 0 keeps all."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """`auto` continues the folder's run if there is one; `never` refuses a folder that holds a run; `must` refuses
+    one that does not."""
+    export: bool = True
+    """Write the final model as a folder that `transformers` loads, in `FOLDER/model`."""
+
+
+@frozen
+class ModelSection:
+    """The model that is trained."""
+
+    path: str
+    """A model folder or a name on the Hugging Face hub."""
+    revision: str | None = None
+    """Of a hub model: branch, tag or commit."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass; the optimizer's weights are always float32."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder brings. Only for folders you trust as you trust your own code."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template to use instead of the model's own."""
+
+
+@frozen
+class DeadlinesSection:
+    """How long each kind of wait may take, in seconds, before the run ends with an error that names it."""
+
+    start: float = 600.0
+    """Workers importing, loading the model and answering for the first time."""
+    train: float = 1800.0
+    """One optimizer step, scoring or loss evaluation."""
+    generate: float = 1800.0
+    """One completion, from request to last token."""
+    refit: float = 600.0
+    """One hand-over of weights."""
+    save: float = 1800.0
+    """Writing or reading a checkpoint."""
+    episode: float = 3600.0
+    """One episode with all its turns."""
+
+
+@frozen
+class ClusterSection:
+    """Where the roles run."""
+
+    launcher: Literal["local"] = "local"
+    """`local`: on this machine."""
+    workers: Literal["process", "inline"] = "process"
+    """`process`: every role in worker processes. `inline`: everything in this process, so that a debugger works."""
+    ranks: dict[str, int] = attrs.Factory(dict)
+    """Worker processes for each role; 1 where a role is not named."""
+    gpus: dict[str, int] = attrs.Factory(dict)
+    """GPUs for each role; none named: the CPU. One rank for each GPU unless `ranks` says otherwise."""
+    threads: dict[str, int] = attrs.Factory(dict)
+    """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
+    work at one time."""
+    share: list[list[str]] = attrs.Factory(lambda: [["backend", "generator"]])
+    """Roles that share their worker processes (and devices) and take turns."""
+    deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
+    """How long waits may take."""
+
+
+@frozen
+class EnvironmentSection:
+    """One environment of a run; keys that are not named here are the environment's own."""
+
+    component: Selection = selection("environments", inline=True)
+    """The environment."""
+    name: str = ""
+    """Its name in metrics and records; by default the component's."""
+    split: str = ""
+    """The split of its tasks; by default `train` in training and `test` in evaluation."""
+    weight: float = 1.0
+    """Share of the groups that come from it, relative to the others."""
+    samples: int = 1
+    """Episodes for each task in evaluation."""
+    limit: int = 0
+    """Of evaluation: use only the first so many tasks; 0: all of them."""
+
+
+@frozen
+class RolloutSection:
+    """How episodes are played for training."""
+
+    max_tokens: int = 256
+    """Longest completion of one turn, in tokens."""
+    max_context: int = 0
+    """Longest sequence, prompt included, in tokens; 0: the model's own limit."""
+    temperature: float = 1.0
+    """Logits are divided by this, in the generator and in the trainer alike."""
+    stop: list[str] = attrs.Factory(list)
+    """Stop strings, beside the model's own end-of-turn tokens."""
+    max_staleness: int = 0
+    """How many versions behind the trainer the weights that made a training token may be. 0 is synchronous."""
+    retries: int = 2
+    """How often an episode that failed is played again before its group is dropped."""
+    max_failed_groups: int = 16
+    """Dropped groups in a row after which the run ends with the last error."""
+    max_filtered_groups: int = 0
+    """Groups that filters may drop in a row before the run ends with an error; 0: 20 times what a step needs."""
+
+
+@frozen
+class EvaluationSection:
+    """Evaluation within a run, and of `whet eval`."""
+
+    environments: list[EnvironmentSection] = attrs.Factory(list)
+    """What to evaluate on."""
+    every: int = 0
+    """Steps between evaluations; 0: only at the end."""
+    at_start: bool = True
+    """Also evaluate before the first step."""
+    temperature: float = 1.0
+    """0 picks the likeliest token."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0: all."""
+    max_tokens: int = 0
+    """Longest completion of one turn; 0: as in `rollout`."""
+
+
+@frozen
+class DataFile:
+    """One file or hub data set."""
+
+    path: str
+    """A `.jsonl`, `.json` or `.parquet` file, or a name on the Hugging Face hub."""
+    split: str = "train"
+    """Of a hub data set."""
+    limit: int = 0
+    """Use only the first so many records; 0: all."""
+
+
+@frozen
+class DataSection:
+    """Data of offline algorithms."""
+
+    train: list[DataFile]
+    """What to train on."""
+    validation: list[DataFile] = attrs.Factory(list)
+    """What to compute the validation loss on."""
+    max_length: int = 0
+    """Longer records are left out and counted, in tokens; 0: the model's limit."""
+    max_bad_records: float = 0.01
+    """Share of records that may be malformed before the run refuses the data. Each is reported with file and line."""
+
+
+@frozen
+class Config:
+    """A whole config file."""
+
+    run: RunSection
+    """The run itself."""
+    model: ModelSection
+    """The model that is trained."""
+    algorithm: Selection = selection("algorithms")
+    """The loop."""
+    backend: Selection = selection("backends")
+    """Holds the model and trains it."""
+    generator: Selection | None = optional_selection("generators")
+    """Samples from the model; needed by algorithms that are fed by rollouts, and for evaluation."""
+    rollout: RolloutSection = attrs.Factory(RolloutSection)
+    """How episodes are played."""
+    environments: list[EnvironmentSection] = attrs.Factory(list)
+    """What is trained on, of algorithms that are fed by rollouts."""
+    evaluation: EvaluationSection = attrs.Factory(EvaluationSection)
+    """Evaluation within the run."""
+    data: DataSection | None = None
+    """What is trained on, of offline algorithms."""
+    cluster: ClusterSection = attrs.Factory(ClusterSection)
+    """Where it runs."""
+    loggers: list[Selection] = attrs.field(
+        factory=list, metadata={"kind": "loggers", "default": None, "inline": False}, kw_only=True
+    )
+    """Who sees the metrics, beside the run folder."""
+    plugins: list[str] = attrs.Factory(list)
+    """Single Python files that are loaded as plugins, relative to the config file."""

@@ -1,0 +1,1 @@
+"""Messages, chat templates, the ragged batch, and readers of data files."""

@@ -1,0 +1,192 @@
+"""The ragged batch: all tokens of all sequences one after another, without padding.
+
+    lengths        [3, 2]                 per sequence, leading dimension B = 2
+    tokens         [a a a b b]            per token, leading dimension N = 5
+
+On the driver columns are NumPy arrays, in a worker torch tensors; the same class holds both. Units
+(a preference pair, else one sequence) are never separated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from whet import randomness
+
+TOKEN_COLUMNS = ("tokens", "loss_mask")
+SEQUENCE_COLUMNS = ("lengths", "prompt_lengths", "group", "episode", "unit")
+
+
+@frozen(eq=False)
+class Batch:
+    """Ragged sequences with any further columns. There is no allow-list of names."""
+
+    per_token: Mapping[str, Any]
+    """Columns of leading dimension N. Always there: tokens int64, loss_mask bool."""
+    per_sequence: Mapping[str, Any]
+    """Columns of leading dimension B. Always there: lengths, prompt_lengths, group, episode, unit (int64)."""
+    info: Mapping[str, Any] = field(factory=dict)
+    """Plain values of the whole batch, e.g. the names behind `env`."""
+
+    def __attrs_post_init__(self) -> None:
+        for name in TOKEN_COLUMNS:
+            if name not in self.per_token:
+                raise ValueError(f"a batch needs the per-token column {name!r}")
+        for name in SEQUENCE_COLUMNS:
+            if name not in self.per_sequence:
+                raise ValueError(f"a batch needs the per-sequence column {name!r}")
+        for name, column in self.per_token.items():
+            if len(column) != self.tokens:
+                raise ValueError(f"column {name!r} has {len(column)} entries for {self.tokens} tokens")
+        for name, column in self.per_sequence.items():
+            if len(column) != self.sequences:
+                raise ValueError(f"column {name!r} has {len(column)} entries for {self.sequences} sequences")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens N."""
+        return len(self.per_token["tokens"])
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences B."""
+        return len(self.per_sequence["lengths"])
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.per_token:
+            return self.per_token[name]
+        if name in self.per_sequence:
+            return self.per_sequence[name]
+        raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.columns)}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.per_token or name in self.per_sequence
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of all columns."""
+        return (*self.per_token, *self.per_sequence)
+
+    def with_columns(self, **columns: Any) -> "Batch":
+        """Give a batch with columns added or replaced.
+
+        A column of length B is per sequence and one of length N per token. Where B equals N a known name
+        keeps its place and a new one counts as per sequence, which is the same numbers either way.
+        """
+        per_token, per_sequence = dict(self.per_token), dict(self.per_sequence)
+        for name, column in columns.items():
+            as_token = len(column) == self.tokens and (len(column) != self.sequences or name in per_token)
+            if not as_token and len(column) != self.sequences:
+                raise ValueError(
+                    f"column {name!r} has {len(column)} entries; the batch has {self.sequences} sequences "
+                    f"and {self.tokens} tokens"
+                )
+            (per_sequence if as_token else per_token).pop(name, None)
+            (per_token if as_token else per_sequence)[name] = column
+        return evolve(self, per_token=per_token, per_sequence=per_sequence)
+
+    def map(self, function: Callable[[Any], Any]) -> "Batch":
+        """Apply a function to every column, e.g. to bring them to a device."""
+        return evolve(
+            self,
+            per_token={name: function(column) for name, column in self.per_token.items()},
+            per_sequence={name: function(column) for name, column in self.per_sequence.items()},
+        )
+
+    def take(self, sequences: Any) -> "Batch":
+        """Give the sequences at these positions, in this order. NumPy only."""
+        sequences = np.asarray(sequences, np.int64)
+        lengths = np.asarray(self.per_sequence["lengths"])
+        starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+        chosen = lengths[sequences]
+        shift = np.repeat(starts[sequences] - (np.cumsum(chosen) - chosen), chosen)
+        where = np.arange(int(chosen.sum()), dtype=np.int64) + shift
+        return evolve(
+            self,
+            per_token={name: column[where] for name, column in self.per_token.items()},
+            per_sequence={name: column[sequences] for name, column in self.per_sequence.items()},
+        )
+
+    def where(self, keep: Any) -> "Batch":
+        """Give the sequences for which keep [B] is true."""
+        return self.take(np.flatnonzero(np.asarray(keep)))
+
+    def units(self) -> list[Any]:
+        """Positions of the sequences of each unit, in order of first appearance."""
+        _, first, inverse = np.unique(np.asarray(self.per_sequence["unit"]), return_index=True, return_inverse=True)
+        order = np.argsort(inverse, kind="stable")
+        members = np.split(order, np.cumsum(np.bincount(inverse))[:-1])
+        return [members[i] for i in np.argsort(first, kind="stable")]
+
+    def split(self, parts: int, seed: int | None = None) -> "list[Batch]":
+        """Split into minibatches of whole units, nearly equal in units; shuffled where a seed is given."""
+        units = self.units()
+        if parts > len(units):
+            raise ValueError(f"cannot split {len(units)} units into {parts} minibatches")
+        if parts == 1:
+            return [self]
+        order = np.arange(len(units))
+        if seed is not None:
+            order = randomness.generator(seed, "minibatches").permutation(order)
+        return [self.take(np.concatenate([units[i] for i in part])) for part in np.array_split(order, parts)]
+
+    def shard(self, parts: int) -> "list[Batch]":
+        """Split into one batch for each rank: whole units, contiguous in order of group, balanced by tokens.
+
+        A rank may get no sequence where there are fewer units than ranks.
+        """
+        if parts == 1:
+            return [self]
+        lengths = np.asarray(self.per_sequence["lengths"])
+        units = sorted(self.units(), key=lambda u: int(self.per_sequence["group"][u[0]]))
+        cost = np.cumsum([lengths[u].sum() for u in units])
+        middle = cost - np.array([lengths[u].sum() for u in units]) / 2
+        owner = np.minimum((middle * parts / max(cost[-1], 1)).astype(int), parts - 1)
+        return [
+            self.take(np.concatenate([u for u, o in zip(units, owner, strict=True) if o == part] or [np.zeros(0, int)]))
+            for part in range(parts)
+        ]
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Join NumPy batches with the same columns."""
+    first = batches[0]
+    return evolve(
+        first,
+        per_token={name: np.concatenate([b.per_token[name] for b in batches]) for name in first.per_token},
+        per_sequence={name: np.concatenate([b.per_sequence[name] for b in batches]) for name in first.per_sequence},
+    )
+
+
+def from_sequences(
+    sequences: Sequence[Mapping[str, Any]], *, prompt_lengths: Sequence[int], group: Sequence[int] | None = None,
+    unit: Sequence[int] | None = None, episode: Sequence[int] | None = None,
+) -> Batch:  # fmt: skip
+    """Build a NumPy batch from sequences that each map column names to arrays of one length.
+
+    Each needs `tokens` and `loss_mask`. Without group, unit or episode every sequence is its own.
+    """
+    lengths = np.array([len(s["tokens"]) for s in sequences], np.int64)
+    own = np.arange(len(sequences), dtype=np.int64)
+    dtypes = {"tokens": np.int64, "loss_mask": np.bool_}
+    names = list(sequences[0]) if sequences else list(dtypes)
+
+    def join(name: str) -> Any:
+        arrays = [np.asarray(s[name], dtypes.get(name)) for s in sequences]
+        return np.concatenate(arrays) if arrays else np.zeros(0, dtypes.get(name))
+
+    def column(given: Sequence[int] | None) -> Any:
+        return own if given is None else np.asarray(given, np.int64)
+
+    return Batch(
+        per_token={name: join(name) for name in names},
+        per_sequence={
+            "lengths": lengths,
+            "prompt_lengths": np.asarray(prompt_lengths, np.int64),
+            "group": column(group),
+            "episode": column(episode),
+            "unit": column(unit),
+        },
+    )

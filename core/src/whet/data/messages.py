@@ -1,0 +1,56 @@
+"""Messages of a conversation. Content is a list of typed parts from the first day; text is the only kind yet."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@frozen
+class Text:
+    """A part of a message that is text."""
+
+    text: str
+    type: str = "text"
+
+
+@frozen
+class Message:
+    """One message. `Message("user", "hi")` and `Message("user", (Text("hi"),))` are the same."""
+
+    role: str
+    content: tuple[Text, ...] = field(converter=lambda c: (Text(c),) if isinstance(c, str) else tuple(c))
+
+    @property
+    def text(self) -> str:
+        """The text of all parts, joined."""
+        return "".join(part.text for part in self.content)
+
+
+Conversation = tuple[Message, ...]
+
+
+def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]") -> Conversation:
+    """Read a conversation from what people write: a string (one user message), records or dicts."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    if isinstance(value, Message):
+        return (value,)
+    return tuple(item if isinstance(item, Message) else _message(item) for item in value)
+
+
+def _message(item: Mapping[str, Any]) -> Message:
+    if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
+        raise DataError(f"a message needs `role` and `content`, found {item!r:.120}")
+    role, content = item["role"], item["content"]
+    if role not in ROLES:
+        raise DataError(f"a message has the role {role!r:.40}, wanted one of {', '.join(ROLES)}")
+    if isinstance(content, str):
+        return Message(role, content)
+    if not isinstance(content, list) or not all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        raise DataError(f"a message's content must be a string or a list of text parts, found {content!r:.120}")
+    return Message(role, tuple(Text(str(part["text"])) for part in content))

@@ -1,0 +1,132 @@
+"""The records that travel between environments, generators and algorithms. Arrays are NumPy."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from attrs import field, frozen
+from numpy.typing import NDArray
+
+from whet.data.messages import Conversation, conversation
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+Stop = Literal["stop", "length", "abort"]
+"""Why a completion ended: a stop token or string, its length limit, or an abort."""
+
+
+@frozen
+class Task:
+    """One item of an environment. `Task("What is 2+2?", {"answer": "4"})`."""
+
+    prompt: Conversation = field(converter=conversation)
+    """The opening messages."""
+    data: Mapping[str, Any] = field(factory=dict)
+    """What grading needs; builtins only. Never shown to the model."""
+    id: str = ""
+    """A name for records and reports; empty: the position in the split."""
+
+
+@frozen
+class Sampling:
+    """How to sample. Training uses temperature alone; top-p and top-k belong to evaluation."""
+
+    max_tokens: int = 256
+    """Longest completion, in tokens, stop token included."""
+    temperature: float = 1.0
+    """0 picks the likeliest token; its logprobs are those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    stop: tuple[str, ...] = ()
+    """Stop strings; the tokens up to the one that completes a string are kept."""
+    stop_tokens: tuple[int, ...] = ()
+    """Stop tokens; the stop token itself is kept, as the last one."""
+
+
+@frozen(eq=False)
+class Request:
+    """One sequence to continue."""
+
+    id: str
+    tokens: IntArray  # [prompt]
+    sampling: Sampling
+    seed: int
+    """Decides every draw of this request, whatever is batched with it."""
+    prefix: str = ""
+    """Requests with equal, non-empty prefix have equal tokens and may share their computation."""
+
+
+@frozen(eq=False)
+class Completion:
+    """What a generator made of a request."""
+
+    id: str
+    tokens: IntArray  # [completion], the stop token included
+    logprobs: FloatArray  # [completion], of log_softmax(logits / temperature)
+    stop: Stop
+    versions: tuple[tuple[int, int], ...]
+    """Spans of the weights that made it: (first token, version), ascending; usually one."""
+    columns: Mapping[str, NDArray[Any]] = field(factory=dict)
+    """Further per-token columns that the generator can give."""
+
+
+@frozen
+class Reply:
+    """A completion as an environment sees it."""
+
+    text: str
+    """The decoded completion without special tokens."""
+    tokens: tuple[int, ...]
+    stop: Stop
+
+
+@frozen(eq=False)
+class Trajectory:
+    """One token sequence of an episode: prompt, the model's tokens and the environment's, in order."""
+
+    tokens: IntArray  # [L]
+    loss_mask: BoolArray  # [L], true where the model produced the token
+    logprobs: FloatArray  # [L], the sampler's; 0 where loss_mask is false
+    versions: NDArray[np.int32]  # [L], of the weights that produced the token; -1 where loss_mask is false
+    prompt_length: int
+    """Tokens before the model's first."""
+    stop: Stop
+    """How the last completion ended."""
+
+
+@frozen(eq=False)
+class Episode:
+    """A finished episode: its sequences and what they were worth."""
+
+    environment: str
+    task: int
+    """Position of the task in its split."""
+    sample: int
+    """Which of the group's samples this is."""
+    trajectories: tuple[Trajectory, ...]
+    rewards: Mapping[str, float]
+    """Every named reward, unweighted."""
+    reward: float
+    """The weighted sum of `rewards`."""
+    turns: int
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, text) as a reader sees the conversation, for records and reports."""
+
+
+@frozen(eq=False)
+class Group:
+    """All episodes of one task in one step; what `advantages` compares."""
+
+    index: int
+    """Order of admission, counted from 0 over the whole run; also the position in the data."""
+    environment: str
+    task: int
+    episodes: tuple[Episode, ...]
+
+    @property
+    def rewards(self) -> FloatArray:
+        """The episodes' rewards [episodes]."""
+        return np.array([e.reward for e in self.episodes], np.float32)

@@ -1,0 +1,47 @@
+"""The few exceptions that whet raises on purpose.
+
+Each message says what was found, what was wanted, where, and what to change; the command line
+prints the message alone, without a traceback.
+"""
+
+
+class WhetError(Exception):
+    """Anything that whet reports to its user in plain words."""
+
+
+class ConfigError(WhetError):
+    """The configuration, or a file that it names, is wrong. Carries one line per problem."""
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PluginError(WhetError):
+    """A plugin could not be loaded, offers a name twice, or breaks its contract."""
+
+
+class DataError(WhetError):
+    """A data file, a record in it or a chat template cannot be used."""
+
+
+class CheckpointError(WhetError):
+    """A checkpoint or run folder is incomplete, or belongs to another run."""
+
+
+class EnvironmentError(WhetError):
+    """An environment broke its contract: it raised, or gave a reward that is no finite number."""
+
+
+class WorkerError(WhetError):
+    """A worker failed, died or missed its deadline. Names role, rank, phase and cause."""
+
+    def __init__(self, role: str, rank: int | None, phase: str, cause: str, last_words: str = "") -> None:
+        self.role, self.rank, self.phase, self.cause, self.last_words = role, rank, phase, cause, last_words
+        who = role if rank is None else f"{role} rank {rank}"
+        tail = f"\nIts last words:\n{last_words}" if last_words else ""
+        super().__init__(f"{who} failed in {phase}: {cause}{tail}")
+
+
+class RefitError(WhetError):
+    """A hand-over of weights was partial, stale or damaged, and was refused."""

@@ -1,0 +1,1 @@
+"""The contracts: Protocols that plugins keep, and the small records that go with them."""

@@ -1,0 +1,118 @@
+"""The contract of an environment, and the five-line way to write the common one.
+
+def build(config):
+return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from whet.data.messages import Message
+from whet.data.records import Reply, Task
+from whet.errors import EnvironmentError as WhetEnvironmentError
+
+
+@runtime_checkable
+class Model(Protocol):
+    """The model as an episode sees it. It records tokens, logprobs, versions and the loss mask."""
+
+    async def reply(self, messages: "str | Message | Sequence[Message]") -> Reply:
+        """Append messages to the history and let the model answer.
+
+        History is append-only: what the model produced is never tokenised again.
+        """
+        ...
+
+    def fork(self) -> "Model":
+        """Start another sequence of the same episode with the history so far."""
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Tasks, and episodes that end in named rewards. The component's target is called as `target(config)`."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Give the tasks of a split. A generated sequence computes item i from its seed, so that a position is an
+        integer; a split that does not exist raises `DataError` naming those that do.
+        """
+        ...
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Play one episode, driving the model, and give its named rewards."""
+        ...
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Weight of each named reward in the total; a name that is missing counts 1."""
+        ...
+
+    def close(self) -> None:
+        """Release what the environment holds, e.g. grader processes. Safe to call twice."""
+        ...
+
+
+RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]
+"""(text of the answer, task.data) -> reward; may be async."""
+
+
+class SingleTurn:
+    """An environment of one question and one answer."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[Task]],
+        rewards: Mapping[str, "RewardFunction | tuple[RewardFunction, float]"],
+    ) -> None:
+        self._tasks = tasks
+        pairs = {name: given if isinstance(given, tuple) else (given, 1.0) for name, given in rewards.items()}
+        self._rewards = {name: function for name, (function, _) in pairs.items()}
+        self._weights = {name: weight for name, (_, weight) in pairs.items()}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Give the tasks of a split."""
+        from whet.errors import DataError
+
+        if split not in self._tasks:
+            raise DataError(f"there is no split {split!r}; there are {', '.join(self._tasks)}")
+        return self._tasks[split]
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Weight of each named reward."""
+        return self._weights
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Ask, and grade the answer by each reward function."""
+        answer = await model.reply(task.prompt)
+        rewards: dict[str, float] = {}
+        for name, function in self._rewards.items():
+            value = function(answer.text, task.data)
+            rewards[name] = await value if inspect.isawaitable(value) else value
+        return rewards
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
+    """Check what `run` returned: a mapping of names to finite numbers."""
+    import math
+
+    if not isinstance(rewards, Mapping) or not rewards:
+        raise WhetEnvironmentError(
+            f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"
+        )
+    checked = {}
+    for name, value in rewards.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise WhetEnvironmentError(
+                f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, wanted a finite number"
+            )
+        checked[str(name)] = number
+    return checked

@@ -1,0 +1,42 @@
+"""The contract of a generator: tokens in, tokens and logprobs out."""
+
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from whet.cluster.slices import Pending
+    from whet.data.records import Completion, Request
+    from whet.refit.link import Link
+
+Running = Literal["drain", "keep", "abort"]
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Continues token sequences. What it sees is append-only; nothing is tokenised here.
+
+    The component's target is called as `target(config, site)` on the driver, with a `whet.cluster.slices.Site`.
+    Logprobs are of `log_softmax(logits / temperature)`; at temperature 0 the likeliest token is taken and its
+    logprob is that at temperature 1.
+    """
+
+    async def generate(self, request: "Request") -> "Completion":
+        """Continue one sequence. Requests made in one turn of the event loop travel in one message;
+        cancelling the awaiting task aborts the request.
+        """
+        ...
+
+    def receive_weights(self, link: "Link", version: int, running: Running = "drain") -> "Pending":
+        """Start to take new weights over a link: drain, keep or abort the requests that run."""
+        ...
+
+    def sleep(self) -> None:
+        """Give accelerator memory back."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice."""
+        ...

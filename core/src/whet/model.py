@@ -1,0 +1,104 @@
+"""What a model folder says of itself, read from its JSON files without torch or transformers."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.errors import ConfigError
+
+
+@frozen
+class ModelInfo:
+    """A model folder: its `config.json`, and how to load it."""
+
+    path: str
+    """A local folder; hub names are resolved to one before this is made."""
+    config: Mapping[str, Any] = field(factory=dict)
+    """`config.json`."""
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self._text("vocab_size", 0))
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model was made for; 0 where the config does not say."""
+        return int(self._text("max_position_embeddings", 0))
+
+    @property
+    def architecture(self) -> str:
+        """Class name in `transformers`, e.g. `Qwen3ForCausalLM`."""
+        names = self.config.get("architectures") or [""]
+        return str(names[0])
+
+    def _text(self, key: str, default: Any) -> Any:
+        inner = self.config.get("text_config")
+        return self.config.get(key, inner.get(key, default) if isinstance(inner, dict) else default)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be."""
+        try:
+            hidden, layers = int(self._text("hidden_size", 0)), int(self._text("num_hidden_layers", 0))
+            heads = int(self._text("num_attention_heads", 1))
+            kv = int(self._text("num_key_value_heads", heads) or heads)
+            head = int(self._text("head_dim", 0) or hidden // heads)
+            mlp = int(self._text("intermediate_size", 4 * hidden))
+        except (TypeError, ValueError):
+            return 0
+        embed = self.vocab_size * hidden * (1 if self._text("tie_word_embeddings", False) else 2)
+        return embed + layers * (hidden * head * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden) + hidden
+
+
+def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool = False) -> ModelInfo:
+    """Read a local model folder. Raises `ConfigError` naming what is missing."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {str(path)!r}; give a model folder or a hub name")
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"model.path: {str(path)!r} holds no config.json, so it is no model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path: {file} holds {type(config).__name__}, wanted a JSON object")
+    return ModelInfo(str(folder), config, dtype, trust_remote_code)
+
+
+def fingerprint(folder: str | Path) -> dict[str, str]:
+    """Hash what makes a model folder what it is: config, tokenizer, chat template, weights.
+
+    Weight files are hashed by size and by their first and last megabyte: enough to tell models apart without
+    reading hundreds of gigabytes.
+    """
+    folder = Path(folder)
+    groups = {
+        "config": ["config.json"],
+        "tokenizer": ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"],
+        "weights": sorted(p.name for p in folder.glob("*.safetensors")),
+    }
+    return {
+        name: _hash([folder / file for file in files if (folder / file).exists()]) for name, files in groups.items()
+    }
+
+
+def _hash(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size, edge = file.stat().st_size, 1 << 20
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(edge))
+            if size > edge:
+                stream.seek(max(edge, size - edge))
+                digest.update(stream.read(edge))
+    return digest.hexdigest()

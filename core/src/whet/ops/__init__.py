@@ -1,0 +1,1 @@
+"""Pure formulas: reductions and advantages on NumPy, logprobs, KL and losses on torch."""

@@ -1,0 +1,30 @@
+"""A link names one hand-over of weights; its manifest proves that all of it arrived.
+
+Senders and receivers meet through the driver, which makes a `Link` per hand-over and gives it to both:
+
+    driver    link = Link(transport, address, session, version, dtype)
+    backend   send_weights(link)    -> whet.refit.TRANSPORT.send(link, stream of (name, tensor), sender, senders)
+    generator receive_weights(link) -> whet.refit.TRANSPORT.receive(link) gives (name, tensor), checked
+"""
+
+from attrs import frozen
+
+
+@frozen
+class Link:
+    """One hand-over: complete or refused."""
+
+    transport: str
+    """`shared` (same process), `shared-memory` (same host), `disk` (same file system)."""
+    address: str
+    """Of shared-memory and disk: a folder. Of shared: a key within the process."""
+    session: str
+    """A fresh name for this hand-over; both ends check it."""
+    version: int
+    """Version of the weights: the number of the step that made them; 0 for those loaded."""
+    dtype: str = ""
+    """What the receiver wants, e.g. `float32`; empty: as the sender holds them."""
+    senders: int = 1
+    """How many workers send; each name comes from exactly one."""
+    receivers: int = 1
+    timeout_seconds: float = 300.0

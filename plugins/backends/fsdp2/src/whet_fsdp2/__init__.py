@@ -1,0 +1,1 @@
+"""Train Hugging Face causal language models with PyTorch FSDP2."""

@@ -1,0 +1,1 @@
+"""Mathematics: generated arithmetic, and data sets graded by math-verify."""

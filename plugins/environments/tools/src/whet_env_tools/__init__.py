@@ -1,0 +1,1 @@
+"""Tools: a calculator that is called over two turns."""

@@ -1,0 +1,1 @@
+"""Generate with plain transformers models: batched decoding on any device."""

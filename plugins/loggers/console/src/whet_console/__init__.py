@@ -1,0 +1,1 @@
+"""Progress, tables and a summary in the terminal."""

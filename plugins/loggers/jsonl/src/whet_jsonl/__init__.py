@@ -1,0 +1,1 @@
+"""Metrics as JSON lines, in a file or on standard output."""
