@@ -16,7 +16,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from whet.component import Component, Problem
-    from whet.compose import Parts
+    from whet.parts import Parts
     from whet.config.sections import Config
     from whet.interfaces.algorithm import Algorithm
 

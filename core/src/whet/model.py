@@ -102,3 +102,23 @@ def _hash(files: list[Path]) -> str:
                 stream.seek(max(edge, size - edge))
                 digest.update(stream.read(edge))
     return digest.hexdigest()
+
+
+def locate(path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """Find a model folder: a local one, or one of the hub, which is downloaded where it is not in the cache."""
+    if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return Path(path).expanduser()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"model.path: there is no folder {path!r}; to read it from the hub, pip install 'whet[hub]'"
+        ) from None
+    patterns = ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model"]
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
+        raise ConfigError(
+            f"model.path: there is no folder {path!r}, and the hub does not give a model of that name: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error

@@ -45,6 +45,8 @@ class RunSection:
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto` continues the folder's run if there is one; `never` refuses a folder that holds a run; `must` refuses
     one that does not."""
+    allow_changed: list[str] = attrs.Factory(list)
+    """Config paths that may differ from the run that is resumed, e.g. `backend.optimizer.lr`."""
     export: bool = True
     """Write the final model as a folder that `transformers` loads, in `FOLDER/model`."""
 
@@ -98,8 +100,9 @@ class ClusterSection:
     threads: dict[str, int] = attrs.Factory(dict)
     """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
     work at one time."""
-    share: list[list[str]] = attrs.Factory(lambda: [["backend", "generator"]])
-    """Roles that share their worker processes (and devices) and take turns."""
+    share: list[list[str]] | None = None
+    """Groups of roles that share their worker processes (and devices) and take turns. By default backend and
+    generator share where `rollout.max_staleness` is 0, and are apart where it is not."""
     deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
     """How long waits may take."""
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from whet.compose import Parts
+    from whet.parts import Parts
 
 
 @runtime_checkable

@@ -1,0 +1,244 @@
+"""From a config and the facts of its components to a plan: pure, printable, and refusing whatever it can know.
+
+    Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from whet.component import Facts, Problem, Selection, resolve
+from whet.config.sections import Config
+from whet.errors import ConfigError
+from whet.model import ModelInfo
+from whet.refit.handover import choose_transport
+
+ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
+"""Columns of every batch."""
+ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "reward", "stopped"})
+"""Columns of a batch from rollouts."""
+
+
+@frozen
+class Machine:
+    """What there is to plan with."""
+
+    cores: int
+    gpus: int = 0
+
+
+@frozen
+class RolePlan:
+    """Where one role runs."""
+
+    role: str
+    component: str
+    ranks: int
+    threads: int
+    """Compute threads for each rank."""
+    devices: tuple[str, ...]
+    """One for each rank."""
+    processes: str
+    """Name of the group of processes; roles with equal names share theirs and take turns."""
+    memory_bytes: int | None = None
+    """For each rank, as far as known."""
+
+
+@frozen
+class Plan:
+    """All that is decided before anything starts."""
+
+    launcher: str
+    inline: bool
+    roles: tuple[RolePlan, ...]
+    transport: str
+    """How weights travel from backend to generator; empty without a generator."""
+    feeds_on: str
+    """`rollouts` or `data`."""
+    max_context: int
+    """Longest sequence, in tokens; 0: no limit is known."""
+    notes: tuple[str, ...] = ()
+
+    def role(self, name: str) -> RolePlan:
+        """Find a role by its name."""
+        return next(role for role in self.roles if role.role == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the plan as builtins."""
+        return attrs.asdict(self)
+
+    def describe(self) -> str:
+        """Give the plan as lines for people."""
+        where = "this process" if self.inline else f"worker processes of the {self.launcher} launcher"
+        lines = [f"feeds on {self.feeds_on}, in {where}"]
+        for role in self.roles:
+            memory = f", about {role.memory_bytes / 2**20:,.0f} MiB each" if role.memory_bytes else ""
+            ranks = f"{role.ranks} rank{'s' if role.ranks > 1 else ''}"
+            lines.append(
+                f"{role.role}: {role.component}, {ranks} x {role.threads} thread{'s' if role.threads > 1 else ''} "
+                f"on {', '.join(dict.fromkeys(role.devices))}{memory}, in processes {role.processes!r}"
+            )
+        if self.transport:
+            lines.append(f"weights: backend -> generator by {self.transport}")
+        if self.max_context:
+            lines.append(f"longest sequence: {self.max_context} tokens")
+        return "\n".join([*lines, *self.notes])
+
+
+def gather_facts(config: Config, model: ModelInfo) -> dict[str, Facts]:
+    """Ask every chosen component for its facts, by path into the config."""
+    return {path: facts_of(selection, model) for path, selection in selections(config)}
+
+
+def facts_of(selection: Selection, model: ModelInfo) -> Facts:
+    """Ask a component for its facts; one without a facts function has none."""
+    if not selection.component.facts:
+        return Facts()
+    facts = resolve(selection.component.facts)(selection.config, model)
+    if not isinstance(facts, Facts):
+        raise TypeError(f"{selection.component.facts} returned {type(facts).__name__}, wanted whet.component.Facts")
+    return facts
+
+
+def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
+    """Walk all components chosen anywhere in a config, with their paths."""
+    if isinstance(value, Selection):
+        yield path, value
+        yield from selections(value.config, path)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from selections(item, f"{path}[{i}]")
+    elif attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            inline = field.metadata.get("inline")
+            yield from selections(getattr(value, field.name), path if inline else f"{path}.{field.name}".lstrip("."))
+
+
+def make_plan(config: Config, model: ModelInfo, facts: Mapping[str, Facts], machine: Machine) -> tuple[Plan | None, list[Problem]]:
+    """Decide where everything runs. With problems there is no plan."""
+    algorithm = facts["algorithm"]
+    feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
+    problems = [
+        *_inputs(config, feeds_on),
+        *_losses(facts, feeds_on, algorithm),
+        *_lengths(config, model),
+        *_shares(config, machine),
+    ]
+    transport, notes = "", [note for path in sorted(facts) for note in facts[path].notes]
+    if config.generator is not None:
+        together = config.cluster.workers == "inline" or shares(config, "backend", "generator")
+        try:
+            transport = choose_transport(
+                facts["backend"].transports, facts["generator"].transports, same_process=together, same_host=True
+            )
+        except ConfigError as error:
+            problems.append(Problem("generator", str(error)))
+        if config.rollout.max_staleness and together:
+            notes.append(
+                "backend and generator share their processes, so generation does not overlap training; "
+                "cluster.share: [] sets them apart"
+            )
+    if problems:
+        return None, problems
+    roles = tuple(_role(config, name, facts, machine) for name in _roles(config))
+    context = config.rollout.max_context or model.max_positions
+    inline = config.cluster.workers == "inline"
+    return Plan(config.cluster.launcher, inline, roles, transport, feeds_on, context, tuple(notes)), []
+
+
+def shares(config: Config, one: str, other: str) -> bool:
+    """Whether two roles share their processes."""
+    return any(one in group and other in group for group in share_groups(config))
+
+
+def share_groups(config: Config) -> list[list[str]]:
+    """Groups of roles that share processes, the default filled in."""
+    if config.cluster.share is None:
+        return [["backend", "generator"]] if config.rollout.max_staleness == 0 else []
+    return config.cluster.share
+
+
+def _roles(config: Config) -> list[str]:
+    return ["backend"] if config.generator is None else ["backend", "generator"]
+
+
+def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
+    cluster = config.cluster
+    gpus = cluster.gpus.get(name, 0)
+    ranks = cluster.ranks.get(name, gpus or facts[name].ranks)
+    group = next((g for g in share_groups(config) if name in g), [name])
+    apart = [r for r in _roles(config) if r not in group]
+    # Roles that share take turns; roles apart work at one time.
+    busy = ranks + sum(cluster.ranks.get(r, facts[r].ranks) for r in apart) if config.rollout.max_staleness else ranks
+    threads = cluster.threads.get(name, max(1, machine.cores // max(1, busy)))
+    before = _roles(config)[: _roles(config).index(name)]
+    first = sum(cluster.gpus.get(r, 0) for r in before if r not in group)
+    devices = tuple(f"cuda:{first + rank % gpus}" if gpus else "cpu" for rank in range(ranks))
+    selection = getattr(config, name)
+    return RolePlan(name, selection.name, ranks, threads, devices, "+".join(group), facts[name].memory_bytes)
+
+
+def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
+    name = config.algorithm.name
+    if feeds_on == "rollouts":
+        if not config.environments:
+            yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
+        if config.generator is None:
+            yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
+        if config.data is not None:
+            yield Problem("data", f"{name} is fed by rollouts and reads no data files; remove this section")
+    else:
+        if config.data is None or not config.data.train:
+            yield Problem("data", f"{name} trains on data files and there are none; list them under data.train")
+        if config.environments:
+            yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
+    if config.evaluation.environments and config.generator is None:
+        yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
+    for where, entries in (("environments", config.environments), ("evaluation.environments", config.evaluation.environments)):
+        names = [entry.name or entry.component.name for entry in entries]
+        for i, entry_name in enumerate(names):
+            if entry_name in names[:i]:
+                yield Problem(f"{where}[{i}].name", f"there are two environments named {entry_name!r}; give one another name")
+
+
+def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iterator[Problem]:
+    given = facts["backend"].outputs_given
+    columns = ALWAYS | algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
+    for path, found in facts.items():
+        for output in sorted(found.outputs_needed - given):
+            yield Problem(path, f"needs the model output {output!r}, which the backend does not give: {', '.join(sorted(given))}")
+        if found.outputs_needed:
+            for column in sorted(found.columns_read - columns):
+                yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
+
+
+def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
+    context = config.rollout.max_context
+    if model.max_positions and context > model.max_positions:
+        yield Problem("rollout.max_context", f"is {context}, but the model's positions end at {model.max_positions}")
+    limit = context or model.max_positions
+    if config.generator is not None and limit and config.rollout.max_tokens >= limit:
+        yield Problem("rollout.max_tokens", f"is {config.rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens")
+
+
+def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
+    known = set(_roles(config))
+    for key in ("ranks", "gpus", "threads"):
+        for role, number in getattr(config.cluster, key).items():
+            if role not in ("backend", "generator"):
+                yield Problem(f"cluster.{key}.{role}", "there is no such role; there are backend, generator")
+            elif number < (0 if key == "gpus" else 1):
+                yield Problem(f"cluster.{key}.{role}", f"is {number}, wanted at least {0 if key == 'gpus' else 1}")
+    for i, group in enumerate(config.cluster.share or []):
+        for role in group:
+            if role not in ("backend", "generator"):
+                yield Problem(f"cluster.share[{i}]", f"names the role {role!r}; there are backend, generator")
+    wanted = sum(config.cluster.gpus.get(role, 0) for role in known) if not share_groups(config) else max(
+        [config.cluster.gpus.get(role, 0) for role in known], default=0
+    )
+    if wanted > machine.gpus:
+        yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
+    if config.cluster.workers == "inline" and any(n > 1 for n in config.cluster.ranks.values()):
+        yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")

@@ -1,0 +1,146 @@
+"""The run folder: a public contract of plain files, written so that a kill at any moment loses nothing.
+
+    config.yaml  identity.json  versions.json  plan.json     what ran
+    journal.jsonl                                            what happened, an event a line
+    metrics.jsonl  spans.jsonl                               a line per step, a line per phase
+    rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
+    checkpoints/step-000020/    model/    logs/ROLE-RANK.log
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from whet.errors import CheckpointError, WhetError
+
+
+class RunFolder:
+    """Writes and reads the files of one run. Creating it touches nothing; `claim` does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where the workers' output goes."""
+        return self.path / "logs"
+
+    @property
+    def scratch(self) -> Path:
+        """For files that need not outlast the run."""
+        return self.path / "scratch"
+
+    def claim(self) -> None:
+        """Make the folder and lock it; a second run in it is refused."""
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            self._lock = None
+            raise CheckpointError(
+                f"{self.path} is in use by another run; wait for it, or choose another run.folder"
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock back. Safe to call twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a small file whole: it is either the old one or the new one."""
+        self.write_text(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small text file whole."""
+        target = self.path / name
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + ".partial")
+            with partial.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(target)
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; None where there is none."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
+        """Append JSON lines; durable rows survive a power cut."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if not text:
+            return
+        target = self.path / name
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("a", encoding="utf-8") as stream:
+                stream.write(text)
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+
+    def journal(self, event: str, **details: Any) -> None:
+        """Note what happened."""
+        self.append("journal.jsonl", [{"time": round(time.time(), 3), "event": event, **details}])
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps: they will be taken again."""
+        for name in ("metrics.jsonl", "spans.jsonl"):
+            self._keep_rows(name, step)
+        for folder in ("rollouts", "evaluations"):
+            for file in (self.path / folder).glob("step-*.jsonl"):
+                if int(file.name[5:11]) > step:
+                    file.unlink()
+
+    def _keep_rows(self, name: str, step: int) -> None:
+        file = self.path / name
+        if not file.exists():
+            return
+        kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in read_rows(file) if row.get("step", 0) <= step]
+        self.write_text(name, "".join(kept))
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Read JSON lines; a last line that was cut short by a kill is left out."""
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            if not line.endswith("\n"):
+                return
+            row = json.loads(line)
+            if isinstance(row, dict):
+                yield row
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say in plain words which file could not be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            cause = "the disk is full; free some space and start the same command again: it resumes"
+        else:
+            cause = f"{error.strerror or error}"
+        raise WhetError(f"cannot write {path}: {cause}") from error

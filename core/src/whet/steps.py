@@ -1,0 +1,175 @@
+"""The steps of a run: where to begin, when to stop, and all that happens between two optimizer steps.
+
+    for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
+        ...
+        step.log(metrics)            as often as needed; metrics merge by their kind
+        step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from attrs import define, field, frozen
+
+from whet import metrics as merging
+from whet.metrics import Metric
+from whet.randomness import derive_seed
+from whet.run_folder import RunFolder
+from whet.spans import Spans
+
+if TYPE_CHECKING:
+    from whet.config.sections import RunSection
+    from whet.data.batch import Batch
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to end
+    """A signal ended a wait; the last finished step can be saved."""
+
+
+@define
+class Step:
+    """One step of a run."""
+
+    number: int
+    """Counted from 1."""
+    seed: int
+    """Derive this step's randomness from it."""
+    _steps: "Steps"
+    _metrics: dict[str, Metric] = field(factory=dict, init=False)
+
+    def log(self, metrics: Mapping[str, Metric]) -> None:
+        """Add metrics; those of one name are merged by their kind."""
+        self._metrics = merging.merge([self._metrics, metrics])
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and after the last, happens now. 0: only last."""
+        return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
+
+    def finish(self, batch: "Batch") -> None:
+        """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
+        self._steps.finish(self, self._metrics, batch)
+
+
+@frozen
+class Sinks:
+    """What a finished step is told to. Each is called in this order."""
+
+    records: Callable[[int, "Batch"], None]
+    """Write the rollouts of a step."""
+    evaluate: Callable[[int], Mapping[str, Metric]]
+    """Evaluate after a step."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """Loggers and hooks."""
+    save: Callable[[int], None]
+    """Write a checkpoint."""
+    gather: Callable[[], Mapping[str, Metric]]
+    """Metrics that others collected meanwhile, e.g. the rollout stream."""
+
+
+class Steps:
+    """Iterates over the steps that are left."""
+
+    def __init__(
+        self, run: RunFolder, section: "RunSection", done: int, evaluate_every: int, spans: Spans, sinks: Sinks
+    ) -> None:
+        self.done = done
+        """Steps finished so far, those of earlier sittings included."""
+        self.stopped_by: int | None = None
+        """Signal that ended the loop early."""
+        self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
+        self._evaluate_every = evaluate_every
+        self._saved = done
+        self._interruptible = False
+        self._began = time.perf_counter()
+
+    def is_last(self, number: int) -> bool:
+        """Whether no step follows this one."""
+        return number >= self._section.steps
+
+    def __iter__(self) -> Iterator[Step]:
+        with _on_signals(self._stop):
+            while self.done < self._section.steps and self.stopped_by is None:
+                self._began = time.perf_counter()
+                number = self.done + 1
+                step = Step(number, derive_seed(self._section.seed, "step", number), self)
+                yield step
+                if self.done != number:
+                    raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
+            self.save_now()
+
+    def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
+        """See `Step.finish`."""
+        number, section = step.number, self._section
+        merged = merging.merge([metrics, self._sinks.gather()])
+        self._sinks.records(number, batch)
+        if step.due(self._evaluate_every):
+            merged = merging.merge([merged, self._sinks.evaluate(number)])
+        self.record(number, merged, batch.tokens)
+        self.done = number
+        self._run.journal("step", step=number)
+        if step.due(section.save_every) and (section.save_every or self.is_last(number)):
+            self._save()
+
+    def record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
+        """Write a step's metrics and spans to the run folder, and tell loggers and hooks."""
+        spans = self._spans.drain()
+        seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}
+        for span in spans:
+            name = f"seconds/{span.role}.{span.phase}"
+            seconds[name] = seconds.get(name, 0.0) + span.seconds
+        numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
+        numbers |= {name: round(value, 6) for name, value in seconds.items()}
+        rows = [
+            {"step": number, "role": s.role, "phase": s.phase, "begin": round(s.begin, 6), "seconds": round(s.seconds, 6)}
+            for s in spans
+        ]
+        self._run.append("spans.jsonl", rows)
+        self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}], durable=True)
+        self._sinks.log(number, numbers)
+
+    def _save(self) -> None:
+        with self._spans.phase("run", "save"):
+            self._sinks.save(self.done)
+        self._saved = self.done
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal end what happens inside at once; for waits during which the weights do not change."""
+        self._interruptible = True
+        try:
+            if self.stopped_by is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._interruptible = False
+
+    def _stop(self, number: int) -> None:
+        again, self.stopped_by = self.stopped_by is not None, number
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._interruptible:
+            raise Interrupted
+
+    def save_now(self) -> None:
+        """Save the last finished step, unless that is done."""
+        if self._saved != self.done:
+            self._save()
+
+
+@contextmanager
+def _on_signals(function: Callable[[int], None]) -> Iterator[None]:
+    """Call a function on SIGTERM and SIGINT; only in the main thread, where Python allows it."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda n, _: function(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

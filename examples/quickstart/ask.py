@@ -1,0 +1,25 @@
+"""Ask a trained model a few held-out problems with plain transformers."""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from whet_env_math.arithmetic import Arithmetic, ArithmeticConfig
+
+
+def main(folder: str) -> None:
+    """Load the folder and answer five problems."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tasks = Arithmetic(ArithmeticConfig()).tasks("test")
+    for task in [tasks[i] for i in range(5)]:
+        chat = [{"role": "user", "content": task.prompt[0].text}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+        answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        print(f"{task.prompt[0].text}  ->  {answer}   (right: {task.data['answer']})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
