@@ -1,0 +1,279 @@
+"""Small stand-ins that obey the interfaces: a model, a generator, a backend and a logger.
+
+Use them to test what stands on an interface. What implements one is tested with real parts.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from whet import metrics, randomness
+from whet.component import Spec
+from whet.data.batch import Batch
+from whet.data.messages import Conversation, Message, conversation
+from whet.data.records import Completion, IntArray, Reply, Request, Stop
+from whet.errors import CheckpointError
+from whet.interfaces.backend import Weights
+from whet.interfaces.generator import Running
+from whet.refit.link import Link
+
+Answers = str | Sequence[str] | Callable[[Conversation], str]
+"""One answer for ever, one answer after another, or a rule."""
+Rule = Callable[[str, np.random.Generator], str]
+"""(text of the prompt, the request's own randomness) -> text of the completion."""
+
+
+class Done:
+    """A call that has ended."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def result(self) -> Any:
+        """Give its result."""
+        return self.value
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+
+class FakeModel:
+    """A model for testing environments: it answers by script and keeps the conversation.
+
+    `FakeModel("4")` always says 4; `FakeModel(["calc 2+2", "4"])` says one after the other and fails when
+    asked once more; `FakeModel(lambda conversation: ...)` follows a rule.
+    """
+
+    def __init__(self, answers: Answers, stop: Stop = "stop") -> None:
+        self._next = _asking(answers)
+        self._stop = stop
+        self.messages: list[Message] = []
+        """The conversation so far."""
+        self.forks: list[FakeModel] = []
+        """The sequences that were started from this one."""
+
+    async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
+        """Append messages and answer."""
+        await asyncio.sleep(0)
+        self.messages.extend(conversation(messages))
+        text = self._next(tuple(self.messages))
+        self.messages.append(Message("assistant", text))
+        return Reply(text, tuple(text.encode(errors="replace")), self._stop)
+
+    def fork(self) -> "FakeModel":
+        """Start another sequence with the history so far; all sequences draw on one script."""
+        other = FakeModel(self._next, self._stop)
+        other.messages = self.messages[:]
+        self.forks.append(other)
+        return other
+
+
+def _asking(answers: Answers) -> Callable[[Conversation], str]:
+    if callable(answers):
+        return answers
+    if isinstance(answers, str):
+        return lambda messages: answers
+    left = iter(answers)
+
+    def following(messages: Conversation) -> str:
+        text = next(left, None)
+        if text is None:
+            raise AssertionError(f"the environment asked for answer {len(answers) + 1} of a script of {len(answers)}")
+        return text
+
+    return following
+
+
+class Codec(Protocol):
+    """The part of a `ChatTokenizer` that a fake generator needs."""
+
+    stop_tokens: tuple[int, ...]
+
+    def encode(self, text: str) -> IntArray:
+        """Turn text into tokens."""
+        ...
+
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        """Turn tokens into text."""
+        ...
+
+
+class ByteCodec:
+    """The smallest codec: a token for each byte, and token 256 ends a turn."""
+
+    stop_tokens: tuple[int, ...] = (256,)
+
+    def encode(self, text: str) -> IntArray:
+        """Turn text into tokens."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        """Turn tokens into text."""
+        return bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
+
+
+class FakeGenerator:
+    """A generator that answers by script or by a rule, with made-up logprobs, and keeps the whole contract.
+
+    A rule may draw from the randomness it is given, which depends on the request's seed alone. A script of
+    several answers is followed in the order of the requests.
+    """
+
+    def __init__(self, rule: str | Sequence[str] | Rule, codec: Codec | None = None, delay_seconds: float = 0.0):
+        self._rule = _ruling(rule)
+        self._codec: Codec = codec or ByteCodec()
+        self._delay = delay_seconds
+        self.version = 0
+        """Of the weights it pretends to hold."""
+        self.requests: list[Request] = []
+        """All that it was asked."""
+        self.cancelled: list[str] = []
+        """Ids of the requests that were cancelled."""
+        self.closed = False
+
+    async def generate(self, request: Request) -> Completion:
+        """Answer one request."""
+        self.requests.append(request)
+        try:
+            await asyncio.sleep(self._delay)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.id)
+            raise
+        sampling = request.sampling
+        rng = randomness.generator(request.seed if sampling.temperature > 0 else 0, "fake generator")
+        text = self._rule(self._codec.decode(request.tokens, skip_special=False), rng)
+        tokens, stop = self._cut(self._codec.encode(text), request)
+        logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
+        return Completion(request.id, tokens, logprobs, stop, ((0, self.version),))
+
+    def _cut(self, tokens: IntArray, request: Request) -> tuple[IntArray, Stop]:
+        """End at a stop token, at a stop string or at the limit, whichever comes first."""
+        sampling = request.sampling
+        whole = np.concatenate([tokens, np.asarray(sampling.stop_tokens[:1], np.int64)])
+        for end in range(1, min(len(whole), sampling.max_tokens) + 1):
+            text = self._codec.decode(whole[:end]) if sampling.stop else ""
+            if whole[end - 1] in sampling.stop_tokens or any(s in text for s in sampling.stop):
+                return whole[:end], "stop"
+        return whole[: sampling.max_tokens], "length"
+
+    def receive_weights(self, link: Link, version: int, running: Running = "drain") -> Done:
+        """Pretend to take new weights."""
+        self.version = version
+        return Done()
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+    def close(self) -> None:
+        """Remember it."""
+        self.closed = True
+
+
+def _ruling(rule: str | Sequence[str] | Rule) -> Rule:
+    if callable(rule):
+        return rule
+    answers = itertools.repeat(rule) if isinstance(rule, str) else iter(rule)
+
+    def following(prompt: str, rng: np.random.Generator) -> str:
+        text = next(answers, None)
+        if text is None:
+            raise AssertionError("the generator was asked more often than its script is long")
+        return text
+
+    return following
+
+
+class FakeBackend:
+    """A backend that trains nothing: it counts steps, remembers what it was given and scores by a rule."""
+
+    def __init__(self, score: Callable[[str, Batch], Any] | None = None) -> None:
+        self._score = score or (lambda output, batch: np.full(batch.tokens, -1.0, np.float32))
+        self.step = 0
+        """Optimizer steps taken."""
+        self.trained: list[Batch] = []
+        """What it was trained on."""
+        self.sent: list[Link] = []
+        """Hand-overs of weights."""
+        self.closed = False
+
+    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, metrics.Metric]:
+        """Remember the batch, and count a step unless no token is to be learned."""
+        self.trained.append(batch)
+        self.step += bool(np.any((count_over or batch)["loss_mask"]))
+        return {"grad_norm": metrics.mean(1.0), "lr": metrics.mean(0.1), **self.evaluate(batch, loss)}
+
+    def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, metrics.Metric]:
+        """Give a loss that falls with every step."""
+        return {"loss": metrics.mean(1.0 / (1 + self.step)), "tokens": metrics.total(int(batch["loss_mask"].sum()))}
+
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
+        """Score by the rule; 0 where `loss_mask` is false."""
+        return {name: np.where(batch["loss_mask"], self._score(name, batch), np.float32(0)) for name in outputs}
+
+    def send_weights(self, link: Link) -> Done:
+        """Remember the link."""
+        self.sent.append(link)
+        return Done()
+
+    def save(self, folder: Path) -> Done:
+        """Write the number of steps."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fake.json").write_text(json.dumps({"step": self.step}), encoding="utf-8")
+        return Done()
+
+    def load(self, folder: Path) -> None:
+        """Read the number of steps."""
+        try:
+            self.step = json.loads((folder / "fake.json").read_text(encoding="utf-8"))["step"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder} holds nothing that a FakeBackend saved: {error}") from error
+
+    def export(self, folder: Path) -> None:
+        """Write what it has."""
+        self.save(folder)
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+    def close(self) -> None:
+        """Remember it."""
+        self.closed = True
+
+
+class MemoryLogger:
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        """(step, metrics) in the order logged."""
+        self.statuses: list[str] = []
+        self.failed: bool | None = None
+        """What `close` was told; None before it."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the numbers of a step."""
+        self.rows.append((step, dict(metrics)))
+
+    def status(self, text: str) -> None:
+        """Keep the text."""
+        self.statuses.append(text)
+
+    def close(self, failed: bool) -> None:
+        """Keep the first verdict."""
+        self.failed = failed if self.failed is None else self.failed
+
+    def curve(self, name: str) -> Iterable[tuple[int, float]]:
+        """Give (step, number) of one metric."""
+        return [(step, row[name]) for step, row in self.rows if name in row]
