@@ -1,0 +1,327 @@
+"""From conversations to tokens and back, as the model's own chat template and tokenizer have it.
+
+    prompt         <s> user: 6*7? assistant:                    what the model is asked to continue
+    the model                                 42 <end>          its tokens, kept as they are for ever
+    continuation                                      \\n user: and 6*8? assistant:
+
+History is append-only. What is appended is found by comparing texts that the template renders; only the new text
+is tokenised. A template that rewrites what went before (drops the reasoning of earlier turns, say) is refused.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from attrs import frozen
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from whet.data.messages import Conversation, Message
+from whet.data.records import BoolArray, IntArray
+from whet.data.templates import ChatTemplate, read_template
+from whet.errors import DataError
+
+TrainOn = Literal["all", "last"]
+"""Which of the assistant's turns to train on."""
+
+
+@frozen(eq=False)
+class Trainable:
+    """A conversation or text as a sequence to train on."""
+
+    tokens: IntArray  # [L]
+    loss_mask: BoolArray  # [L], true on what the model is to write
+    prompt_length: int
+    """Tokens before the first trained one."""
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of a model folder. Safe to use from several threads."""
+
+    def __init__(self, folder: str | Path, chat_template: str | None = None, now: datetime | None = None) -> None:
+        """Read a folder with `tokenizer.json` and, where it has them, `tokenizer_config.json`,
+        `special_tokens_map.json`, `chat_template.jinja` and `generation_config.json`.
+
+        `chat_template` is a file, or a template itself, to use instead of the folder's. `now` is the time that
+        templates see; by default that of construction. Raises `DataError` naming what is missing.
+        """
+        self.folder = Path(folder)
+        self._now = now or datetime.now()
+        self._config = _read_json(self.folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in self._config:
+            self._config = {**self._config, **_read_json(self.folder / "special_tokens_map.json")}
+        self._special = _special_tokens(self._config)
+        self._tokenizer = _read_tokenizer(self.folder, self._config, self._special)
+        self._own_template = None if chat_template is None else _given_template(chat_template)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises `DataError` where the folder has none."""
+        source = self._own_template or read_template(self.folder, self._config)
+        if source is None:
+            raise DataError(
+                f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+                "give one with model.chat_template, or use a model that was tuned for chat"
+            )
+        return ChatTemplate(source, self._special, self._now)
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a turn: the tokenizer's and the generation config's end tokens, and the template's."""
+        generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
+        eos = generation.get("eos_token_id")
+        ids = [self._tokenizer.token_to_id(self._special.get("eos_token", "")), self._end_of_turn]
+        ids += eos if isinstance(eos, list) else [eos]
+        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens known, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> IntArray:
+        """Tokenise text as it is, nothing added: special tokens written in it count as such."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, tokens: Sequence[int] | IntArray, skip_special: bool = True) -> str:
+        """Give the text of tokens."""
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    def prompt(self, conversation: Conversation) -> IntArray:
+        """Give the tokens [L] that the model is to continue, the header of its turn included."""
+        return self.encode(self.template.render(conversation, generation_prompt=True))
+
+    def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
+        """Give the tokens to append after the model's last completion, so that it can answer `messages`.
+
+        `history` ends in the model's message; `stopped` says whether its last token is one of `stop_tokens`
+        (if not, the tokens that close its turn come first). Raises `DataError` where the template rewrites history.
+        """
+        if not history or history[-1].role != "assistant":
+            raise ValueError("a history to continue ends in a message of the assistant")
+        asked = self.template.render(history[:-1], generation_prompt=True)
+        whole = self.template.render((*history, *messages), generation_prompt=True)
+        end = _end_of(history[-1].text, whole, len(asked)) if whole.startswith(asked) else None
+        if end is None:
+            raise _rewritten(asked + history[-1].text, whole)
+        rest = whole[end:]
+        return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
+
+    def training(self, conversation: Conversation, train_on: TrainOn = "all", first: int = 0) -> Trainable:
+        """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.
+
+        `train_on` says which turns; `first` is the first message that may be trained on. The first trained turn
+        stands behind exactly the tokens that `prompt` gives for it, each further one behind the same text. Raises
+        `DataError` where there is no turn to train on or where the template rewrites history.
+        """
+        turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
+        if not turns:
+            raise DataError(f"there is no message of the assistant to train on among {len(conversation)} messages")
+        whole = self.template.render(conversation)
+        chosen = turns[-1:] if train_on == "last" else turns
+        spans = [self._turn(conversation, i, whole) for i in chosen]
+        return self._masked(whole, spans)
+
+    def training_text(self, text: str) -> Trainable:
+        """Tokenise plain text for training on all of it, between the tokenizer's own begin and end tokens."""
+        tokens = self._tokenizer.encode(text).ids
+        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        if eos is not None and tokens[-1:] != [eos]:
+            tokens = [*tokens, eos]
+        # the first token has nothing before it that could predict it
+        return Trainable(np.array(tokens, np.int64), np.arange(len(tokens)) > 0, min(1, len(tokens)))
+
+    def _turn(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
+        """Find one turn of the assistant in the text of its conversation: (begin, end) in characters."""
+        asked = self.template.render(conversation[:index], generation_prompt=True)
+        if not whole.startswith(asked):
+            raise _rewritten(asked, whole)
+        is_last = index + 1 == len(conversation)
+        answered = whole if is_last else self.template.render(conversation[: index + 1])
+        if answered.startswith(asked) and whole.startswith(answered):
+            begin, turn = len(asked), answered[len(asked) :]
+            stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
+            return begin, begin + max(stops, default=len(turn.rstrip()))
+        # a later message changed how the template closes this turn: all that counts is that its words stand there
+        text = conversation[index].text
+        if not whole.startswith(text, len(asked)):
+            raise _rewritten(asked + text, whole)
+        end = len(asked) + len(text)
+        stop = next((s for s in self._stop_texts if whole.startswith(s, end)), "")
+        return len(asked), end + len(stop)
+
+    def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
+        """Tokenise text, with the loss on spans of characters, cut where the prompt of a span ends."""
+        whole = self._tokenizer.encode(text, add_special_tokens=False)
+        prompt = self._tokenizer.encode(text[: spans[0][0]], add_special_tokens=False).ids
+        tokens, offsets = whole.ids, _offsets(whole)
+        mask = np.zeros(len(tokens), np.bool_)
+        aligned = tokens[: len(prompt)] == prompt
+        for begin, end in spans:
+            a = int(np.searchsorted(offsets[:, 1], begin, "right"))
+            b = int(np.searchsorted(offsets[:, 0], end, "left"))
+            aligned = aligned and a < b and offsets[a, 0] >= begin and offsets[b - 1, 1] <= end
+            mask[a:b] = True
+        if not aligned or int(mask.argmax()) != len(prompt):
+            return self._pieces(text, spans)
+        return Trainable(np.array(tokens, np.int64), mask, len(prompt))
+
+    def _pieces(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
+        """Tokenise piece by piece, as in a rollout, where a token of the whole text would straddle an edge."""
+        prompt = self.encode(text[: spans[0][0]])
+        pieces, masks, at = [prompt], [np.zeros(len(prompt), np.bool_)], spans[0][0]
+        for begin, end in [*spans, (len(text), len(text))]:
+            for piece, trained in ((text[at:begin], False), (text[begin:end], True)):
+                pieces.append(self._encode_after(piece))
+                masks.append(np.full(len(pieces[-1]), trained))
+            at = end
+        return Trainable(np.concatenate(pieces), np.concatenate(masks), len(prompt))
+
+    def _encode_after(self, text: str, before: str = "") -> IntArray:
+        """Tokenise text that goes on after other text, so that nothing is put at its front.
+
+        `before` is the special token that stands before it, where there is one; some swallow white space.
+        """
+        before = before or self._anchor
+        if not text or not before:
+            return self.encode(text)
+        tokens = self.encode(before + text)
+        return tokens[1:] if tokens[0] == self._tokenizer.token_to_id(before) else self.encode(text)
+
+    def _without_stop(self, rest: str) -> tuple[str, str]:
+        """Take the end-of-turn token, which the model wrote itself, off the front: (rest, that token)."""
+        bare = rest.lstrip()
+        stop = next((text for text in self._stop_texts if bare.startswith(text)), None)
+        return (rest, "") if stop is None else (bare[len(stop) :], stop)
+
+    @cached_property
+    def _stop_texts(self) -> tuple[str, ...]:
+        texts = [self._tokenizer.id_to_token(i) for i in self.stop_tokens]
+        return tuple(sorted((text for text in texts if text), key=len, reverse=True))
+
+    @cached_property
+    def _anchor(self) -> str:
+        """A special token that takes no white space from its neighbours; empty where there is none."""
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized):
+                return str(token.content)
+        return ""
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        """The special token with which the template closes the assistant's turn, if it does with one."""
+        answer = "whetstone"
+        try:
+            text = self.template.render((Message("user", "steel"), Message("assistant", answer)))
+        except DataError:
+            return None
+        closing = text.rpartition(answer)[2].lstrip()
+        token = next(iter(self._tokenizer.encode(closing, add_special_tokens=False).ids), None)
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return token if added is not None and added.special else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file} holds {type(value).__name__}, wanted a JSON object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Give the special tokens by name, as templates see them: `bos_token`, `eos_token`, ..."""
+    extra = config.get("extra_special_tokens")
+    named = {**config, **(extra if isinstance(extra, dict) else {})}
+    tokens = {name: _content(value) for name, value in named.items() if name.endswith("_token")}
+    return {name: text for name, text in tokens.items() if text is not None}
+
+
+def _content(token: object) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_tokenizer(folder: Path, config: dict[str, Any], special: dict[str, str]) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f"{folder} has no tokenizer.json; write one with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"{file} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in _further_tokens(config, special) if token.content not in known]
+    tokenizer.add_tokens([token for token in missing if not token.special])
+    tokenizer.add_special_tokens([token for token in missing if token.special])
+    return tokenizer
+
+
+def _further_tokens(config: dict[str, Any], special: dict[str, str]) -> Iterator[AddedToken]:
+    """Give the tokens that `tokenizer_config.json` adds, in order of id; usually `tokenizer.json` has them all."""
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    decoder = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
+        yield AddedToken(**{name: token[name] for name in names if name in token})
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    listed = [] if isinstance(extra, dict) else [_content(token) for token in extra]
+    for text in dict.fromkeys([*special.values(), *listed]):
+        if text:
+            yield AddedToken(text, special=True, normalized=False)
+
+
+def _given_template(chat_template: str) -> str:
+    if "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"model.chat_template: {chat_template} cannot be read: {error.strerror}") from error
+
+
+def _offsets(encoding: Encoding) -> IntArray:
+    return np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def _end_of(text: str, rendered: str, begin: int) -> int | None:
+    """Find where `text` ends in `rendered` from `begin` on; None where it does not stand there.
+
+    White space may differ, since many templates trim: what the model wrote counts, not how it is shown later.
+    """
+    if rendered.startswith(text, begin):
+        return begin + len(text)
+    at = begin
+    for word in text.split():
+        while at < len(rendered) and rendered[at].isspace():
+            at += 1
+        if not rendered.startswith(word, at):
+            return None
+        at += len(word)
+    trailing = text[len(text.rstrip()) :]
+    return at + len(trailing) if rendered.startswith(trailing, at) else at
+
+
+def _rewritten(history: str, rendered: str) -> DataError:
+    common = min(len(history), len(rendered))
+    at = next((i for i in range(common) if history[i] != rendered[i]), common)
+    begin = max(0, at - 40)
+    return DataError(
+        "the chat template rewrites history, so tokens that the model has seen would change under it. "
+        f"History has {history[begin : at + 40]!r} where the longer conversation has "
+        f"{rendered[begin : at + 40]!r}; they part at character {at}. Use a template that only appends "
+        "(model.chat_template), or train on the last turn only"
+    )

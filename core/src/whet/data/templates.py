@@ -1,0 +1,138 @@
+"""Chat templates: render the Jinja template that a model folder brings, in a sandbox, without transformers.
+
+Template, globals, filters and variables are those of `transformers`' `apply_chat_template`, so that the text is
+the same character for character. A template is code from wherever the model came from: it runs in Jinja's
+immutable sandbox and sees nothing but strings.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from whet.data.messages import Conversation
+from whet.errors import DataError
+
+
+class ChatTemplate:
+    """A compiled chat template with the special tokens that it may write."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], now: datetime) -> None:
+        """Compile. `variables` are special tokens by name; `now` is what the template takes for the time: were it
+        the clock, a conversation that runs past midnight would have its history rewritten.
+        """
+        self.source = source
+        self._variables = dict(variables)
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
+
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
+        """Give the text of a conversation. Raises `DataError` where the template refuses it."""
+        messages = [{"role": message.role, "content": message.text} for message in conversation]
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            roles = ", ".join(message.role for message in conversation) or "none"
+            raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+
+
+def read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Find a folder's template: `chat_template.jinja`, else the (default) one in `tokenizer_config.json`."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, Mapping):
+        if "default" not in found:
+            raise DataError(
+                f"{folder} has the chat templates {', '.join(map(str, found))} and none named `default`; "
+                "choose one with model.chat_template"
+            )
+        found = found["default"]
+    return found if isinstance(found, str) else None
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`, which marks what the model wrote: its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the declaration is Jinja's
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Dict:
+    """What templates see as `dict`: calling it is all they need, and the class itself offers a way out."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """What templates see as `namespace`, without underscore names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args  # so that a template may name an attribute `self`
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template may not set {name!r} on a namespace")
+
+
+def _environment(now: datetime) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise,
+        "strftime_now": now.strftime,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    environment.globals.update(functions)
+    return environment
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which templates do not mean.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
