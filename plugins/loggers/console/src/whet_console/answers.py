@@ -1,0 +1,78 @@
+"""Answers of the first and the last evaluation to the same tasks, from the run folder's records."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+Key = tuple[str, int]  # environment, task
+
+
+@frozen
+class Answer:
+    """One episode: its prompt, what followed, and what it was worth."""
+
+    prompt: str
+    text: str
+    reward: float
+
+
+@frozen
+class Pair:
+    """One task answered in the first and in the last evaluation."""
+
+    environment: str
+    task: int
+    before: Answer
+    after: Answer
+    steps: tuple[int, int]
+
+
+def pairs(folder: Path, wanted: int) -> list[Pair]:
+    """Pair the answers to the first tasks of the evaluation: no choosing, so that none is flattered."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted((folder / "evaluations").glob("step-*.jsonl")):
+        found = re.match(r"step-(\d+)", path.name)
+        if found:
+            files.setdefault(int(found.group(1)), []).append(path)
+    if wanted < 1 or len(files) < 2:
+        return []
+    first, last = min(files), max(files)
+    before, after = _answers(files[first]), _answers(files[last])
+    common = [key for key in before if key in after][:wanted]
+    return [Pair(*key, before[key], after[key], (first, last)) for key in common]
+
+
+def _answers(paths: list[Path]) -> dict[Key, Answer]:
+    """Read each task's first sample, in the order of the files."""
+    found: dict[Key, Answer] = {}
+    for path in paths:
+        for record in _records(path):
+            try:
+                key = (str(record["environment"]), int(record["task"]))
+                found.setdefault(key, _answer(record))
+            except (KeyError, TypeError, ValueError):
+                continue
+    return found
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _answer(record: dict[str, Any]) -> Answer:
+    messages = [(str(role), str(text)) for role, text in record["messages"]]
+    start = next((i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages))
+    prompt = "\n".join(text for _, text in messages[:start])
+    text = "\n".join(text if role == "assistant" else f"({role}) {text}" for role, text in messages[start:])
+    return Answer(prompt, text, float(record["reward"]))

@@ -1,0 +1,40 @@
+"""How names, numbers and foreign text appear: which columns, how many digits, nothing that a terminal obeys."""
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+USUAL = (
+    "loss", "validation/loss", "reward/mean", "response_length/mean", "grad_norm", "logprob_gap/max", "staleness/max",
+)  # fmt: skip
+"""Columns of a row where the config names none; a run shows those it has."""
+
+OBEYED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories that move the cursor, reorder text or cannot be shown."""
+
+
+def chosen(names: Iterable[str], patterns: Sequence[str] = ()) -> list[str]:
+    """Pick the metrics of a row: in the order of the patterns, by name within one."""
+    ordered = sorted(names)
+    picked: dict[str, None] = {}
+    for pattern in patterns or USUAL:
+        picked.update((name, None) for name in ordered if fnmatchcase(name, pattern))
+    return list(picked)
+
+
+def number(value: float) -> str:
+    """Write a number with four significant digits; whole ones as such."""
+    if abs(value) < 1e9 and value == int(value):
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def harmless(text: str, limit: int, encoding: str = "utf-8") -> str:
+    """Make foreign text safe to print: control and bidirectional characters as escapes, cut to a length.
+
+    Line ends become ` / `. Characters that the encoding lacks become escapes too.
+    """
+    flat = " / ".join(part.strip() for part in text[: 2 * limit].splitlines() if part.strip())
+    shown = "".join(c if unicodedata.category(c) not in OBEYED else ascii(c)[1:-1] for c in flat)
+    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+    return shown if len(shown) <= limit and len(text) <= 2 * limit else shown[: max(limit - 3, 0)] + "..."

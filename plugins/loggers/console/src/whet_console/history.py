@@ -1,0 +1,83 @@
+"""What the summary needs of the steps so far, and of a run that was resumed also of the steps before."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from attrs import Factory, define, frozen
+
+JUDGED = ("evaluation/", "validation/")
+"""Metrics of which every value is kept, to name the best."""
+TIMES = "seconds/"
+
+
+@frozen
+class Change:
+    """What became of one metric."""
+
+    name: str
+    first: float
+    last: float
+    best: float | None = None
+    """None where neither direction is better."""
+    best_step: int = 0
+
+
+@define
+class History:
+    """The metrics of a run, as far as its summary needs them."""
+
+    first: dict[str, float] = Factory(dict)
+    last: dict[str, float] = Factory(dict)
+    judged: dict[str, list[tuple[int, float]]] = Factory(dict)
+    seconds: dict[str, float] = Factory(dict)
+    """Total for each ROLE.PHASE."""
+    step: int = 0
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+        self.step = max(self.step, step)
+        for name, value in metrics.items():
+            if name.startswith(TIMES):
+                phase = name.removeprefix(TIMES)
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + value
+                continue
+            self.first.setdefault(name, value)
+            self.last[name] = value
+            if name.startswith(JUDGED):
+                self.judged.setdefault(name, []).append((step, value))
+
+    def judgements(self) -> list[Change]:
+        """Give first, last and best of evaluation and validation metrics, rewards first."""
+        names = sorted((n for n in self.judged if not n.endswith("/interval")), key=lambda n: (_rank(n), n))
+        return [self._judge(name) for name in names]
+
+    def _judge(self, name: str) -> Change:
+        points = self.judged[name]
+        first, last = points[0][1], points[-1][1]
+        if name.endswith("/response_length"):
+            return Change(name, first, last)
+        pick = min if name.endswith("loss") else max
+        step, value = pick(points, key=lambda point: point[1])
+        return Change(name, first, last, value, step)
+
+
+def _rank(name: str) -> int:
+    return 0 if name.endswith("/reward") else 2 if name.endswith("/response_length") else 1
+
+
+def recorded(folder: Path, up_to: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """Read the steps up to a number from the run folder's `metrics.jsonl`; unreadable lines are left out."""
+    path = folder / "metrics.jsonl"
+    if up_to < 1 or not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                step = int(row.pop("step"))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            row.pop("time", None)
+            if step <= up_to:
+                yield step, {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

@@ -1,0 +1,13 @@
+"""What this plugin offers: the logger `console`."""
+
+from collections.abc import Iterable
+
+from whet import hookimpl
+from whet.component import Component
+from whet_console.config import ConsoleConfig
+
+
+@hookimpl
+def whet_loggers() -> Iterable[Component]:
+    """Offer `console`."""
+    return [Component("console", ConsoleConfig, "whet_console.logger:ConsoleLogger")]

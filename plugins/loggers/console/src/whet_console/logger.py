@@ -1,0 +1,83 @@
+"""The logger: rows while the run goes on, a summary when it ends."""
+
+from collections.abc import Mapping
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from whet.interfaces.logger import RunInfo
+from whet_console import summary
+from whet_console.answers import pairs
+from whet_console.config import ConsoleConfig
+from whet_console.display import chosen, harmless, number
+from whet_console.history import History, recorded
+from whet_console.views import Lines, Terminal, View
+
+PLAIN_WIDTH = 120
+"""Columns assumed where nobody says."""
+
+
+class ConsoleLogger:
+    """Shows a run on standard output."""
+
+    def __init__(self, config: ConsoleConfig, run: RunInfo, console: Console | None = None) -> None:
+        console = console or Console(highlight=False)
+        live = console.is_terminal and not console.is_dumb_terminal
+        self._console, self._config, self._run = console, config, run
+        self._view: View = Terminal(console, run) if live else Lines(console, run, config.quiet_seconds)
+        self._history = History()
+        self._closed = False
+        for step, metrics in recorded(run.folder, run.resumed_from):
+            self._history.add(step, metrics)
+        if run.resumed_from:
+            self._view.line(f"resumed after step {run.resumed_from}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step's evaluation if it has one, and its row when it is due."""
+        self._history.add(step, metrics)
+        row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
+        if row and step and (step % self._config.every == 0 or step in (1, self._run.steps)):
+            self._view.row(step, row)
+        for line in evaluation_lines(step, metrics):
+            self._view.line(harmless(line, 400, self._console.encoding))
+        self._view.advance(step)
+
+    def status(self, text: str) -> None:
+        """Show what the run waits for."""
+        self._view.status(harmless(text, 100, self._console.encoding))
+
+    def close(self, failed: bool) -> None:
+        """End the live display and print the summary."""
+        if self._closed:
+            return
+        self._closed = True
+        self._view.close()
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, PLAIN_WIDTH)
+        encoding, config = self._console.encoding, self._config
+        end = f"failed after step {self._history.step}" if failed else f"ended at step {self._history.step}"
+        name, folder = harmless(self._run.name, 60, encoding), harmless(str(self._run.folder), 400, encoding)
+        parts: list[RenderableType] = [
+            Text(f"{name} {end}; everything it wrote is in {folder}", "bold red" if failed else "bold green"),
+            Text(),
+            summary.summary(self._history, config.metrics, encoding),
+            summary.answers(pairs(self._run.folder, config.answers), config.answer_characters, encoding),
+        ]
+        summary.show(self._console, parts)
+
+
+def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """Write one line for each evaluated environment."""
+    environments: dict[str, dict[str, float]] = {}
+    for name in sorted(metrics):
+        if name.startswith("evaluation/"):
+            environment, _, metric = name.removeprefix("evaluation/").rpartition("/")
+            environments.setdefault(environment, {})[metric] = metrics[name]
+    lines = []
+    for environment, values in environments.items():
+        reward, interval = values.pop("reward", None), values.pop("interval", None)
+        band = "" if interval is None else f" +-{number(interval)}"
+        first = [] if reward is None else [f"reward {number(reward)}{band}"]
+        rest = [f"{name} {number(value)}" for name, value in values.items()]
+        lines.append(f"evaluation of {environment} after step {step}: " + ", ".join(first + rest))
+    return lines

@@ -1,0 +1,102 @@
+"""What is printed when a run ends: how the metrics changed, where the time went, and a few answers."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from whet_console.answers import Answer, Pair
+from whet_console.display import chosen, harmless, number
+from whet_console.history import Change, History
+
+
+def summary(history: History, patterns: Sequence[str], encoding: str) -> Group:
+    """Lay out the tables that the run has numbers for."""
+    parts: list[RenderableType] = []
+    judgements = history.judgements()
+    if judgements:
+        parts += [_judgements(judgements, history, encoding), Text()]
+    trained = [name for name in chosen(history.last, patterns) if name not in history.judged]
+    if trained:
+        parts += [_training([Change(n, history.first[n], history.last[n]) for n in trained], encoding), Text()]
+    if sum(history.seconds.values()) > 0:
+        parts += [_phases(history.seconds, encoding), Text()]
+    return Group(*parts)
+
+
+def answers(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
+    """Lay out answers before and after. Everything in them is foreign: shown as text, never as markup."""
+    parts: list[RenderableType] = []
+    for pair in pairs:
+        first, last = pair.steps
+        title = f"{harmless(pair.environment, 40, encoding)}, task {pair.task}"
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(justify="right", style="dim", no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column()
+        grid.add_row("asked", "", Text(harmless(pair.before.prompt, limit, encoding)))
+        for label, answer in ((f"step {first}", pair.before), (f"step {last}", pair.after)):
+            grid.add_row(label, _worth(answer), Text(harmless(answer.text, limit, encoding)))
+        parts += [Text(title, "bold"), grid, Text()]
+    return Group(*parts)
+
+
+def show(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print the parts with an empty line before the first."""
+    console.print()
+    for part in parts:
+        console.print(part)
+    console.file.flush()
+
+
+def _worth(answer: Answer) -> Text:
+    return Text(number(answer.reward), "green" if answer.reward > 0 else "red")
+
+
+def _judgements(changes: Sequence[Change], history: History, encoding: str) -> Table:
+    table = _table("evaluation", ("first", "last", "best", "at step"))
+    for change in changes:
+        best = ("", "") if change.best is None else (number(change.best), str(change.best_step))
+        widths = history.judged.get(change.name.removesuffix("reward") + "interval", [])
+        bands = (widths[0][1], widths[-1][1]) if widths and change.name.endswith("/reward") else (None, None)
+        first, last = (
+            _with_band(v, band, encoding) for v, band in zip((change.first, change.last), bands, strict=True)
+        )
+        table.add_row(_name(change.name.removeprefix("evaluation/"), encoding), first, last, *best)
+    return table
+
+
+def _with_band(value: float, band: float | None, encoding: str) -> str:
+    if band is None:
+        return number(value)
+    sign = "±" if "utf" in encoding.lower() else "+-"
+    return f"{number(value)} {sign}{number(band)}"
+
+
+def _training(changes: Sequence[Change], encoding: str) -> Table:
+    table = _table("training", ("first", "last"))
+    for change in changes:
+        table.add_row(_name(change.name, encoding), number(change.first), number(change.last))
+    return table
+
+
+def _phases(seconds: dict[str, float], encoding: str) -> Table:
+    """Share of all seconds that phases took; phases of different roles may run at one time."""
+    table = _table("phases", ("seconds", "share"))
+    whole = sum(seconds.values())
+    for phase, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        table.add_row(_name(phase, encoding), f"{spent:.1f}", f"{100 * spent / whole:.0f} %")
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(title)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _name(name: str, encoding: str) -> Text:
+    return Text(harmless(name, 60, encoding))

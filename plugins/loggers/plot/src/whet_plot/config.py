@@ -1,0 +1,14 @@
+"""The config of the logger `plot`."""
+
+from attrs import Factory, frozen
+
+
+@frozen
+class PlotConfig:
+    """Curves of the whole run as a PNG, drawn when it ends."""
+
+    file: str = "plot.png"
+    """Image file, relative to the run folder; `.svg` and `.pdf` work too."""
+    panels: list[list[str]] = Factory(list)
+    """Panels, each a list of metric names or patterns such as `evaluation/*/reward`; by default evaluation rewards,
+    training reward, answer length and losses. A panel that the run has no metric for is left out."""

@@ -1,0 +1,13 @@
+"""What this plugin offers: the logger `plot`."""
+
+from collections.abc import Iterable
+
+from whet import hookimpl
+from whet.component import Component
+from whet_plot.config import PlotConfig
+
+
+@hookimpl
+def whet_loggers() -> Iterable[Component]:
+    """Offer `plot`."""
+    return [Component("plot", PlotConfig, "whet_plot.logger:PlotLogger")]

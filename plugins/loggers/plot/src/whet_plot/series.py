@@ -1,0 +1,104 @@
+"""The curves behind the panels, from the run folder's `metrics.jsonl`. No matplotlib here."""
+
+import json
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+USUAL = (
+    ("evaluation/*/reward",),
+    ("reward/mean",),
+    ("response_length/mean", "evaluation/*/response_length"),
+    ("loss", "validation/loss"),
+)
+"""Panels where the config names none."""
+SMOOTHED_FROM = 40
+"""Points from which a curve also gets a running mean."""
+
+
+@frozen(eq=False)
+class Series:
+    """One curve."""
+
+    name: str
+    steps: NDArray[np.int64]  # [points], ascending
+    values: NDArray[np.float64]  # [points], finite
+    band: NDArray[np.float64] | None = None  # [points], half width of the 95 % interval
+    sparse: bool = False
+    """Of evaluations: few points, which are marked."""
+
+
+@frozen
+class Panel:
+    """The curves that share axes."""
+
+    title: str
+    series: tuple[Series, ...]
+
+
+def read_rows(path: Path) -> dict[int, dict[str, float]]:
+    """Read metrics by step; the last line of a step wins, unreadable lines are left out."""
+    rows: dict[int, dict[str, float]] = {}
+    if not path.exists():
+        return rows
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                step = int(row.pop("step"))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            row.pop("time", None)
+            rows.setdefault(step, {}).update((n, float(v)) for n, v in row.items() if isinstance(v, int | float))
+    return dict(sorted(rows.items()))
+
+
+def panels(rows: dict[int, dict[str, float]], patterns: Sequence[Sequence[str]] = ()) -> list[Panel]:
+    """Sort the metrics into panels; a panel without any is left out."""
+    names = sorted({name for row in rows.values() for name in row})
+    # Rollouts have a loss too, but its value says little there: it is drawn for offline training only.
+    offline = not any(name.startswith("reward/") for name in names)
+    wanted = patterns or [p for p in USUAL if offline or p[0] != "loss"]
+    found = []
+    for panel in wanted:
+        chosen = list(dict.fromkeys(n for pattern in panel for n in names if fnmatchcase(n, pattern)))
+        series = tuple(s for s in (_series(rows, name) for name in chosen) if len(s.steps))
+        if series:
+            found.append(Panel(_title(panel), series))
+    return found
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Running mean over a twentieth of the points around each. values [points] -> [points].
+
+    Towards the ends the window shrinks on both sides alike, so that a trend is not flattened there.
+    """
+    index = np.arange(len(values))
+    reach = np.minimum(max(len(values) // 40, 1), np.minimum(index, index[::-1]))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    left, right = index - reach, index + reach + 1
+    smoothed: NDArray[np.float64] = (sums[right] - sums[left]) / (right - left)
+    return smoothed
+
+
+def _series(rows: dict[int, dict[str, float]], name: str) -> Series:
+    points = [(step, row) for step, row in rows.items() if math.isfinite(row.get(name, math.nan))]
+    steps = np.array([step for step, _ in points], np.int64)
+    values = np.array([row[name] for _, row in points], np.float64)
+    sparse = name.startswith(("evaluation/", "validation/"))
+    width = name.removesuffix("reward") + "interval"
+    band = None
+    if name.startswith("evaluation/") and name.endswith("/reward") and all(width in row for _, row in points):
+        band = np.array([row[width] for _, row in points], np.float64)
+    return Series(name, steps, values, band, sparse)
+
+
+def _title(patterns: Sequence[str]) -> str:
+    titles = {"evaluation/*/reward": "evaluation reward", "reward/mean": "training reward"}
+    titles |= {"response_length/mean": "answer length [tokens]", "loss": "loss"}
+    return titles.get(patterns[0], ", ".join(patterns))
