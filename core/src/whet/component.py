@@ -1,6 +1,11 @@
 """What a plugin says about the things it offers: `Component`, and the `Facts` that planning reads."""
 
+import hashlib
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -12,6 +17,8 @@ KINDS: tuple[Kind, ...] = (
     "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters",
 )  # fmt: skip
 
+_FILE = "file:"
+
 
 @frozen
 class Component:
@@ -22,7 +29,8 @@ class Component:
     config: type
     """The attrs class of its section of the config; every field documented by a string beneath it."""
     target: str
-    """`package.module:Class`, imported only in the process that runs it, and called with the config first."""
+    """`package.module:Class`, imported only in the process that runs it, and called with the config first. Single-file
+    plugins say `f"{__name__}:Class"`; it becomes `file:/path/to/file.py:Class`."""
     facts: str = ""
     """`package.module:function`, called with (config, model) without torch, returning `Facts`. Empty: no facts."""
 
@@ -97,9 +105,46 @@ class Spec:
 
 
 def resolve(target: str) -> Any:
-    """Import what `package.module:Name` names. Raises `PluginError` saying what is missing."""
-    module, _, name = target.partition(":")
+    """Import what `package.module:Name` or `file:/path/to/file.py:Name` names. Raises `PluginError` saying why not."""
+    module, _, name = target.rpartition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise PluginError(f"{target!r} cannot be imported: {error}") from error
+        found = import_file(module[len(_FILE) :]) if module.startswith(_FILE) else importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a plugin's module may raise anything while it is imported
+        raise PluginError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
+def import_path(named: Any) -> str:
+    """Give the target that `resolve` turns into this class or function again, in this or another process."""
+    module, name = named.__module__, named.__qualname__
+    if "<locals>" in name:
+        raise PluginError(f"{module}.{name} is made inside a function, so no worker can import it; move it out")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return f"{_FILE}{file}:{name}" if file and module == file_module(file) else f"{module}:{name}"
+
+
+def file_module(path: str | Path) -> str:
+    """Name the module that a single-file plugin is loaded as: the same in every process."""
+    file = Path(path).resolve()
+    stem = "".join(letter if letter.isalnum() else "_" for letter in file.stem)
+    return f"whet_file_{stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a single file under its `file_module` name; once for each process. Raises what the file raises."""
+    file, name = Path(path).resolve(), file_module(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,108 @@
+"""What types and values are called in messages and references: `an integer`, `the text '8'`."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import attrs
+
+from whet.component import Kind, Selection
+
+_PLAIN: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+_SINGULAR = {"losses": "loss", "advantages": "advantage estimator"}
+
+
+def kind_word(kind: Kind) -> str:
+    """Name one component of a kind, e.g. `loss`."""
+    return _SINGULAR.get(kind, kind.removesuffix("s"))
+
+
+def type_words(wanted: Any) -> str:
+    """Name what a type wants, e.g. `a list of text`."""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted in _PLAIN:
+        return _PLAIN[wanted]
+    if origin is Literal:
+        return f"one of {', '.join(map(value_words, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_words(argument) for argument in arguments)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping of text to {type_words(arguments[1])}"
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        items = [type_words(argument) for argument in arguments if argument is not Ellipsis]
+        return f"a list of {' and '.join(_plural(item) for item in items)}"
+    if isinstance(wanted, type):
+        return _class_words(wanted)
+    return "any value"
+
+
+def _class_words(wanted: type) -> str:
+    if wanted is Selection:
+        return "a component"
+    if issubclass(wanted, Enum):
+        return f"one of {', '.join(value_words(member.value) for member in wanted)}"
+    if attrs.has(wanted) or issubclass(wanted, Mapping):
+        return "a mapping"
+    return "a list" if issubclass(wanted, (list, tuple, set, frozenset)) else "any value"
+
+
+def _plural(words: str) -> str:
+    article, _, noun = words.partition(" ")
+    return f"{noun}s" if article in ("a", "an") and " " not in noun else words
+
+
+def value_words(value: object) -> str:
+    """Write a value as the config file would, short and on one line, e.g. `'auto'`, `true`, `null`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def found_words(value: object) -> str:
+    """Name what was found, e.g. `the text '8'`, `a list`."""
+    if isinstance(value, str):
+        return f"the text {value_words(value)}"
+    if isinstance(value, bool) or value is None:
+        return value_words(value)
+    if isinstance(value, (int, float)):
+        return f"the number {value!r}"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return f"{type(value).__name__} {value_words(value)}"
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """Find the known word that was probably meant."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def choice_words(word: object, known: Iterable[str]) -> str:
+    """Say what was meant: ` (did you mean 'x'?)`, or else what there is: `; known: a, b`."""
+    names = list(known)
+    match = nearest(word, names)
+    if match is not None:
+        return f" (did you mean {match!r}?)"
+    return f"; known: {', '.join(sorted(names))}" if names else ""
+
+
+def path_segment(key: object) -> str:
+    """Write a key of a mapping as a part of a path; keys that are no plain words are quoted."""
+    text = str(key) if isinstance(key, (str, int)) else repr(key)
+    if text and text.isprintable() and "." not in text and len(text) <= 60:
+        return text
+    return value_words(text)
