@@ -74,12 +74,12 @@ def panels(rows: dict[int, dict[str, float]], patterns: Sequence[Sequence[str]] 
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Running mean over a twentieth of the points around each. values [points] -> [points].
+    """Running mean over the nearest points: a twentieth of all, at least five. values [points] -> [points].
 
     Towards the ends the window shrinks on both sides alike, so that a trend is not flattened there.
     """
     index = np.arange(len(values))
-    reach = np.minimum(max(len(values) // 40, 1), np.minimum(index, index[::-1]))
+    reach = np.minimum(max(len(values) // 40, 2), np.minimum(index, index[::-1]))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     left, right = index - reach, index + reach + 1
     smoothed: NDArray[np.float64] = (sums[right] - sums[left]) / (right - left)
