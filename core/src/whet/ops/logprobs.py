@@ -1,0 +1,150 @@
+"""Log-probabilities of tokens from hidden states, a chunk of the vocabulary's logits at a time.
+
+Logits of all tokens at once, [M, V], are the largest tensor of a training step. Here they exist for one chunk of
+tokens only, forward and backward: the backward pass computes them again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 128 << 20
+"""Bytes of float32 logits that one chunk holds where its size is not given."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    entropy: bool = False,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Give each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
+
+    hidden [M, H], weight [V, H], targets [M] int64, bias [V], temperature [M] float32
+    -> logprobs [M] float32, entropy [M] float32 in nats or None. Both are differentiable in hidden, weight and bias.
+    The product is taken in the dtype of `hidden`, the softmax in float32. `chunk` is the number of tokens whose
+    logits are held at a time; 0: as many as fill `CHUNK_BYTES`.
+    """
+    if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"wanted hidden [M, H], weight [V, H] and targets [M]; found {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(targets.shape)}"
+        )
+    chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
+    return logprobs, entropies if entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The logits of a single chunk are kept for the backward pass; those of several are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        count = len(hidden)
+        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
+        matrix = weight.to(hidden.dtype)
+        kept = None
+        for part in _parts(count, chunk):
+            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part)
+            logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
+            if entropy:
+                entropies[part] = _entropy(log_p)
+            if count <= chunk and any(ctx.needs_input_grad[:3]):
+                kept = log_p
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropies if entropy else None, kept)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, entropies, kept = ctx.saved_tensors
+        of_logprobs, of_entropy = gradients
+        if of_logprobs is None and (of_entropy is None or entropies is None):
+            return (None,) * 7
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        matrix = weight.to(hidden.dtype)
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if wants_weight else None
+        to_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if wants_bias else None
+        for part in _parts(len(hidden), ctx.chunk):
+            log_p = _log_softmax(hidden[part], matrix, bias, temperature, part) if kept is None else kept
+            slope = _slope(
+                log_p,
+                targets[part],
+                None if of_logprobs is None else of_logprobs[part],
+                None if of_entropy is None or entropies is None else (of_entropy[part], entropies[part]),
+            )
+            if temperature is not None:
+                slope.div_(temperature[part, None])
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+            slope = slope.to(hidden.dtype)
+            if to_hidden is not None:
+                torch.mm(slope, matrix, out=to_hidden[part])
+            if to_weight is not None:
+                if to_weight.dtype == slope.dtype:
+                    to_weight.addmm_(slope.T, hidden[part])
+                else:
+                    to_weight += slope.T @ hidden[part]
+        return (
+            to_hidden,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None if to_bias is None else to_bias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(begin, min(begin + chunk, count)) for begin in range(0, count, chunk)]
+
+
+def _log_softmax(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice
+) -> Tensor:
+    """Give log_softmax of the logits of one chunk: [chunk, V] float32."""
+    logits = (hidden @ matrix.T).float()
+    if bias is not None:
+        logits += bias.float()
+    if temperature is not None:
+        logits /= temperature[part, None]
+    return torch.log_softmax(logits, -1)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    # A token that cannot occur has log p = -inf and adds 0.
+    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+
+
+def _slope(
+    log_p: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Give the gradient with respect to the logits of one chunk, [chunk, V] float32."""
+    p = log_p.exp()
+    if of_entropy is None:
+        assert of_logprobs is not None
+        slope = p.mul_(-of_logprobs[:, None])
+    else:
+        gradient, entropy = of_entropy
+        inner = log_p.clamp(min=torch.finfo(log_p.dtype).min).add_(entropy[:, None]).mul_(-gradient[:, None])
+        if of_logprobs is not None:
+            inner -= of_logprobs[:, None]
+        slope = p.mul_(inner)
+    if of_logprobs is not None:
+        slope.scatter_add_(1, targets[:, None], of_logprobs[:, None])
+    return slope
