@@ -36,8 +36,12 @@ class EnvironmentError(WhetError):
 class WorkerError(WhetError):
     """A worker failed, died or missed its deadline. Names role, rank, phase and cause."""
 
-    def __init__(self, role: str, rank: int | None, phase: str, cause: str, last_words: str = "") -> None:
+    def __init__(
+        self, role: str, rank: int | None, phase: str, cause: str, last_words: str = "", details: str = ""
+    ) -> None:
         self.role, self.rank, self.phase, self.cause, self.last_words = role, rank, phase, cause, last_words
+        self.details = details
+        """The worker's traceback, where it raised."""
         who = role if rank is None else f"{role} rank {rank}"
         tail = f"\nIts last words:\n{last_words}" if last_words else ""
         super().__init__(f"{who} failed in {phase}: {cause}{tail}")

@@ -33,8 +33,13 @@ class Workers(Protocol):
 
     A worker class is named by import path. It is built as `Class(rank=WorkerRank, **arguments)` and its public
     methods are called by name. Arguments and results are builtins, core records and NumPy arrays: they cross
-    as records and buffers. Sync methods of one worker run one at a time, in order, on one thread; methods that
-    are async generators run beside them.
+    as records and buffers. Sync methods of one worker run one at a time, in order, on one thread; coroutine
+    methods and methods that are async generators run beside them, on one event loop. A worker class with a
+    `close()` has it called at the end.
+
+    `phase` names the kind of wait, for errors and for the deadline where `timeout_seconds` is None: a field of
+    `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`); empty: the method's name. A stream's
+    deadline is for each of its items.
     """
 
     size: int

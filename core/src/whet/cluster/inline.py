@@ -1,0 +1,157 @@
+"""Workers in this very process, so that a debugger works: breakpoints stop, tracebacks are whole.
+
+Sync methods run in the calling thread, async generators in the caller's event loop. Arguments and results go over
+the wire's encoding all the same: what cannot cross fails here as it would between processes. Deadlines are not kept,
+for nothing can end a thread.
+"""
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.cluster.slices import WorkerRank
+from whet.cluster.wire import decode, encode
+from whet.component import resolve
+from whet.errors import WhetError, WorkerError
+
+
+@frozen
+class InlineSlice:
+    """A slice whose workers are objects of this process."""
+
+    role: str
+    size: int = 1
+    threads: int = 1
+    device: str = "cpu"
+    host_groups: tuple[str, ...] = field(init=False)
+    """This process, for every rank of every role."""
+
+    @host_groups.default
+    def _this_process(self) -> tuple[str, ...]:
+        return ("inline",) * self.size
+
+    def spawn(self, target: str, arguments: Mapping[str, Any]) -> "InlineWorkers":
+        """Build one worker object for each rank."""
+        workers = []
+        for rank in range(self.size):
+            place = WorkerRank(self.role, rank, self.size, threads=self.threads, device=self.device)
+            with _worker_errors(self.role, rank, "start"):
+                workers.append(resolve(target)(rank=place, **_crossed(dict(arguments))))
+        return InlineWorkers(self.role, workers)
+
+
+@frozen
+class Finished:
+    """A call that is over: its result, or how it failed."""
+
+    value: Any = None
+    error: WhetError | None = None
+
+    def result(self) -> Any:
+        """Give the result or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def done(self) -> bool:
+        """Whether it is over: it is."""
+        return True
+
+
+class InlineWorkers:
+    """The worker objects of one role in this process."""
+
+    def __init__(self, role: str, workers: Sequence[Any]) -> None:
+        self.role, self.size = role, len(workers)
+        self._workers = list(workers)
+        self._loop: asyncio.AbstractEventLoop | None = None  # where streams run; coroutine methods run there too
+
+    def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
+        """Call on every rank, one after the other."""
+        return self.scatter(method, [args] * self.size, phase=phase, timeout_seconds=timeout_seconds)
+
+    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Finished:
+        """Call on every rank, here and now; what it raises comes from `result`."""
+        try:
+            return Finished(self.call(method, *args, phase=phase, timeout_seconds=timeout_seconds))
+        except WhetError as error:
+            return Finished(error=error)
+
+    def scatter(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        phase: str = "",
+        timeout_seconds: float | None = None,
+    ) -> list[Any]:
+        """Call rank i with arguments[i], one after the other."""
+        if len(arguments) != self.size:
+            raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
+        sent = [_crossed(tuple(args)) for args in arguments]
+        return [self._call(rank, method, args, phase or method) for rank, args in enumerate(sent)]
+
+    async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
+        """Iterate an async-generator method of one rank in the caller's event loop."""
+        self._loop = asyncio.get_running_loop()
+        sent = _crossed(args)
+        with _worker_errors(self.role, rank, phase or method):
+            async with aclosing(self._method(rank, method)(*sent)) as items:
+                async for item in items:
+                    yield _crossed(item)
+
+    def close(self) -> None:
+        """Call the workers' `close`, where they have one, and forget them."""
+        workers, self._workers = self._workers, []
+        for rank, worker in enumerate(workers):
+            if hasattr(worker, "close"):
+                with _worker_errors(self.role, rank, "close"):
+                    worker.close()
+
+    def _call(self, rank: int, method: str, args: tuple[Any, ...], phase: str) -> Any:
+        with _worker_errors(self.role, rank, phase):
+            function = self._method(rank, method)
+            if inspect.isasyncgenfunction(function):
+                raise TypeError(f"{method} is an async generator; use stream")
+            result = self._await(function(*args)) if inspect.iscoroutinefunction(function) else function(*args)
+            return _crossed(result)
+
+    def _method(self, rank: int, name: str) -> Callable[..., Any]:
+        if not self._workers:
+            raise WorkerError(self.role, rank, name, "the workers are closed")
+        return public_method(self._workers[rank], name)
+
+    def _await(self, coroutine: Any) -> Any:
+        if self._loop is not None and self._loop.is_running():
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return asyncio.run(coroutine)
+
+
+def public_method(worker: Any, name: str) -> Callable[..., Any]:
+    """Give a worker's method by name; private ones and attributes that cannot be called are refused."""
+    method = None if name.startswith("_") else getattr(worker, name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(worker).__name__} has no public method {name!r}")
+    return method
+
+
+@contextmanager
+def _worker_errors(role: str, rank: int, phase: str) -> Iterator[None]:
+    """Turn what a worker raises into a `WorkerError` that is chained from it."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except Exception as error:  # the edge of a worker
+        details = "".join(traceback.format_exception(error))
+        raise WorkerError(role, rank, phase, f"{type(error).__name__}: {error}", details=details) from error
+
+
+def _crossed(value: Any) -> Any:
+    """Give the value as it would arrive in another process."""
+    return decode(encode(value))
