@@ -1,0 +1,1 @@
+"""An environment in which the model writes a word backwards."""
