@@ -55,26 +55,26 @@ class ChatTokenizer:
             self._config = {**self._config, **_read_json(self.folder / "special_tokens_map.json")}
         self._special = _special_tokens(self._config)
         self._tokenizer = _read_tokenizer(self.folder, self._config, self._special)
-        self._own_template = None if chat_template is None else _given_template(chat_template)
+        generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
+        self._eos = generation.get("eos_token_id")
+        given = None if chat_template is None else _given_template(chat_template)
+        self._source = given or read_template(self.folder, self._config)
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises `DataError` where the folder has none."""
-        source = self._own_template or read_template(self.folder, self._config)
-        if source is None:
+        if self._source is None:
             raise DataError(
                 f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
                 "give one with model.chat_template, or use a model that was tuned for chat"
             )
-        return ChatTemplate(source, self._special, self._now)
+        return ChatTemplate(self._source, self._special, self._now)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """Tokens that end a turn: the tokenizer's and the generation config's end tokens, and the template's."""
-        generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
-        eos = generation.get("eos_token_id")
         ids = [self._tokenizer.token_to_id(self._special.get("eos_token", "")), self._end_of_turn]
-        ids += eos if isinstance(eos, list) else [eos]
+        ids += self._eos if isinstance(self._eos, list) else [self._eos]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
     @property
@@ -220,9 +220,9 @@ class ChatTokenizer:
         except DataError:
             return None
         closing = text.rpartition(answer)[2].lstrip()
-        token = next(iter(self._tokenizer.encode(closing, add_special_tokens=False).ids), None)
-        added = self._tokenizer.get_added_tokens_decoder().get(token)
-        return token if added is not None and added.special else None
+        tokens = self._tokenizer.encode(closing, add_special_tokens=False).ids
+        added = self._tokenizer.get_added_tokens_decoder().get(tokens[0]) if tokens else None
+        return tokens[0] if added is not None and added.special else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -18,12 +18,16 @@ class Text:
     type: str = "text"
 
 
+def _parts(content: str | Iterable[Text]) -> tuple[Text, ...]:
+    return (Text(content),) if isinstance(content, str) else tuple(content)
+
+
 @frozen
 class Message:
     """One message. `Message("user", "hi")` and `Message("user", (Text("hi"),))` are the same."""
 
     role: str
-    content: tuple[Text, ...] = field(converter=lambda c: (Text(c),) if isinstance(c, str) else tuple(c))
+    content: tuple[Text, ...] = field(converter=_parts)
 
     @property
     def text(self) -> str:
