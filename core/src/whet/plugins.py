@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 import whet
 from whet import hookspecs
 from whet.component import KINDS, Component, Kind, Problem, file_module, import_file
-from whet.config.words import choice_words, kind_word
+from whet.config.words import a_kind, choice_words, kind_word
 from whet.errors import PluginError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Registry:
         if offers:
             owners = " and ".join(sorted(offer.distribution for offer in offers))
             raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; remove all but one of them")
-        known = choice_words(name, self._offers[kind]) or f"; no plugin that offers a {kind_word(kind)} is installed"
+        known = choice_words(name, self._offers[kind]) or f"; no plugin that offers {a_kind(kind)} is installed"
         suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
         quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""
         raise PluginError(f"there is no {kind_word(kind)} {name!r:.80}{known}{quote}")

@@ -28,6 +28,11 @@ def kind_word(kind: Kind) -> str:
     return _SINGULAR.get(kind, kind.removesuffix("s"))
 
 
+def a_kind(kind: Kind) -> str:
+    """Name one component of a kind with its article, e.g. `an algorithm`."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind_word(kind)}"
+
+
 def type_words(wanted: Any) -> str:
     """Name what a type wants, e.g. `a list of text`."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
@@ -58,8 +63,10 @@ def _class_words(wanted: type) -> str:
 
 
 def _plural(words: str) -> str:
-    article, _, noun = words.partition(" ")
-    return f"{noun}s" if article in ("a", "an") and " " not in noun else words
+    """Make `lists of text` of `a list of text`."""
+    article, _, rest = words.partition(" ")
+    noun, _, tail = rest.partition(" ")
+    return f"{noun}s {tail}".strip() if article in ("a", "an") else words
 
 
 def value_words(value: object) -> str:

@@ -1,0 +1,25 @@
+"""Builds components: on the driver from a selection, in a worker from the spec that it travels as."""
+
+from typing import Any
+
+from whet.component import Selection, Spec, import_path, resolve
+from whet.config.structure import structure, unstructure
+
+
+def to_spec(selection: Selection) -> Spec:
+    """Turn a selection into what travels to a worker. Components inside its config travel along."""
+    config = unstructure(selection.config, portable=True)
+    return Spec(selection.component.target, import_path(selection.component.config), config)
+
+
+def build(spec: Spec, *args: Any) -> Any:
+    """Import the target and call it with its config, then `args`. Needs no plugins, so it works in any process."""
+    target = resolve(spec.target)
+    if not spec.config_type:
+        return target(spec.config, *args)
+    return target(structure(spec.config, resolve(spec.config_type), None), *args)
+
+
+def build_selection(selection: Selection, *args: Any) -> Any:
+    """Import the target and call it with its config, then `args`, on the driver."""
+    return resolve(selection.component.target)(selection.config, *args)

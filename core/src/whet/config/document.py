@@ -1,0 +1,126 @@
+"""Reads YAML files into plain builtins: numbers as people write them, no key twice, every error with its place.
+
+Scalars are those of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
+"""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import frozen
+
+from whet.errors import ConfigError
+
+
+@frozen
+class Document:
+    """What a YAML text holds."""
+
+    value: Any
+    problems: tuple[str, ...] = ()
+    """Keys that appear twice; the last one stands."""
+
+
+def read_file(path: Path) -> Document:
+    """Read a YAML file. Raises `ConfigError` naming file, line and column of what is no YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {str(path)!r}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: the file is not UTF-8 text ({error.reason})") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{str(path)!r} cannot be read: {reason}") from None
+    return read_text(text, str(path))
+
+
+def read_text(text: str, source: str) -> Document:
+    """Read a YAML text; `source` is its name in errors."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"{source}: a character that YAML does not allow: {error.character!r}") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{source}{_place(error)}: {_what(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Document(value, tuple(f"{source}, {twice}" for twice in loader.twice))
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+
+
+def _what(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "no YAML"
+    return f"{problem} ({error.context})" if error.context else problem
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses recursion and remembers keys that appear twice."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.twice: list[str] = []
+
+    def mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
+        """Build a mapping, noting duplicate keys; keys that are merged in by `<<` may be overridden."""
+        lines: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if isinstance(key, Hashable) and lines.setdefault(key, line) != line:
+                self.twice.append(f"line {line}: the key {key!r} is given twice, first in line {lines[key]}")
+        return dict(self.construct_mapping(node, deep=True))
+
+    def sequence(self, node: yaml.SequenceNode) -> list[Any]:
+        """Build a list."""
+        return list(self.construct_sequence(node, deep=True))
+
+    def integer(self, node: yaml.ScalarNode) -> int:
+        """Read a decimal, hexadecimal or octal integer."""
+        text = str(self.construct_scalar(node)).replace("_", "")
+        if len(text) > 100:
+            raise yaml.constructor.ConstructorError(None, None, "an integer of so many digits", node.start_mark)
+        return int(text, 10 if text.lstrip("+-").isdigit() else 0)
+
+    def real(self, node: yaml.ScalarNode) -> float:
+        """Read a number."""
+        text = str(self.construct_scalar(node)).replace("_", "").lower()
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+    def unknown(self, node: yaml.Node) -> None:
+        """Refuse a tag such as `!!python/object`."""
+        raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed", node.start_mark)
+
+
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
+_Loader.yaml_implicit_resolvers = {
+    None: [(f"tag:yaml.org,2002:{name}", re.compile(rf"^(?:{pattern})$")) for name, pattern in _SCALARS.items()]
+}
+_Loader.yaml_constructors = {
+    **{f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
+       for name in ("null", "bool", "str")},
+    "tag:yaml.org,2002:int": _Loader.integer,
+    "tag:yaml.org,2002:float": _Loader.real,
+    "tag:yaml.org,2002:map": _Loader.mapping,
+    "tag:yaml.org,2002:seq": _Loader.sequence,
+    None: _Loader.unknown,
+}  # fmt: skip

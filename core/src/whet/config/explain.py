@@ -1,0 +1,152 @@
+"""Explains config classes: the string under a field is its documentation, printed by `whet schema` and the docs."""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Union
+
+import attrs
+import yaml
+from attrs import frozen
+
+from whet.component import Kind, Selection
+from whet.config.sections import Config
+from whet.config.structure import unstructure
+from whet.config.words import a_kind, kind_word, type_words
+
+REQUIRED = "required"
+
+
+@frozen
+class FieldDoc:
+    """One key of a section or of a component."""
+
+    name: str
+    """Dotted path from the class that was asked about."""
+    type: str
+    """In words, e.g. `a list of text`."""
+    default: str
+    """As YAML; `required` where there is none, empty where the keys below it have their own."""
+    doc: str
+    """The string under the field, on one line."""
+    kind: Kind | None = None
+    """The kind of component that it holds."""
+
+
+def describe(cls: type) -> list[FieldDoc]:
+    """Describe every key of an attrs class, depth first; keys of classes inside it have dotted names."""
+    return list(_described(cls, ""))
+
+
+def markdown(fields: Sequence[FieldDoc]) -> str:
+    """Write a table for reference pages."""
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in fields:
+        default = f"`{field.default}`" if field.default not in ("", REQUIRED) else field.default
+        cells = (f"`{field.name}`", field.type, default, field.doc)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def sections() -> dict[str, type]:
+    """Give the attrs class of every section of a config file, by its dotted path."""
+    found: dict[str, type] = {}
+    for path, inner in _classes(Config, ""):
+        found.setdefault(path, inner)
+    return found
+
+
+def selections() -> dict[str, Kind]:
+    """Give the sections of a config file that hold components, with their kinds."""
+    return {field.name: field.metadata["kind"] for field in attrs.fields(Config) if "kind" in field.metadata}
+
+
+def summary(cls: type) -> str:
+    """Give the first paragraph of a class's docstring on one line."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Read the strings under the fields of a class, its parents' included, on one line each."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if attrs.has(owner):
+            docs.update(_own_docs(owner))
+    return docs
+
+
+def _own_docs(cls: type) -> dict[str, str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):  # a class without a source file, as in an interactive session
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, beneath in zip(body.body, body.body[1:], strict=False):
+        match statement, beneath:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def _described(cls: type, prefix: str) -> Iterator[FieldDoc]:
+    attrs.resolve_types(cls)
+    docs = field_docs(cls)
+    for field in attrs.fields(cls):
+        if not field.init:
+            continue
+        kind = field.metadata.get("kind")
+        name = f"{prefix}{'use' if field.metadata.get('inline') else field.alias}"
+        inner = _inner(field.type)
+        nested = inner is not None and inner[1] == "" and field.default is not None
+        default = "" if nested and field.default is not attrs.NOTHING else _default(field)
+        yield FieldDoc(name, _type(field, kind), default, docs.get(field.name, ""), kind)
+        if inner is not None and kind is None:
+            yield from _described(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+
+
+def _type(field: "attrs.Attribute[Any]", kind: Kind | None) -> str:
+    if kind is None:
+        return type_words(field.type)
+    if typing.get_origin(field.type) is list:
+        return f"a list of {kind_word(kind)}s"
+    return f"{a_kind(kind)} or null" if type(None) in typing.get_args(field.type) else a_kind(kind)
+
+
+def _default(field: "attrs.Attribute[Any]") -> str:
+    if field.metadata.get("default") is not None:
+        return str(field.metadata["default"])
+    if field.default is attrs.NOTHING:
+        return REQUIRED
+    factory = isinstance(field.default, attrs.Factory)  # type: ignore[arg-type]
+    if factory and field.default.takes_self:  # type: ignore[union-attr]
+        return "computed"
+    value = unstructure(field.default.factory() if factory else field.default)  # type: ignore[union-attr]
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("...").strip()
+
+
+def _inner(wanted: Any) -> tuple[type, str] | None:
+    """Find the attrs class in a type, and what its keys' paths have between: `.N` in a list, `.NAME` in a mapping."""
+    if isinstance(wanted, type) and attrs.has(wanted) and wanted is not Selection:
+        return wanted, ""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (Union, types.UnionType):
+        found = [inner for inner in map(_inner, arguments) if inner is not None]
+        return found[0] if found else None
+    if not arguments or (inner := _inner(arguments[-1] if origin is dict else arguments[0])) is None:
+        return None
+    return inner[0], f"{'.NAME' if origin is dict else '.N'}{inner[1]}"
+
+
+def _classes(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
+    attrs.resolve_types(cls)
+    for field in attrs.fields(cls):
+        if (inner := _inner(field.type)) is not None and "kind" not in field.metadata:
+            yield f"{prefix}{field.alias}", inner[0]
+            yield from _classes(inner[0], f"{prefix}{field.alias}.")

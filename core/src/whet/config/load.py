@@ -1,0 +1,152 @@
+"""Loads a config: class default < `extends:` file < file < `key.path=value`, then structure, then the plugins' checks."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from whet.config.document import read_file, read_text
+from whet.config.sections import Config
+from whet.config.structure import structure
+from whet.config.words import found_words, path_segment
+from whet.errors import ConfigError
+from whet.plugins import Registry, load_plugins
+
+
+@frozen
+class Loaded:
+    """A config that holds, and what it came from."""
+
+    config: Config
+    registry: Registry
+    document: dict[str, Any]
+    """The file with what it extends and the overrides, before any default."""
+    path: Path
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Loaded:
+    """Load a config file. Raises `ConfigError` with every problem of file, overrides and structure, a line each.
+
+    `overrides` are `key.path=value` with YAML values; an index stands for an item of a list. Without a registry the
+    installed plugins are loaded; the files under `plugins:` are added to it either way.
+    """
+    path = Path(path)
+    document, problems = _read_chain(path, ())
+    for override in overrides:
+        try:
+            document = _overridden(document, override)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    _locate_plugins(document, path)
+    registry = load_plugins() if registry is None else registry
+    problems.extend(_load_files(document.get("plugins"), registry))
+    try:
+        config = structure(document, Config, registry, also=["extends"])
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    if found := registry.problems(config):
+        raise ConfigError([str(problem) for problem in found])
+    return Loaded(config, registry, document, path)
+
+
+def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[dict[str, Any], list[str]]:
+    """Read a file on top of what it extends; `children` are the files that led here."""
+    try:
+        document = read_file(path)
+    except ConfigError as error:
+        if not children:
+            raise
+        raise ConfigError(f"extends: {error} (named in {children[-1]})") from None
+    value, problems = {} if document.value is None else document.value, list(document.problems)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: wanted a mapping of sections such as `run:`, found {found_words(value)}")
+    _locate_plugins(value, path)
+    if "extends" not in value:
+        return value, problems
+    extends = value.pop("extends")
+    if not isinstance(extends, str):
+        raise ConfigError(f"extends: wanted the path of a config file, found {found_words(extends)}, in {path}")
+    chain = (*children, path)
+    parent = path.parent / extends
+    if parent.resolve() in [file.resolve() for file in chain]:
+        raise ConfigError(
+            f"extends: the files extend each other in a circle: {' -> '.join(map(str, (*chain, parent)))}"
+        )
+    base, base_problems = _read_chain(parent, chain)
+    return _merged(base, value), base_problems + problems
+
+
+def _merged(base: Any, top: Any) -> Any:
+    """Lay `top` over `base`: mappings key by key, everything else whole; another component starts afresh."""
+    if isinstance(base, str) and isinstance(top, dict):
+        base = {"use": base}  # `loss: clipped-pg` extended by `loss: {clip_low: 0.1}`
+    if not isinstance(base, dict) or not isinstance(top, dict):
+        return top
+    if "use" in top and "use" in base and top["use"] != base["use"]:
+        return top
+    return {**base, **{key: _merged(base[key], item) if key in base else item for key, item in top.items()}}
+
+
+def _overridden(document: dict[str, Any], override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"the override {override!r:.80} is not of the form key.path=value")
+    value = read_text(text, f"the override {override!r:.80}")
+    if value.problems:
+        raise ConfigError(list(value.problems))
+    changed = _replaced(document, keys, value.value, "")
+    assert isinstance(changed, dict)
+    return changed
+
+
+def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any:
+    """Copy `container` with the value under `keys`; `path` leads to it. Unknown keys are left to the structuring."""
+    if not keys:
+        return value
+    key, here = keys[0], f"{path}.{path_segment(keys[0])}".removeprefix(".")
+    if isinstance(container, list):
+        if not key.isdecimal() or int(key[:9]) >= len(container):
+            indices = f"an index from 0 to {len(container) - 1}" if container else "none, for it is empty"
+            raise ConfigError(f"{here}: {path} is a list; wanted {indices}, found {key!r:.60}")
+        index = int(key)
+        items: list[Any] = list(container)
+        items[index] = _replaced(items[index], keys[1:], value, here)
+        return items
+    if isinstance(container, str):
+        container = {"use": container}
+    if container is not None and not isinstance(container, dict):
+        raise ConfigError(f"{here}: {path} is {found_words(container)} and has no keys")
+    if container is None and key.isdecimal():
+        raise ConfigError(f"{here}: the file has no list at {path}; give it whole, {path}=[...]")
+    fields: dict[str, Any] = dict(container or {})
+    return {**fields, key: _replaced(fields.get(key), keys[1:], value, here)}
+
+
+def _locate_plugins(document: dict[str, Any], path: Path) -> None:
+    """Make the paths under `plugins:` absolute: they are relative to the file that names them."""
+    if isinstance(document.get("plugins"), list):
+        document["plugins"] = [
+            str((path.parent / file).resolve()) if _is_path(file) else file for file in document["plugins"]
+        ]
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _load_files(files: object, registry: Registry) -> Iterable[str]:
+    """Load single-file plugins. A config names them because it needs them, so a broken one is a problem."""
+    if not isinstance(files, list):
+        return
+    for index, file in enumerate(files):
+        if not _is_path(file):
+            continue
+        if not Path(file).is_file():
+            yield f"plugins.{index}: there is no file {file!r}"
+            continue
+        registry.load_file(Path(file))
+        yield from (f"plugins.{index}: {broken}" for broken in registry.broken if broken.distribution == file)

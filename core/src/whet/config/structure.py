@@ -1,0 +1,408 @@
+"""Turns a document of builtins into attrs classes and back, strictly, with every problem of the document at once."""
+
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import attrs
+import cattrs
+from attrs import frozen
+
+from whet.component import Component, Kind, Problem, Selection, import_path, resolve
+from whet.config.words import (
+    a_kind,
+    choice_words,
+    found_words,
+    kind_word,
+    nearest,
+    path_segment,
+    type_words,
+    value_words,
+)
+from whet.errors import ConfigError, PluginError
+
+if typing.TYPE_CHECKING:
+    from whet.plugins import Registry
+
+T = TypeVar("T")
+Hook = Callable[[Any, Any], Any]
+
+
+def structure(document: object, cls: type[T], registry: "Registry | None", also: Sequence[str] = ()) -> T:
+    """Make an attrs class of a document; components are looked up in the registry.
+
+    Without a registry, selections must be written as `unstructure(..., portable=True)` writes them. `also` are keys
+    that were read already, for the sake of "did you mean". Raises `ConfigError` with all problems, a line each:
+    `path: what was wrong`.
+    """
+    try:
+        made: T = _Structurer(registry).attrs_class(document, cls, also)
+    except _StructureError as wrong:
+        raise ConfigError([str(problem) for problem in wrong.problems]) from None
+    return made
+
+
+def unstructure(value: Any, *, portable: bool = False) -> Any:
+    """Turn attrs objects into builtins that `structure` takes again; a component becomes `use:` and its keys.
+
+    `portable` names a component by import paths instead, so that a process without plugins can structure it.
+    """
+    if isinstance(value, Selection):
+        return _portable(value) if portable else {"use": value.name, **unstructure(value.config)}
+    if attrs.has(type(value)):
+        return _unstructure_fields(value, portable)
+    if isinstance(value, Mapping):
+        return {key: unstructure(item, portable=portable) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value) if isinstance(value, (set, frozenset)) else value
+        return [unstructure(item, portable=portable) for item in items]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _unstructure_fields(value: Any, portable: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for field in attrs.fields(type(value)):
+        if field.init:
+            plain = unstructure(getattr(value, field.name), portable=portable)
+            fields.update(plain if _is_inline(field) and not portable else {field.alias: plain})
+    return fields
+
+
+def _portable(selection: Selection) -> dict[str, Any]:
+    return {
+        "kind": selection.kind,
+        "component": attrs.asdict(selection.component) | {"config": import_path(selection.component.config)},
+        "config": unstructure(selection.config, portable=True),
+        "distribution": selection.distribution,
+    }
+
+
+class _StructureError(Exception):
+    """The problems of a part of the document, with paths from there."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__()
+        self.problems = problems
+
+
+def _wrong(message: str) -> _StructureError:
+    return _StructureError(Problem("", message))
+
+
+@frozen
+class _Use:
+    """What a field says about the component in it."""
+
+    kind: Kind
+    default: str | None
+
+
+class _Structurer:
+    def __init__(self, registry: "Registry | None") -> None:
+        self.registry = registry
+        self.converter = cattrs.Converter(detailed_validation=False)
+        register = self.converter.register_structure_hook_factory
+        for plain, hook in _PLAIN.items():
+            self.converter.register_structure_hook_func(lambda wanted, plain=plain: wanted is plain, hook)
+        register(lambda wanted: isinstance(wanted, type) and issubclass(wanted, Enum), lambda wanted: _enum)
+        register(lambda wanted: typing.get_origin(wanted) is Literal, lambda wanted: _literal)
+        register(_is_union, lambda wanted: self._union)
+        register(_is_list, lambda wanted: self._list)
+        register(_is_mapping, lambda wanted: self._mapping)
+        register(attrs.has, lambda wanted: self.attrs_class)
+        register(lambda wanted: wanted is Selection, lambda wanted: self._from_portable)
+
+    def structure(self, value: object, wanted: Any) -> Any:
+        return self.converter.structure(value, wanted)
+
+    def _union(self, value: object, wanted: Any) -> Any:
+        arms = typing.get_args(wanted)
+        if value is None and type(None) in arms:
+            return None
+        arms = tuple(arm for arm in arms if arm is not type(None))
+        wrongs = []
+        for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 is an integer before it is a number
+            try:
+                return self.structure(value, arm)
+            except _StructureError as wrong:
+                wrongs.append(wrong)
+        inside = [wrong for wrong in wrongs if any(problem.path for problem in wrong.problems)]
+        if len(wrongs) == 1 or len(inside) == 1:
+            raise (inside or wrongs)[0]
+        raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+
+    def _list(self, value: object, wanted: Any) -> Any:
+        origin, arguments = typing.get_origin(wanted) or wanted, typing.get_args(wanted)
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+        items: Sequence[Any] = [arguments[0] if arguments else Any] * len(value)
+        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+            if len(value) != len(arguments):
+                raise _wrong(f"wanted {len(arguments)} items, found {len(value)}")
+            items = arguments
+        made, problems = [], list[Problem]()
+        for index, (item, type_) in enumerate(zip(value, items, strict=True)):
+            with _under(index, problems):
+                made.append(self.structure(item, type_))
+        _raise(problems)
+        return origin(made) if origin in (tuple, set, frozenset) else made
+
+    def _mapping(self, value: object, wanted: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+        key_type, item_type = typing.get_args(wanted) or (Any, Any)
+        made, problems = {}, list[Problem]()
+        for key, item in value.items():
+            with _under(key, problems):
+                made[self.structure(key, key_type)] = self.structure(item, item_type)
+        _raise(problems)
+        return made
+
+    def attrs_class(self, value: object, cls: Any, also: Sequence[str] = ()) -> Any:
+        """Make an attrs class. `also` are keys that may be meant, but belong around it."""
+        fields = _fields(cls)
+        inline = next((field for field in fields if _is_inline(field)), None) if self.registry else None
+        if inline is not None and isinstance(value, str):
+            value = {"use": value}
+        if not isinstance(value, Mapping):
+            raise _wrong(f"wanted a mapping, found {found_words(value)}")
+        if inline is not None:
+            own = [field.alias for field in fields if field is not inline]
+            rest = {key: item for key, item in value.items() if key not in own}
+            value = {key: item for key, item in value.items() if key in own} | {inline.alias: rest}
+        problems, arguments = list[Problem](), dict[str, Any]()
+        known = [field.alias for field in fields]
+        missing = [f.alias for f in fields if f.alias not in value and f.default is attrs.NOTHING and not _default(f)]
+        for key in value:
+            if key not in known:
+                meant = nearest(key, [*known, *also])
+                missing = [name for name in missing if name != meant]  # one mistake, one line
+                problems.append(Problem(path_segment(key), f"unknown key{choice_words(key, [*known, *also])}"))
+        for field in fields:
+            if field.alias in value or _default(field):
+                with _under(None if field is inline else field.alias, problems):
+                    arguments[field.alias] = self._field(value.get(field.alias, _ABSENT), field, known)
+            elif field.alias in missing:
+                problems.append(Problem(field.alias, f"missing; wanted {type_words(field.type)}"))
+        _raise(problems)
+        return _make(cls, arguments)
+
+    def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
+        kind = field.metadata.get("kind")
+        if kind is None or self.registry is None:
+            return self.structure(value, field.type)
+        reserved = [name for name in known if name != field.alias] if _is_inline(field) else []
+        return self._selected(value, field.type, _Use(kind, _default(field)), reserved)
+
+    def _selected(self, value: object, wanted: Any, use: _Use, reserved: Sequence[str] = ()) -> Any:
+        """Make what a field of components holds: one, none, a list or a mapping of them."""
+        arguments = typing.get_args(wanted)
+        if wanted is Selection or value is _ABSENT:
+            return self._component({} if value is _ABSENT else value, use, reserved)
+        if _is_union(wanted):
+            arms = [arm for arm in arguments if arm is not type(None)]
+            return None if value is None and len(arms) < len(arguments) else self._selected(value, arms[0], use)
+        problems = list[Problem]()
+        if _is_list(wanted):
+            if not isinstance(value, (list, tuple)):
+                raise _wrong(f"wanted a list of {kind_word(use.kind)}s, found {found_words(value)}")
+            made = []
+            for index, item in enumerate(value):
+                with _under(index, problems):
+                    made.append(self._selected(item, arguments[0], use))
+            _raise(problems)
+            return tuple(made) if typing.get_origin(wanted) is tuple else made
+        if not isinstance(value, Mapping):
+            raise _wrong(f"wanted a mapping of names to {kind_word(use.kind)}s, found {found_words(value)}")
+        named = {}
+        for key, item in value.items():
+            with _under(key, problems):
+                named[self.structure(key, str)] = self._selected(item, arguments[-1], use)
+        _raise(problems)
+        return named
+
+    def _component(self, value: object, use: _Use, reserved: Sequence[str]) -> Selection:
+        assert self.registry is not None
+        if isinstance(value, str):
+            value = {"use": value}
+        if not isinstance(value, Mapping):
+            raise _wrong(f"wanted the name of {a_kind(use.kind)} or `use:` and its keys, found {found_words(value)}")
+        name = value.get("use", use.default)
+        if name is None:
+            names = ", ".join(self.registry.offers(use.kind)) or "none is installed"
+            raise _wrong(f"missing `use:`, the name of the {kind_word(use.kind)}; known: {names}")
+        if not isinstance(name, str):
+            raise _StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
+        try:
+            offer = self.registry.find(use.kind, name)
+            taken = [field.alias for field in _fields(offer.component.config) if field.alias in reserved]
+        except PluginError as error:
+            raise _StructureError(Problem("use" if "use" in value else "", str(error))) from None
+        if taken:
+            raise _wrong(f"{name!r} of {offer.distribution} has its own key {taken[0]!r}, which every"
+                         f" {kind_word(use.kind)} has already; its author must rename it")  # fmt: skip
+        rest = {key: item for key, item in value.items() if key != "use"}
+        config = self.attrs_class(rest, offer.component.config, reserved)
+        return Selection(use.kind, offer.component, config, offer.distribution)
+
+    def _from_portable(self, value: Any, _: Any) -> Selection:
+        if self.registry is not None:
+            raise _wrong("its class must declare it with whet.config.sections.selection(kind)")
+        component = Component(**value["component"] | {"config": resolve(value["component"]["config"])})
+        config = self.structure(value["config"], component.config)
+        return Selection(value["kind"], component, config, value["distribution"])
+
+
+_ABSENT = object()
+
+
+def _strict(wanted: type) -> Hook:
+    def check(value: object, _: Any) -> Any:
+        if type(value) is not wanted:
+            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+        return value
+
+    return check
+
+
+def _number(value: object, _: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise _wrong(f"wanted a number, found {found_words(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _wrong(f"wanted a number, found {found_words(value)}, which is too large") from None
+
+
+def _path(value: object, _: Any) -> Path:
+    if not isinstance(value, (str, Path)):
+        raise _wrong(f"wanted a path, found {found_words(value)}")
+    return Path(value)
+
+
+def _enum(value: Any, wanted: type[Enum]) -> Enum:
+    for member in wanted:
+        if member.value == value and type(member.value) is type(value):
+            return member
+    raise _not_one_of(value, [member.value for member in wanted])
+
+
+def _literal(value: object, wanted: Any) -> object:
+    choices = typing.get_args(wanted)
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise _not_one_of(value, choices)
+    return value
+
+
+def _not_one_of(value: object, choices: Sequence[object]) -> _StructureError:
+    match = nearest(value, [choice for choice in choices if isinstance(choice, str)])
+    hint = f" (did you mean {match!r}?)" if match else ""
+    return _wrong(f"wanted one of {', '.join(map(value_words, choices))}, found {found_words(value)}{hint}")
+
+
+_PLAIN: dict[Any, Hook] = {
+    bool: _strict(bool),
+    int: _strict(int),
+    str: _strict(str),
+    type(None): _strict(type(None)),
+    float: _number,
+    Path: _path,
+    object: lambda value, _: value,
+}
+
+
+def _is_union(wanted: Any) -> bool:
+    return typing.get_origin(wanted) in (Union, types.UnionType)
+
+
+def _is_list(wanted: Any) -> bool:
+    origin = typing.get_origin(wanted) or wanted
+    return (
+        isinstance(origin, type)
+        and issubclass(origin, (list, tuple, set, frozenset, Sequence))
+        and origin not in (str, bytes)
+    )
+
+
+def _is_mapping(wanted: Any) -> bool:
+    origin = typing.get_origin(wanted) or wanted
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _is_inline(field: "attrs.Attribute[Any]") -> bool:
+    return bool(field.metadata.get("inline"))
+
+
+def _default(field: "attrs.Attribute[Any]") -> str | None:
+    """The component that stands where the key is left out."""
+    name: str | None = field.metadata.get("default") if "kind" in field.metadata else None
+    return name
+
+
+def _fields(cls: Any) -> "list[attrs.Attribute[Any]]":
+    """The fields that can be given, with their types resolved."""
+    try:
+        attrs.resolve_types(cls)
+    except Exception as error:  # annotations are code of a plugin
+        raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}") from error
+    return [field for field in attrs.fields(cls) if field.init]
+
+
+@contextmanager
+def _under(key: object, problems: list[Problem]) -> Iterator[None]:
+    """Collect what goes wrong inside under a key; None: inline, without a key of its own."""
+    segment = "" if key is None else path_segment(key)
+    try:
+        yield
+    except _StructureError as wrong:
+        problems.extend(
+            Problem(".".join(filter(None, (segment, problem.path))), problem.message) for problem in wrong.problems
+        )
+    except PluginError as error:
+        problems.append(Problem(segment, str(error)))
+    except cattrs.StructureHandlerNotFoundError as error:
+        problems.append(Problem(segment, f"no config can hold a value of the type {error.type_!r:.80}"))
+    except (ValueError, TypeError) as error:  # hooks of cattrs for further types, such as dates
+        problems.append(Problem(segment, _one_line(error)))
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise _StructureError(*problems)
+
+
+def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """Construct, and report every validator that objects rather than the first."""
+    try:
+        return cls(**arguments)
+    except (ValueError, TypeError) as error:
+        objections = _objections(cls, arguments) or [Problem("", _one_line(error))]
+        raise _StructureError(*objections) from error
+
+
+def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
+    try:
+        with attrs.validators.disabled():
+            made = cls(**arguments)
+    except (ValueError, TypeError):
+        return []
+    problems = []
+    for field in attrs.fields(cls):
+        try:
+            if field.validator is not None:
+                field.validator(made, field, getattr(made, field.name))
+        except (ValueError, TypeError) as error:
+            problems.append(Problem(field.alias, _one_line(error).removeprefix(f"{field.name!r} ")))
+    return problems
+
+
+def _one_line(error: Exception) -> str:
+    words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
+    return " ".join(words.split()) or type(error).__name__
