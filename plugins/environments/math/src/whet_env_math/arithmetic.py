@@ -1,0 +1,128 @@
+r"""Generated arithmetic: `Compute 7+8-3+6-1.`, answered in `\boxed{17}` and graded exactly.
+
+Every task is computed from its position. One expression in ten is held out by its hash: those make up the split
+`test`, and neither tasks of `train` nor demonstrations ever show one.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, overload
+
+from attrs import frozen
+
+from whet.data.messages import Message
+from whet.data.records import Task
+from whet.errors import DataError
+from whet.interfaces.environment import SingleTurn
+from whet.randomness import derive_seed
+from whet_env_math.boxed import is_integer, last_boxed
+from whet_env_math.config import ArithmeticConfig
+
+PHRASINGS = ("Compute {}.", "What is {}?")
+MOST_DRAWS = 20_000
+"""With the defaults four chains in ten are in bounds, and of those one in ten is held out."""
+
+
+@frozen
+class Problem:
+    """One chain: its expression and the sums on the way."""
+
+    expression: str
+    sums: tuple[tuple[int, str, int, int], ...]
+    """(total so far, `+` or `-`, operand, new total)."""
+    question: str
+
+    @property
+    def answer(self) -> str:
+        """The last total."""
+        return str(self.sums[-1][3])
+
+    def stated(self) -> str:
+        """Answer at once."""
+        return f"\\boxed{{{self.answer}}}"
+
+    def worked(self) -> str:
+        """Answer after every sum on the way."""
+        return ", ".join(f"{a}{op}{b}={c}" for a, op, b, c in self.sums) + f". {self.stated()}"
+
+
+class Arithmetic(SingleTurn):
+    """The environment `arithmetic`."""
+
+    def __init__(self, config: ArithmeticConfig) -> None:
+        splits = {
+            "train": Problems(config, "train", config.train_tasks),
+            "test": Problems(config, "test", config.test_tasks),
+        }
+        super().__init__(splits, rewards={"correct": correct})
+
+
+class Problems(Sequence[Task]):
+    """The tasks of a split, each made when it is asked for."""
+
+    def __init__(self, config: ArithmeticConfig, split: str, length: int) -> None:
+        self._config, self._split, self._length = config, split, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        problem = self.problem(range(self._length)[index])
+        return Task(problem.question, {"answer": problem.answer}, id=problem.expression)
+
+    def problem(self, index: int) -> Problem:
+        """Give the problem at a position."""
+        purpose = f"arithmetic-{self._split}"
+        return make_problem(random.Random(derive_seed(self._config.seed, purpose, index)), self._split, self._config)
+
+
+def make_problem(draw: random.Random, split: str, config: ArithmeticConfig) -> Problem:
+    """Draw chains until one stays in bounds and belongs to the split. Raises `DataError` where none seems to."""
+    for _ in range(MOST_DRAWS):
+        total = draw.randint(1, config.largest_operand)
+        expression, sums = str(total), []
+        for _ in range(config.terms - 1):
+            op, operand = draw.choice("+-"), draw.randint(1, config.largest_operand)
+            after = total + operand if op == "+" else total - operand
+            sums.append((total, op, operand, after))
+            expression += f"{op}{operand}"
+            total = after
+        in_bounds = all(0 <= after <= config.largest_total for *_, after in sums)
+        if in_bounds and held_out(expression) == (split == "test"):
+            return Problem(expression, tuple(sums), draw.choice(PHRASINGS).format(expression))
+    raise DataError(
+        f"no chain for the split {split!r} was found among {MOST_DRAWS:,} with terms {config.terms}, largest_operand "
+        f"{config.largest_operand} and largest_total {config.largest_total}; loosen one of them"
+    )
+
+
+def held_out(expression: str) -> bool:
+    """Say whether an expression is kept for the split `test`; one in ten is."""
+    return blake2b(expression.encode(), digest_size=2).digest()[0] % 10 == 0
+
+
+def correct(text: str, data: Mapping[str, Any]) -> float:
+    """1 where the last boxed number is the answer, else 0."""
+    boxed = last_boxed(text)
+    return float(boxed is not None and is_integer(boxed, data["answer"]))
+
+
+def demonstrations(
+    count: int, seed: int = 0, direct_share: float = 0.6, config: ArithmeticConfig | None = None
+) -> Iterator[dict[str, Any]]:
+    """Give records for supervised fine-tuning, `{"messages": [...]}`: a share that only states the answer, and a rest
+    that shows its work.
+    """
+    draw, config = random.Random(derive_seed(seed, "arithmetic-demonstrations")), config or ArithmeticConfig()
+    for _ in range(count):
+        problem = make_problem(draw, "train", config)
+        answer = problem.stated() if draw.random() < direct_share else problem.worked()
+        messages = (Message("user", problem.question), Message("assistant", answer))
+        yield {"messages": [{"role": message.role, "content": message.text} for message in messages]}

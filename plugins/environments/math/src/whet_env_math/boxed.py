@@ -1,0 +1,33 @@
+r"""Find the answer that a model put in `\boxed{...}`, in time linear in the text whatever the model wrote."""
+
+OPENING = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Give what stands in the last `\boxed{...}`, braces balanced; None where there is none or it is not closed."""
+    begin = text.rfind(OPENING)
+    if begin < 0:
+        return None
+    begin += len(OPENING)
+    depth = 1
+    for at in range(begin, len(text)):
+        if text[at] == "{":
+            depth += 1
+        elif text[at] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[begin:at]
+    return None
+
+
+def is_integer(text: str, answer: str) -> bool:
+    """Say whether text is the integer `answer`, written in ASCII digits; white space around it is allowed."""
+    text = text.strip()
+    digits = text.removeprefix("-")
+    # compared as text: a number of a million digits costs nothing
+    return digits.isascii() and digits.isdigit() and _canonical(text) == _canonical(answer)
+
+
+def _canonical(text: str) -> str:
+    digits = text.removeprefix("-").lstrip("0") or "0"
+    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
