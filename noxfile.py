@@ -26,8 +26,8 @@ def quickstart(session: nox.Session) -> None:
     session.run("python", "examples/quickstart/prepare.py", f"models/quickstart-{seed}", "--seed", seed)
     data = f"models/quickstart-{seed}"
     session.run(
-        "whet", "run", "recipes/quickstart-sft.yaml", f"run.seed={seed}", f"run.folder={runs}/sft", f"model.path={data}",
-        f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",
+        "whet", "run", "recipes/quickstart-sft.yaml", f"run.seed={seed}", f"run.folder={runs}/sft",
+        f"model.path={data}", f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",
     )  # fmt: skip
     session.run(
         "whet", "run", "recipes/quickstart-grpo.yaml", f"run.seed={seed}", f"run.folder={runs}/grpo",

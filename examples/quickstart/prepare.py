@@ -5,8 +5,9 @@ import itertools
 import json
 from pathlib import Path
 
-from whet.testing.models import make_model, make_tokenizer
 from whet_env_math.arithmetic import demonstrations
+
+from whet.testing.models import make_model, make_tokenizer
 
 
 def main() -> None:
@@ -23,9 +24,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     records = list(demonstrations(args.records + 256, seed=args.seed))
     corpus = ["".join(m["role"] + "\n" + m["content"] + "\n" for m in r["messages"]) for r in records[:3000]]
-    make_model(
-        args.folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=args.seed
-    )
+    make_model(args.folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=args.seed)
     write(args.folder / "train.jsonl", itertools.islice(records, args.records))
     write(done, records[args.records :])
     print(f"wrote a model of 0.9 M parameters and {args.records} demonstrations to {args.folder}")

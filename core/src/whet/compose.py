@@ -1,30 +1,344 @@
 """Build the parts of a run from its plan, and run it.
 
-    load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in reverse order
+load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in reverse order
 """
 
-import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from importlib import metadata
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import yaml
 from attrs import frozen
 
-import whet
 from whet import checkpoint
+from whet.cluster.slices import Site
+from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
 from whet.errors import CheckpointError, ConfigError
-from whet.model import ModelInfo, fingerprint, locate, read_model
-from whet.plan import Machine, Plan, gather_facts, make_plan
+from whet.identity import identity_of, versions
+from whet.interfaces.logger import RunInfo
+from whet.metrics import Metrics
+from whet.model import ModelInfo, locate, read_model
+from whet.parts import Parts, Refit, TimedBackend, TimedRollouts, closing_all
+from whet.plan import Machine, Plan, facts_of, gather_facts, make_plan, share_groups
 from whet.run_folder import RunFolder
 from whet.spans import Spans
+from whet.watchers import Watchers
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config
+    from whet.checkpoint import Checkpoint
+    from whet.cluster.slices import Slice
+    from whet.config.sections import Config, EnvironmentSection
+    from whet.data.batch import Batch
+    from whet.data.chat import ChatTokenizer
+    from whet.data.offline import OfflineData
+    from whet.interfaces.backend import Backend
+    from whet.rollout.routing import Route
+    from whet.rollout.stream import RolloutStream
+    from whet.steps import Steps
+
+
+@frozen
+class Prepared:
+    """A config with its plan; nothing has been claimed."""
+
+    loaded: Loaded
+    model: ModelInfo
+    plan: Plan
+
+    @property
+    def config(self) -> "Config":
+        """The structured config."""
+        return self.loaded.config
+
+
+@frozen
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    steps: int
+    """Steps finished in all."""
+    finished: bool
+    stopped_by: int | None = None
+    """The signal that ended it early."""
+
+
+def prepare(path: str | Path, overrides: Sequence[str] = (), *, config_only: bool = True) -> Prepared:
+    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch."""
+    loaded = load_config(path, overrides)
+    section = loaded.config.model
+    folder = locate(section.path, section.revision, config_only=config_only)
+    model = read_model(folder, section.dtype, section.trust_remote_code)
+    plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model), machine())
+    if plan is None:
+        raise ConfigError([str(problem) for problem in problems])
+    return Prepared(loaded, model, plan)
+
+
+def machine() -> Machine:
+    """Look at this machine without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver = Path("/proc/driver/nvidia/gpus")
+    gpus = len(list(driver.iterdir())) if driver.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is not None:
+        gpus = min(gpus, len([name for name in visible.split(",") if name.strip()]))
+    return Machine(len(os.sched_getaffinity(0)), gpus)
+
+
+def run(path: str | Path, overrides: Sequence[str] = ()) -> Outcome:
+    """Run a config from beginning, or from its last checkpoint, to the end."""
+    from whet.steps import Interrupted
+
+    with open(path, *overrides) as parts:
+        config, steps = parts.config, parts.steps
+        folder = Path(config.run.folder)
+        if steps.done >= config.run.steps:
+            return Outcome(folder, steps.done, finished=True)
+        if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
+            steps.record(0, parts.evaluate(0))
+        try:
+            parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
+        except Interrupted:
+            steps.save_now()
+        finished = steps.done >= config.run.steps
+        if finished and config.run.export:
+            parts.backend.export(folder / "model")
+        return Outcome(folder, steps.done, finished, steps.stopped_by)
+
+
+@contextmanager
+def open(path: str | Path, *overrides: str) -> Iterator[Parts]:
+    """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`."""
+    prepared = prepare(path, overrides, config_only=False)
+    folder = RunFolder(prepared.config.run.folder)
+    with closing_all([]) as closers:
+        folder.claim()
+        closers.append(folder.release)
+        builder = _Builder(prepared, folder, closers)
+        try:
+            yield builder.parts()
+        except BaseException as error:
+            builder.watchers.failed = True
+            folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
+            raise
+        folder.journal("closed")
+
+
+class _Builder:
+    """Builds parts in the order in which they need each other; what it starts is closed in reverse."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> None:
+        self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
+        self.folder, self.closers = folder, closers
+        self.spans = Spans()
+        self.failed = False
+        self.watchers = Watchers(self.prepared.loaded.registry.manager, folder)
+
+    def parts(self) -> Parts:
+        """Build everything: what is cheap and can be wrong first, workers last."""
+        config = self.config
+        chat = self._chat()
+        data = self._data(chat)
+        environments = [
+            self._routes(config.environments, "train"),
+            self._routes(config.evaluation.environments, "test"),
+        ]
+        saved = self._resume(data)
+        done = saved.step if saved else 0
+        self._open_loggers(done)
+        cluster = self._cluster()
+        backend: Backend = TimedBackend(self._handle("backend", cluster), self.spans)
+        generator = self._handle("generator", cluster) if config.generator else None
+        if saved:
+            backend.load(saved.backend)
+        stream = self._stream(environments[0], generator, chat, saved)
+        evaluate = self._evaluation(environments[1], generator, chat)
+        steps = self._steps(backend, stream, evaluate, done)
+        parts = Parts(
+            config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
+            generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data, evaluate=evaluate,
+            rollouts=TimedRollouts(stream, self.spans, steps.interruptible) if stream else None,
+            refit=self._refit(backend, generator, stream), seed=config.run.seed,
+        )  # fmt: skip
+        parts.refit(version=done)
+        return parts
+
+    def _chat(self) -> "ChatTokenizer":
+        from whet.data.chat import ChatTokenizer
+
+        template = self.config.model.chat_template
+        try:
+            text = Path(template).read_text(encoding="utf-8") if template else None
+        except OSError as error:
+            raise ConfigError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
+        return ChatTokenizer(self.prepared.model.path, text)
+
+    def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
+        from whet.data.offline import OfflineData
+
+        if self.config.data is None:
+            return None
+        limit = self.config.data.max_length or self.prepared.model.max_positions
+        return OfflineData(self.config.data, chat, self.config.run.seed, limit)
+
+    def _routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
+        from whet.rollout.routing import Route
+
+        routes = []
+        for entry in entries:
+            environment = build_selection(entry.component)
+            self.closers.append(environment.close)
+            name = entry.name or entry.component.name
+            routes.append(
+                Route(name, environment, entry.split or split, entry.weight, samples=entry.samples, limit=entry.limit)
+            )
+        return routes
+
+    def _resume(self, data: "OfflineData | None") -> "Checkpoint | None":
+        config, folder = self.config, self.folder
+        identity = identity_of(config, self.prepared.model, data.fingerprint() if data else "")
+        before = folder.read_json("identity.json")
+        if before is not None and config.run.resume == "never":
+            raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
+        if before is None and config.run.resume == "must":
+            raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
+        different = checkpoint.differences(before, identity, config.run.allow_changed) if before else []
+        if different:
+            raise CheckpointError(
+                f"{folder.path} holds another run; choose another run.folder, or list what may differ in "
+                "run.allow_changed:\n" + "\n".join(f"  {line}" for line in different)
+            )
+        saved = checkpoint.latest(folder)
+        folder.rewind(saved.step if saved else -1)
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        folder.scratch.mkdir(parents=True, exist_ok=True)
+        folder.write_text("config.yaml", yaml.safe_dump(unstructure(config), sort_keys=False, allow_unicode=True))
+        folder.write_json("identity.json", identity)
+        folder.write_json("versions.json", versions())
+        folder.write_json("plan.json", self.plan.to_dict())
+        folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
+        return saved
+
+    def _info(self, done: int = 0) -> RunInfo:
+        folder = self.folder.path.resolve()
+        return RunInfo(folder, folder.name, unstructure(self.config), self.config.run.steps, done)
+
+    def _open_loggers(self, done: int) -> None:
+        info = self._info(done)
+        self.closers.append(self.watchers.close)
+        for selection in self.config.loggers:
+            self.watchers.add(selection.name, build_selection(selection, info))
+
+    def _cluster(self) -> "Callable[[str], Slice]":
+        """Give a function from roles to slices."""
+        deadlines = self.config.cluster.deadlines
+        if self.plan.inline:
+            from whet.cluster.inline import InlineSlice
+
+            return lambda role: InlineSlice(role, threads=self.plan.role(role).threads)
+        from whet.cluster.local import LocalCluster
+
+        cluster = LocalCluster(self.folder.logs, deadlines, share=share_groups(self.config))
+        self.closers.append(cluster.close)
+
+        def slice_of(role: str) -> "Slice":
+            planned = self.plan.role(role)
+            return cluster.slice(role, planned.ranks, planned.threads, planned.devices)
+
+        return slice_of
+
+    def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+        site = Site(
+            slice=slice_of(role),
+            model=self.prepared.model,
+            run=self._info(),
+            seed=self.config.run.seed,
+            scratch=self.folder.scratch.resolve(),
+            status=self.watchers.status,
+            max_context=self.plan.max_context,
+        )
+        with self.spans.phase(role, "start"):
+            handle = build_selection(getattr(self.config, role), site)
+        self.closers.append(handle.close)
+        return handle
+
+    def _loss(self) -> Spec:
+        chosen = getattr(self.config.algorithm.config, "loss", None)
+        return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
+
+    def _stream(
+        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
+    ) -> "RolloutStream | None":
+        from whet.rollout.stream import RolloutStream
+
+        if not routes:
+            return None
+        algorithm = self.config.algorithm
+        filters = [build_selection(chosen) for chosen in getattr(algorithm.config, "filters", ())]
+        stream = RolloutStream(
+            routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
+            group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
+            filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status,
+        )  # fmt: skip
+        self.closers.append(stream.close)
+        if saved:
+            stream.restore(saved.state["rollouts"])
+        return stream
+
+    def _evaluation(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> Callable[[int], Metrics]:
+        from whet.rollout.evaluate import Evaluator
+
+        if not routes:
+            return lambda step: {}
+        evaluator = Evaluator(
+            routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
+            seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status,
+        )  # fmt: skip
+
+        def evaluate(step: int) -> Metrics:
+            with self.spans.phase("run", "evaluate"):
+                result = evaluator.evaluate()
+            for name, records in result.records.items():
+                self.folder.append(f"evaluations/step-{step:06d}-{name}.jsonl", records)
+            return result.metrics
+
+        return evaluate
+
+    def _steps(
+        self, backend: "Backend", stream: "RolloutStream | None", evaluate: Callable[[int], Metrics], done: int
+    ) -> "Steps":
+        from whet.rollout.collate import record
+        from whet.steps import Sinks, Steps
+
+        identity = self.folder.read_json("identity.json")
+
+        def records(step: int, batch: "Batch") -> None:
+            if stream is not None:
+                rows = [row for group in stream.last_groups for row in record(group)]
+                self.folder.append(f"rollouts/step-{step:06d}.jsonl", rows)
+
+        def save(step: int) -> None:
+            state = {"rollouts": stream.state() if stream else {}, "identity": identity}
+            checkpoint.write(self.folder, step, state, lambda folder: backend.save(folder).result())
+            checkpoint.prune(self.folder, self.config.run.keep)
+            self.folder.journal("saved", step=step)
+
+        sinks = Sinks(records, evaluate, self.watchers.log, save, stream.metrics if stream else dict)
+        return Steps(self.folder, self.config.run, done, self.config.evaluation.every, self.spans, sinks)
+
+    def _refit(self, backend: "Backend", generator: Any, stream: "RolloutStream | None") -> Callable[..., None]:
+        if generator is None:
+            return lambda version: None
+        return Refit(
+            backend, generator, self.plan.transport, str(self.folder.scratch.resolve() / "weights"), "",
+            self.config.cluster.deadlines.refit, self.spans, stream.set_version if stream else lambda version: None,
+        )  # fmt: skip

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
+    from whet.interfaces.algorithm import Algorithm
     from whet.interfaces.backend import Backend, Weights
     from whet.interfaces.generator import Generator
     from whet.metrics import Metric
@@ -31,12 +32,15 @@ class Parts:
     """The parts of a run, ready to use."""
 
     config: "Config"
+    algorithm: "Algorithm"
+    hooks: Any
+    """Calls hooks of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
     backend: "Backend"
     generator: "Generator | None"
     chat: "ChatTokenizer"
     loss: Spec
     """The algorithm's loss, as it travels to the backend's workers."""
-    rollouts: "Any"
+    rollouts: "TimedRollouts | None"
     """Of algorithms fed by rollouts: `take(n)` gives a batch of n groups."""
     data: "OfflineData | None"
     """Of algorithms fed by data files."""

@@ -1,6 +1,6 @@
 """From a config and the facts of its components to a plan: pure, printable, and refusing whatever it can know.
 
-    Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
+Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
 """
 
 from collections.abc import Iterator, Mapping
@@ -116,7 +116,9 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
             yield from selections(getattr(value, field.name), path if inline else f"{path}.{field.name}".lstrip("."))
 
 
-def make_plan(config: Config, model: ModelInfo, facts: Mapping[str, Facts], machine: Machine) -> tuple[Plan | None, list[Problem]]:
+def make_plan(
+    config: Config, model: ModelInfo, facts: Mapping[str, Facts], machine: Machine
+) -> tuple[Plan | None, list[Problem]]:
     """Decide where everything runs. With problems there is no plan."""
     algorithm = facts["algorithm"]
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
@@ -196,11 +198,16 @@ def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    for where, entries in (("environments", config.environments), ("evaluation.environments", config.evaluation.environments)):
+    for where, entries in (
+        ("environments", config.environments),
+        ("evaluation.environments", config.evaluation.environments),
+    ):
         names = [entry.name or entry.component.name for entry in entries]
         for i, entry_name in enumerate(names):
             if entry_name in names[:i]:
-                yield Problem(f"{where}[{i}].name", f"there are two environments named {entry_name!r}; give one another name")
+                yield Problem(
+                    f"{where}[{i}].name", f"there are two environments named {entry_name!r}; give one another name"
+                )
 
 
 def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iterator[Problem]:
@@ -208,7 +215,9 @@ def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iter
     columns = ALWAYS | algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
     for path, found in facts.items():
         for output in sorted(found.outputs_needed - given):
-            yield Problem(path, f"needs the model output {output!r}, which the backend does not give: {', '.join(sorted(given))}")
+            yield Problem(
+                path, f"needs the model output {output!r}, which the backend does not give: {', '.join(sorted(given))}"
+            )
         if found.outputs_needed:
             for column in sorted(found.columns_read - columns):
                 yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
@@ -220,7 +229,9 @@ def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
         yield Problem("rollout.max_context", f"is {context}, but the model's positions end at {model.max_positions}")
     limit = context or model.max_positions
     if config.generator is not None and limit and config.rollout.max_tokens >= limit:
-        yield Problem("rollout.max_tokens", f"is {config.rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens")
+        yield Problem(
+            "rollout.max_tokens", f"is {config.rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
+        )
 
 
 def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
@@ -235,8 +246,10 @@ def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
         for role in group:
             if role not in ("backend", "generator"):
                 yield Problem(f"cluster.share[{i}]", f"names the role {role!r}; there are backend, generator")
-    wanted = sum(config.cluster.gpus.get(role, 0) for role in known) if not share_groups(config) else max(
-        [config.cluster.gpus.get(role, 0) for role in known], default=0
+    wanted = (
+        sum(config.cluster.gpus.get(role, 0) for role in known)
+        if not share_groups(config)
+        else max([config.cluster.gpus.get(role, 0) for role in known], default=0)
     )
     if wanted > machine.gpus:
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")

@@ -90,11 +90,20 @@ class WorkerRank:
 class Slice(Protocol):
     """A share of the cluster for one role."""
 
-    role: str
-    size: int
-    """Ranks."""
-    host_groups: tuple[str, ...]
-    """For each rank, a name of its process: equal names of two roles share a process, and so can share tensors."""
+    @property
+    def role(self) -> str:
+        """The role's name."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        ...
+
+    @property
+    def host_groups(self) -> tuple[str, ...]:
+        """For each rank, a name of its process: equal names of two roles share a process, and so can share tensors."""
+        ...
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> Workers:
         """Start one worker object for each rank and wait until all are built."""
