@@ -1,0 +1,75 @@
+"""What both ends of a weight hand-over call, in their workers, with the link that the driver made.
+
+    send(link, [(name, tensor), ...])        for name, tensor in receive(link): ...
+
+`receive` is checked: it ends without an error only after everything that the senders sent has been given, unharmed.
+What a model needs beyond that (every parameter there, shapes equal) the receiver knows itself.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from whet.errors import ConfigError, RefitError
+from whet.refit.link import Link
+
+if TYPE_CHECKING:
+    import torch
+
+TRANSPORTS = {"shared": "shared", "shared-memory": "shared_memory", "disk": "disk"}
+"""Transports and their modules."""
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
+
+    Does not wait for receivers. Tensors are taken one at a time, so an iterator may gather them as it goes.
+    """
+    if not 0 <= sender < link.senders:
+        raise RefitError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
+    _transport(link).send(link, _once_each(link, weights), sender)
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give (name, tensor) of every sender; copy a tensor before asking for the next.
+
+    Raises `RefitError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
+    until then must not be used.
+    """
+    yield from _transport(link).receive(link, receiver)
+
+
+def choose_transport(sender: Sequence[str], receiver: Sequence[str], *, same_process: bool, same_host: bool) -> str:
+    """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
+
+    `sender` and `receiver` are the transports of their facts, best first. Raises `ConfigError` saying why none fits.
+    """
+    reachable = {"shared": same_process, "shared-memory": same_host, "disk": True}
+    for transport in sender:
+        if transport in receiver and reachable.get(transport, False):
+            return transport
+    place = "in one process" if same_process else "on one machine" if same_host else "on different machines"
+    raise ConfigError(
+        f"no way to hand weights over: the backend offers {_list(sender)}, the generator takes {_list(receiver)}, and "
+        f"they are {place}; `shared` needs one process (cluster.share), `shared-memory` one machine"
+    )
+
+
+def _transport(link: Link) -> ModuleType:
+    if link.transport not in TRANSPORTS:
+        raise RefitError(f"hand-over {link.session}: no transport {link.transport!r}, only {_list(list(TRANSPORTS))}")
+    return import_module(f"whet.refit.{TRANSPORTS[link.transport]}")
+
+
+def _once_each(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise RefitError(f"hand-over {link.session}: {name} was sent twice")
+        seen.add(name)
+        yield name, tensor
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
