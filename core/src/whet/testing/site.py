@@ -1,0 +1,36 @@
+"""A `Site` for building a backend or a generator by itself in a test."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.cluster.inline import InlineSlice
+from whet.cluster.slices import Site
+from whet.interfaces.logger import RunInfo
+from whet.model import read_model
+
+if TYPE_CHECKING:
+    from whet.cluster.slices import Slice
+
+
+def make_site(
+    tmp_path: Path,
+    role: str,
+    model_folder: Path,
+    slice: "Slice | None" = None,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_context: int = 0,
+) -> Site:
+    """Make a site whose run lives in `tmp_path`: by default with one worker in this process, so a debugger works."""
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    for folder in (run, scratch):
+        folder.mkdir(parents=True, exist_ok=True)
+    return Site(
+        slice=slice or InlineSlice(role),
+        model=read_model(model_folder, dtype),
+        run=RunInfo(run, "test", steps=4),
+        seed=seed,
+        scratch=scratch,
+        max_context=max_context,
+    )

@@ -1,0 +1,14 @@
+from whet.interfaces.logger import RunInfo
+from whet.testing.contracts.component import ComponentContract
+from whet.testing.contracts.logger import LoggerContract
+from whet_console.config import ConsoleConfig
+from whet_console.logger import ConsoleLogger
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_console.hooks"
+
+
+class TestConsole(LoggerContract):
+    def make(self, run: RunInfo) -> ConsoleLogger:
+        return ConsoleLogger(ConsoleConfig(every=1), run)
