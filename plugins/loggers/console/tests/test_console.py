@@ -29,7 +29,7 @@ def write_records(folder, step, answers):
     path.parent.mkdir(exist_ok=True)
     rows = [
         {"environment": "test", "task": task, "sample": sample, "reward": reward, "rewards": {"correct": reward},
-         "messages": [["user", f"question {task}"], ["assistant", text]]}
+         "messages": [{"role": "user", "content": f"question {task}"}, {"role": "assistant", "content": text}]}
         for task, sample, text, reward in answers
     ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -93,9 +93,10 @@ def test_numbers_have_four_significant_digits(value, shown):
 
 def test_an_evaluation_is_one_line_per_environment():
     metrics = {"loss": 1.0, "evaluation/a/reward": 0.5, "evaluation/a/interval": 0.04, "evaluation/b/reward": 1.0}
+    metrics |= {"evaluation/a/dropped": 0.0, "evaluation/b/dropped": 2.0}
     assert evaluation_lines(0, metrics) == [
         "evaluation of a after step 0: reward 0.5 +-0.04",
-        "evaluation of b after step 0: reward 1",
+        "evaluation of b after step 0: reward 1, dropped 2",
     ]
 
 
@@ -111,10 +112,11 @@ def test_the_summary_names_first_last_and_best_with_its_step(tmp_path):
     assert lowest.split() == ["validation/loss", "9", "-1", "-1", "10"]
 
 
-def test_an_answer_length_has_no_best():
+def test_an_answer_length_has_no_best_and_dropping_nothing_no_row():
     history = History()
-    history.add(0, {"evaluation/test/response_length": 12.0})
-    assert history.judgements()[0].best is None
+    history.add(0, {"evaluation/test/response_length": 12.0, "evaluation/test/dropped": 0.0})
+    (judged,) = history.judgements()
+    assert (judged.name, judged.best) == ("evaluation/test/response_length", None)
 
 
 def test_the_summary_shares_out_the_seconds_of_phases(tmp_path):

@@ -71,7 +71,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _answer(record: dict[str, Any]) -> Answer:
-    messages = [(str(role), str(text)) for role, text in record["messages"]]
+    messages = [(str(message["role"]), str(message["content"])) for message in record["messages"]]
     start = next((i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages))
     prompt = "\n".join(text for _, text in messages[:start])
     text = "\n".join(text if role == "assistant" else f"({role}) {text}" for role, text in messages[start:])

@@ -9,6 +9,8 @@ from attrs import Factory, define, frozen
 JUDGED = ("evaluation/", "validation/")
 """Metrics of which every value is kept, to name the best."""
 TIMES = "seconds/"
+COUNTS = "/dropped"
+"""Episodes of an evaluation that failed; shown where there are any."""
 
 
 @frozen
@@ -49,13 +51,17 @@ class History:
 
     def judgements(self) -> list[Change]:
         """Give first, last and best of evaluation and validation metrics, rewards first."""
-        names = sorted((n for n in self.judged if not n.endswith("/interval")), key=lambda n: (_rank(n), n))
+        names = sorted(filter(self._matters, self.judged), key=lambda name: (_rank(name), name))
         return [self._judge(name) for name in names]
+
+    def _matters(self, name: str) -> bool:
+        """Say whether it deserves a row: intervals stand beside their reward, and dropping nothing is as it should be."""
+        return not name.endswith("/interval") and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
 
     def _judge(self, name: str) -> Change:
         points = self.judged[name]
         first, last = points[0][1], points[-1][1]
-        if name.endswith("/response_length"):
+        if name.endswith(("/response_length", COUNTS)):
             return Change(name, first, last)
         pick = min if name.endswith("loss") else max
         step, value = pick(points, key=lambda point: point[1])

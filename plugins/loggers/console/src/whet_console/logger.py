@@ -78,6 +78,6 @@ def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
         reward, interval = values.pop("reward", None), values.pop("interval", None)
         band = "" if interval is None else f" +-{number(interval)}"
         first = [] if reward is None else [f"reward {number(reward)}{band}"]
-        rest = [f"{name} {number(value)}" for name, value in values.items()]
+        rest = [f"{name} {number(value)}" for name, value in values.items() if name != "dropped" or value]
         lines.append(f"evaluation of {environment} after step {step}: " + ", ".join(first + rest))
     return lines

@@ -1,0 +1,179 @@
+"""Write the reference pages from the code: `python docs/generate_reference.py`; `--check` only compares."""
+
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from whet import hookspecs
+from whet.cli import main as whet_command
+from whet.component import KINDS
+from whet.config.explain import describe, field_docs, markdown, summary
+from whet.config.sections import Config
+from whet.plugins import Offer, load_plugins
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTICE = "<!-- Written by docs/generate_reference.py. Change the code and run it again. -->\n"
+
+HOOKS = """\
+# Hooks
+
+A plugin implements any of these in the module that its entry point in the group `whet` names, marked with
+`@whet.hookimpl`. Hooks run on the driver only. They see configs, plain numbers and core records, never a tensor.
+[Publish an environment](../tutorials/publish-an-environment.md) shows a whole plugin."""
+CONFIG = """\
+# Config
+
+The sections of a recipe. Precedence: class default < `extends:` file < file < `key.path=value` on the command line. In
+paths `N` stands for the position in a list. Where a section takes a component, `use:` chooses it and the keys beside
+`use:` are its own: see [Components](components.md)."""
+COMPONENTS = """\
+# Components
+
+What can stand after `use:`. This page lists what the distributions of this repository offer; `whet plugins` lists what is
+installed, and `whet schema NAME` prints the same tables for any of it."""
+
+
+def pages() -> dict[str, str]:
+    """Give the text of each page by its file name."""
+    made = {"hooks.md": hooks(), "config.md": config(), "components.md": components(), "cli.md": cli()}
+    return {name: f"{NOTICE}\n{text.rstrip()}\n" for name, text in made.items()}
+
+
+def hooks() -> str:
+    """Write every hook with its exact signature and docstring."""
+    return "\n\n".join([HOOKS, *(hook(function) for function in hook_functions())])
+
+
+def hook_functions() -> list[Callable[..., Any]]:
+    """Give the hook specifications in the order of the module."""
+    return [f for name, f in vars(hookspecs).items() if name.startswith("whet_") and inspect.isfunction(f)]
+
+
+def hook(function: Callable[..., Any]) -> str:
+    """Write one hook."""
+    text, parameters = _split_parameters(inspect.getdoc(function) or "")
+    lines = [f"## `{function.__name__}`", f"```python\n{signature(function)}\n```", text]
+    if parameters:
+        lines.append("\n".join(f"- `{name}`: {meaning}" for name, meaning in parameters))
+    if function.whet_spec["firstresult"]:  # type: ignore[attr-defined]
+        lines.append("The first implementation that gives a result ends the call; others can wrap it.")
+    return "\n\n".join(lines)
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Give the signature as one would write it, with bare type names."""
+    plain = inspect.signature(function)
+    shown = [f"{p.name}: {_annotation(p.annotation)}" for p in plain.parameters.values()]
+    return f"def {function.__name__}({', '.join(shown)}) -> {_annotation(plain.return_annotation)}"
+
+
+def config() -> str:
+    """Write every section of a recipe, in the order of the config."""
+    docs = field_docs(Config)
+    parts = [CONFIG]
+    for field in attrs.fields(Config):
+        parts += [f"## `{field.alias}`", docs[field.name]]
+        rows = [row for row in describe(Config) if row.name.split(".")[0] == field.alias]
+        if rows[0].kind and len(rows) == 1:
+            kind = f"see [{rows[0].kind.capitalize()}](components.md#{rows[0].kind})"
+            parts.append(f"Wants {rows[0].type}, {kind}. Default: {rows[0].default}.")
+        else:
+            parts.append(markdown(rows if len(rows) == 1 else rows[1:]).rstrip())
+    return "\n\n".join(parts)
+
+
+def components() -> str:
+    """Write every component that this repository offers, by kind."""
+    parts = [COMPONENTS]
+    registry, ours = load_plugins(), distributions()
+    for kind in KINDS:
+        offers = [offer for offer in registry.offers(kind).values() if offer.distribution in ours]
+        if offers:
+            parts += [f"## {kind.capitalize()}", *(component(offer) for offer in offers)]
+    return "\n\n".join(parts)
+
+
+def distributions() -> set[str]:
+    """Give the names of the distributions of this repository."""
+    files = [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
+    return {tomllib.loads(file.read_text())["project"]["name"] for file in files}
+
+
+def component(offer: Offer) -> str:
+    """Write one component."""
+    cls = offer.component.config
+    lines = [f"### `{offer.component.name}`", f"{summary(cls)} From `{offer.distribution}`."]
+    rows = describe(cls)
+    return "\n\n".join([*lines, markdown(rows).rstrip() if rows else "It has no settings."])
+
+
+def cli() -> str:
+    """Write every command with its arguments and options."""
+    assert isinstance(whet_command, click.Group)
+    context = click.Context(whet_command, info_name="whet")
+    commands = [whet_command.get_command(context, name) for name in whet_command.list_commands(context)]
+    head = ["# Command line", inspect.cleandoc(whet_command.help or "")]
+    return "\n\n".join([*head, *(_command(command) for command in commands if command and not command.hidden)])
+
+
+def _command(command: click.Command, before: str = "whet") -> str:
+    path = f"{before} {command.name}"
+    words = [_word(p) for p in command.params if isinstance(p, click.Argument)]
+    usage = " ".join([path, *(["[OPTIONS]"] if len(words) < len(command.params) else []), *words])
+    parts = [f"## `{path}`", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "").replace("\b\n", "")]
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    if options:
+        parts.append("\n".join(f"- `{' '.join(p.opts + p.secondary_opts)}`: {p.help or ''}" for p in options))
+    if isinstance(command, click.Group):
+        parts += [_command(inner, path) for _, inner in sorted(command.commands.items())]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _word(argument: click.Argument) -> str:
+    name = argument.metavar or (argument.name or "").upper()
+    name = name if argument.nargs == 1 or name.endswith("...") else f"{name}..."
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _split_parameters(doc: str) -> tuple[str, list[tuple[str, str]]]:
+    """Separate `:param NAME: meaning` lines from the text above them."""
+    text, *rest = doc.split(":param ")
+    pairs = (item.split(":", 1) for item in rest)
+    return text.strip(), [(name.strip(), " ".join(meaning.split())) for name, meaning in pairs]
+
+
+def _annotation(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    for module in ("collections.abc.", "typing."):
+        text = text.replace(module, "")
+    return text
+
+
+def differences(folder: Path) -> Iterator[str]:
+    """Name the pages in the folder that are not what the code says."""
+    for name, text in pages().items():
+        file = folder / name
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            yield name
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or with `--check` name those that are out of date."""
+    folder = ROOT / "docs" / "reference"
+    if "--check" in arguments:
+        outdated = list(differences(folder))
+        print("\n".join(f"docs/reference/{name} is out of date" for name in outdated) or "up to date")
+        return len(outdated)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
