@@ -1,0 +1,46 @@
+"""The `whet` command: its list of commands, and how it ends.
+
+Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
+"""
+
+import signal
+import sys
+from types import FrameType
+
+import click
+
+import whet
+from whet.cli.check import check
+from whet.cli.evaluate import evaluate
+from whet.cli.export import export
+from whet.cli.new import new
+from whet.cli.plugins import plugins
+from whet.cli.run import run
+from whet.cli.schema import schema
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(whet.__version__, package_name="whet", prog_name="whet")
+def group() -> None:
+    """Sharpen a language model: fine-tuning, preference optimisation, reinforcement learning, distillation."""
+
+
+for _command in (run, check, evaluate, export, plugins, schema, new):
+    group.add_command(_command)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code = group.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:  # what click makes of Ctrl-C
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,55 @@
+"""What all commands share: how they report errors, and the arguments that name a config."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from whet.errors import ConfigError, WhetError
+
+if TYPE_CHECKING:
+    from whet.plugins import Registry
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class Command(click.Command):
+    """A command that prints what whet reports in plain words; `--traceback` shows where it came from as well."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        about = "Show the traceback of an error."
+        self.params.append(click.Option(["--traceback"], is_flag=True, expose_value=False, callback=_keep, help=about))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; errors of whet end it with exit code 1."""
+        try:
+            return super().invoke(ctx)
+        except WhetError as error:
+            if ctx.meta.get("traceback"):
+                raise
+            raise click.ClickException(message(error)) from error
+
+
+def message(error: WhetError) -> str:
+    """Write an error for the terminal; several problems get a line each."""
+    problems = error.problems if isinstance(error, ConfigError) else []
+    if len(problems) < 2:
+        return str(error)
+    return "\n".join([f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)])
+
+
+def config_arguments(function: Decorated) -> Decorated:
+    """Add the arguments CONFIG and OVERRIDES, which are `key.path=value`."""
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+    return click.argument("config", type=click.Path())(overrides(function))
+
+
+def warn_of_broken(registry: "Registry") -> None:
+    """Say on stderr which plugins cannot be used."""
+    for broken in registry.broken:
+        click.echo(f"warning: not usable: {broken}", err=True)
+
+
+def _keep(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+    ctx.meta["traceback"] = value

@@ -1,0 +1,17 @@
+"""`whet export`: write a checkpoint as a model folder."""
+
+import click
+
+from whet.cli.command import Command
+
+
+@click.command(cls=Command)
+@click.argument("run_folder", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint's step; by default the last.")
+def export(run_folder: str, out: str, step: int | None) -> None:
+    """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads."""
+    from whet.compose import export as export_run
+
+    export_run(run_folder, out, step=step)
+    click.echo(f"wrote {out}")

@@ -1,0 +1,65 @@
+"""`whet plugins`: what is installed, and what of it cannot be used."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whet.cli.command import Command
+
+if TYPE_CHECKING:
+    from whet.plugins import Registry
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def plugins(as_json: bool) -> None:
+    """List the components of all plugins, and the plugins that cannot be used."""
+    from whet.plugins import load_plugins
+
+    registry = load_plugins()
+    if as_json:
+        click.echo(json.dumps(_to_dict(registry), indent=2))
+    else:
+        _print(registry)
+
+
+def _to_dict(registry: "Registry") -> dict[str, Any]:
+    from whet.component import KINDS
+
+    return {
+        "components": {
+            kind: {name: offer.distribution for name, offer in registry.offers(kind).items()} for kind in KINDS
+        },
+        "contested": {
+            kind: {name: [offer.distribution for offer in offers] for name, offers in registry.contested(kind).items()}
+            for kind in KINDS
+        },
+        "broken": [
+            {"name": broken.name, "distribution": broken.distribution, "reason": broken.reason}
+            for broken in registry.broken
+        ],
+    }
+
+
+def _print(registry: "Registry") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from whet.component import KINDS
+    from whet.config.explain import summary
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("kind", "use", "distribution", "what it is"):
+        table.add_column(heading, overflow="fold")
+    for kind in KINDS:
+        for name, offer in registry.offers(kind).items():
+            table.add_row(kind, name, offer.distribution, summary(offer.component.config))
+    console.print(table)
+    for kind in KINDS:
+        for name, offers in registry.contested(kind).items():
+            owners = " and ".join(offer.distribution for offer in offers)
+            console.print(f"\noffered twice: {kind} {name!r} by {owners}", soft_wrap=True)
+    for broken in registry.broken:
+        console.print(f"\nnot usable: {broken}", soft_wrap=True)

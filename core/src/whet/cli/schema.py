@@ -1,0 +1,95 @@
+"""`whet schema`: every key of a section or a component, with type, default and meaning."""
+
+import json
+import textwrap
+from typing import TYPE_CHECKING
+
+import click
+
+from whet.cli.command import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from whet.config.explain import FieldDoc
+    from whet.plugins import Registry
+
+
+@click.command(cls=Command)
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def schema(name: str | None, as_json: bool) -> None:
+    """Explain the keys of NAME: a section (`rollout`), a component (`grpo`) or KIND/COMPONENT.
+
+    Without NAME, list them all.
+    """
+    import attrs
+
+    from whet.config.explain import describe, summary
+    from whet.plugins import load_plugins
+
+    classes = dict(_classes(load_plugins()))
+    if name is None:
+        _list(classes, as_json)
+        return
+    chosen = {title: cls for title, cls in classes.items() if name in (title, title.rpartition("/")[2])}
+    if not chosen:
+        raise _unknown(name, load_plugins(), list(classes))
+    if as_json:
+        records = {title: [attrs.asdict(field) for field in describe(cls)] for title, cls in chosen.items()}
+        click.echo(json.dumps(records, indent=2))
+        return
+    for title, cls in chosen.items():
+        click.echo(f"{click.style(title, bold=True)}: {summary(cls)}\n")
+        click.echo("\n".join(_lines(describe(cls))))
+
+
+def _classes(registry: "Registry") -> "Iterator[tuple[str, type]]":
+    """Give the attrs classes of all sections by path, and of all components as KIND/NAME."""
+    from whet.component import KINDS
+    from whet.config.explain import sections
+
+    yield from sections().items()
+    for kind in KINDS:
+        for name, offer in registry.offers(kind).items():
+            yield f"{kind}/{name}", offer.component.config
+
+
+def _list(classes: dict[str, type], as_json: bool) -> None:
+    from whet.config.explain import selections, summary
+
+    if as_json:
+        click.echo(json.dumps({title: summary(cls) for title, cls in classes.items()}, indent=2))
+        return
+    width = max(map(len, classes))
+    for title, cls in classes.items():
+        click.echo(f"{click.style(title.ljust(width), bold=True)}  {summary(cls)}")
+    holders = ", ".join(f"{section} ({kind})" for section, kind in selections().items())
+    click.echo(f"\nSections that hold components, chosen by `use:`: {holders}")
+
+
+def _unknown(name: str, registry: "Registry", titles: list[str]) -> Exception:
+    from whet.component import KINDS
+    from whet.config.explain import selections
+    from whet.config.words import choice_words
+    from whet.errors import ConfigError
+
+    if (kind := selections().get(name)) is not None:
+        offers = ", ".join(registry.offers(kind)) or "none is installed"
+        return ConfigError(f"{name} holds one of the {kind}; ask for one of them: {offers}")
+    given_kind = next((kind for kind in KINDS if name.startswith(f"{kind}/")), None)
+    if given_kind is not None:
+        registry.find(given_kind, name.partition("/")[2])  # quotes plugins that are broken or offer a name twice
+    known = [*titles, *(title.rpartition("/")[2] for title in titles)]
+    suspects = "".join(f"\nnot usable, and might offer it: {broken}" for broken in registry.broken)
+    return ConfigError(f"there is no section or component {name!r}{choice_words(name, dict.fromkeys(known))}{suspects}")
+
+
+def _lines(fields: "list[FieldDoc]") -> "Iterator[str]":
+    for field in fields:
+        default = "" if field.default == "" else field.default if field.default == "required" else f"= {field.default}"
+        yield f"{click.style(field.name, bold=True)}  {field.type}  {default}".rstrip()
+        if field.doc:
+            yield textwrap.fill(field.doc, 100, initial_indent="    ", subsequent_indent="    ")
+    if not fields:
+        yield "It has no keys."
