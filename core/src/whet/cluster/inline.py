@@ -7,6 +7,7 @@ for nothing can end a thread.
 
 import asyncio
 import inspect
+import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -109,9 +110,12 @@ class InlineWorkers:
         """Call the workers' `close`, where they have one, and forget them."""
         workers, self._workers = self._workers, []
         for rank, worker in enumerate(workers):
-            if hasattr(worker, "close"):
+            try:
                 with _worker_errors(self.role, rank, "close"):
-                    worker.close()
+                    if hasattr(worker, "close"):
+                        worker.close()
+            except WorkerError as error:  # the run is over; say it and go on
+                print(error.details, file=sys.stderr)
 
     def _call(self, rank: int, method: str, args: tuple[Any, ...], phase: str) -> Any:
         with _worker_errors(self.role, rank, phase):
@@ -134,7 +138,7 @@ class InlineWorkers:
 
 def public_method(worker: Any, name: str) -> Callable[..., Any]:
     """Give a worker's method by name; private ones and attributes that cannot be called are refused."""
-    method = None if name.startswith("_") else getattr(worker, name, None)
+    method: Callable[..., Any] | None = None if name.startswith("_") else getattr(worker, name, None)
     if not callable(method):
         raise AttributeError(f"{type(worker).__name__} has no public method {name!r}")
     return method

@@ -52,6 +52,7 @@ RECORDS: Final = {
 }
 """The records that cross, each with its module, which is imported when the first one does."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
+_BUILTINS: tuple[Any, ...] = (int, float, str, bytes)
 _LONGEST_REPEAT = 1 << 20
 _WANTED = "only builtins (dicts with string keys), NumPy arrays of bool, int or float, and records of core cross"
 
@@ -288,7 +289,7 @@ def _as_builtin(value: Any) -> Any:
     """Give the builtin that a NumPy number, a mapping or a subclass of a builtin stands for."""
     if isinstance(value, np.generic) and value.dtype.name in DTYPES:
         return value.item()
-    for builtin in (bool, int, float, str, bytes):
+    for builtin in _BUILTINS:
         if isinstance(value, builtin):
             return builtin(value)
     if isinstance(value, Mapping):

@@ -1,0 +1,255 @@
+"""The program of a worker process: builds worker objects, runs their methods and answers the driver.
+
+    main thread     the compute thread: sync methods of all roles in this process, one after the other
+    reader          takes messages from the driver
+    loop            coroutine methods and async generators; their heavy work belongs on `compute_thread()`
+
+One compute thread for a process keeps it at one pool of OpenMP threads, and lets roles that share it take turns.
+"""
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import aclosing, suppress
+from typing import Any, NoReturn, TypeVar
+
+from whet.cluster.channel import receive, send
+from whet.cluster.inline import public_method
+from whet.cluster.watchdog import die_with
+from whet.cluster.wire import decode, encode
+from whet.component import resolve
+
+T = TypeVar("T")
+
+
+class ComputeThread(Executor):
+    """An executor of one thread: the one that calls `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = 0
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Run a function on the thread, after what was submitted before.
+
+        A job must not wait for another: `result` raises `RuntimeError` on the thread itself instead of hanging.
+        """
+        future: Future[T] = _ComputeFuture(self)
+        self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let `run` return after what was submitted before."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        """Be the thread until `shutdown`."""
+        self._thread = threading.get_ident()
+        while (job := self._jobs.get()) is not None:
+            future, function = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del job, future, function  # or their values would live until the next job
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.get_ident() == self._thread
+
+
+class _ComputeFuture(Future[T]):
+    def __init__(self, thread: ComputeThread) -> None:
+        super().__init__()
+        self._compute_thread = thread
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done() and self._compute_thread.is_current():
+            raise RuntimeError("a job on the compute thread waits for another one, which can never begin")
+        return super().result(timeout)
+
+
+_compute: ComputeThread | None = None
+_lock = threading.Lock()
+
+
+def compute_thread() -> Executor:
+    """Give this process's one thread for heavy work. Sync methods of workers run on it already.
+
+    In a process that hosts no workers (inline workers live there) it is made at the first call.
+    """
+    global _compute
+    with _lock:
+        if _compute is None:
+            _compute = ComputeThread()
+            threading.Thread(target=_compute.run, name="whet-compute", daemon=True).start()
+        return _compute
+
+
+class Host:
+    """What this process holds, and what it was asked."""
+
+    def __init__(self, connection: socket.socket, compute: ComputeThread) -> None:
+        self._connection, self._compute = connection, compute
+        self._sending = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._workers: dict[int, Any] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Start the threads beside the compute thread."""
+        threading.Thread(target=self._read, name="whet-reader", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="whet-loop", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the workers that are left."""
+        for slot in list(self._workers):
+            try:
+                self._close(slot)
+            except Exception:
+                traceback.print_exc()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(decode(receive(self._connection)))
+        except (EOFError, OSError):
+            _end_all()
+        except BaseException:  # without a reader this process would be deaf
+            traceback.print_exc()
+            _end_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number = message.get("number", 0)
+        match message["do"]:
+            case "call":
+                self._call(number, message["slot"], message["method"], message["args"])
+            case "stream":
+                steps = self._stream(number, message["slot"], message["method"], message["args"])
+                self._loop.call_soon_threadsafe(self._begin, number, steps)
+            case "cancel":
+                self._loop.call_soon_threadsafe(self._cancel, number)
+            case "build":
+                self._compute.submit(self._answer, number, lambda: self._build(message))
+            case "close":
+                self._compute.submit(self._answer, number, lambda: self._close(message["slot"]))
+            case "import":
+                self._compute.submit(_import, message["modules"])
+            case "exit":
+                self._compute.shutdown()
+
+    def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            function = public_method(self._workers[slot], method)
+            if inspect.isasyncgenfunction(function):
+                raise TypeError(f"{method} is an async generator; use stream")
+        except Exception as error:
+            self._fail(number, error)
+            return
+        if inspect.iscoroutinefunction(function):
+            self._loop.call_soon_threadsafe(self._begin, number, self._run(number, function, args))
+        else:
+            self._compute.submit(self._answer, number, lambda: function(*args))
+
+    def _build(self, message: dict[str, Any]) -> None:
+        self._workers[message["slot"]] = resolve(message["target"])(rank=message["rank"], **message["arguments"])
+
+    def _close(self, slot: int) -> None:
+        worker = self._workers.pop(slot, None)
+        if hasattr(worker, "close"):
+            worker.close()
+
+    def _answer(self, number: int, work: Callable[[], Any]) -> None:
+        try:
+            self._say(number, "done", work())
+        except BaseException as error:
+            self._fail(number, error)
+
+    def _begin(self, number: int, steps: Any) -> None:
+        task = self._loop.create_task(steps)
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number].cancel()
+
+    async def _run(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._say(number, "done", await function(*args))
+        except BaseException as error:
+            self._fail(number, error)
+
+    async def _stream(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
+                async for item in items:
+                    self._say(number, "part", item)
+            self._say(number, "done", None)
+        except asyncio.CancelledError:
+            self._say(number, "done", None)
+            raise
+        except BaseException as error:
+            self._fail(number, error)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        details = "".join(traceback.format_exception(error))
+        print(details, file=sys.stderr, flush=True)
+        cause = f"{type(error).__name__}: {error}"
+        self._say(number, "failed", {"cause": cause, "details": details})
+
+    def _say(self, number: int, kind: str, value: Any) -> None:
+        buffers = encode({"number": number, "say": kind, "value": value})
+        try:
+            with self._sending:
+                send(self._connection, buffers)
+        except OSError:
+            _end_all()
+
+
+def _import(modules: list[str]) -> None:
+    """Import ahead of need; what fails here fails again, with a name to it, where it is needed."""
+    for module in modules:
+        with suppress(Exception):
+            importlib.import_module(module)
+
+
+def _end_all() -> NoReturn:
+    """End this process and what it started: the driver is gone."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def main() -> None:
+    """Host workers until the driver says `exit` or is gone."""
+    global _compute
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    os.set_inheritable(descriptor, False)
+    sys.argv = ["whet-worker", sys.argv[3]]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
+    connection = socket.socket(fileno=descriptor)
+    sys.path[:] = decode(receive(connection))["path"]
+    _compute = ComputeThread()
+    hosted = Host(connection, _compute)
+    hosted.start()
+    _compute.run()
+    hosted.close()
+
+
+if __name__ == "__main__":
+    from whet.cluster import host  # this file is `__main__` here; workers see the module, and its compute thread
+
+    host.main()

@@ -1,0 +1,114 @@
+"""A child process that cannot outlive the driver: its own session, a socket to it, and an end with all it started."""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from whet.cluster.watchdog import FAMILY, kill_group, kill_marked, watchdog
+
+_marks = itertools.count()
+
+
+class Child:
+    """A Python process that runs a module of whet as its program.
+
+    Start it from a thread that lives as long as it should: the kernel kills it when that thread ends.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        *,
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+        folder: Path | None = None,
+    ) -> None:
+        self.socket, theirs = socket.socketpair()
+        self._mark = f"{watchdog().family}.{next(_marks)}."
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=folder,
+                    env={**environment, FAMILY: self._mark},
+                )
+            except BaseException:
+                self.socket.close()
+                raise
+        self._lock, self._over = threading.Lock(), False
+        watchdog().guard("group", str(self.pid))
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and so of its group and session."""
+        return self._process.pid
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Where it was asked for as a pipe."""
+        return self._process.stderr
+
+    def wait(self) -> int:
+        """Wait for its end, end what it started, and give its exit code."""
+        if hasattr(os, "waitid"):
+            # While it is a zombie nobody else gets its number: end the group first, then take the exit code.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        kill_group(self.pid)
+        kill_marked(self._mark)
+        with self._lock:
+            code = self._process.wait()
+            self._over = True
+        watchdog().release("group", str(self.pid))
+        return code
+
+    def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""
+        with self._lock:
+            if not self._over:
+                os.kill(self.pid, number)
+
+
+def describe_end(code: int) -> str:
+    """Say in words how a process ended."""
+    if code >= 0:
+        return f"its process exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; where nobody did that by hand, the machine may have run out of memory" if code == -signal.SIGKILL else ""
+    return f"its process was killed by {name}{hint}"
+
+
+def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
+    """Give the last lines that a process wrote to its log, without control characters."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - (1 << 16)))
+            return printable(file.read(), lines)
+    except OSError:
+        return ""
+
+
+def printable(text: bytes, lines: int = 20) -> str:
+    """Decode the last lines of output; what could steer a terminal is shown, not sent."""
+    kept: Sequence[str] = text.decode(errors="replace").rstrip().splitlines()[-lines:]
+    return "\n".join(
+        "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)[:2000]
+        for line in kept
+    )

@@ -1,0 +1,149 @@
+"""No process outlives the driver: a watchdog process kills what the driver started when it dies, however it dies.
+
+    driver  --"group 123"-->  watchdog     kills the groups, and everything marked as the driver's, when the driver
+    driver  --"done 123"--->               is gone; ends by itself when there is nothing left to guard
+
+This file is both the driver's handle and the watchdog's own program, which sees the standard library alone.
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+FAMILY = "WHET_FAMILY"
+"""Environment variable that marks every process that a driver starts, and so what those start in turn."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Watchdog:
+    """The driver's handle: one watchdog process while anything is guarded."""
+
+    def __init__(self) -> None:
+        self.family = f"{os.getpid()}-{secrets.token_hex(6)}"
+        self._guarded: set[str] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def guard(self, kind: str, name: str) -> None:
+        """Guard a `group` of processes or a `folder` of temporary files."""
+        with self._lock:
+            self._guarded.add(f"{kind} {name}")
+            if self._process is None or not self._say(f"{kind} {name}"):
+                self._start()
+
+    def release(self, kind: str, name: str) -> None:
+        """Guard it no longer, because it is gone."""
+        with self._lock:
+            self._guarded.discard(f"{kind} {name}")
+            if self._process is not None and self._guarded:
+                self._say(f"done {kind} {name}")
+            elif self._process is not None:
+                process, self._process = self._process, None
+                process.communicate()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.family]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
+        for line in sorted(self._guarded):
+            self._say(line)
+
+    def _say(self, line: str) -> bool:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        except OSError:  # somebody killed it
+            return False
+        return True
+
+
+_watchdogs: dict[int, Watchdog] = {}
+
+
+def watchdog() -> Watchdog:
+    """Give this process's watchdog."""
+    return _watchdogs.setdefault(os.getpid(), Watchdog())
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when the thread that started it ends; where there is no such kernel, nothing."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def kill_group(group: int) -> None:
+    """Kill a group of processes, where there is one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process whose mark begins so: also those that have left their group."""
+    for _ in range(10):
+        marked = _marked(mark)
+        for process in marked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not marked:
+            return
+        time.sleep(0.005)
+
+
+def _marked(mark: str) -> list[int]:
+    """Find the living processes whose environment began with the mark. Linux; elsewhere none are seen."""
+    wanted, found = f"{FAMILY}={mark}".encode(), []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as environment:
+                if any(entry.startswith(wanted) for entry in environment.read().split(b"\0")):
+                    found.append(int(name))
+    return found
+
+
+def _watch(driver: int, family: str) -> None:
+    """Take commands until the driver is gone, then kill what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN)
+    with contextlib.suppress(AttributeError, OSError):  # a child of the driver may hold the pipe open
+        waiting.register(os.pidfd_open(driver), select.POLLIN)
+    os.set_blocking(0, False)
+    guarded: set[str] = set()
+    text, alive = b"", True
+    while alive:
+        alive = all(descriptor == 0 for descriptor, _ in waiting.poll())
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(0, 1 << 16):
+                text += chunk
+            alive = False
+        *lines, text = text.split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode().partition(" ")
+            (guarded.discard(rest) if word == "done" else guarded.add(line.decode()))
+    _end(guarded, family)
+
+
+def _end(guarded: set[str], family: str) -> None:
+    things = [thing.split(" ", 1) for thing in guarded]
+    for group in (name for kind, name in things if kind == "group"):
+        kill_group(int(group))
+    if things:
+        kill_marked(f"{family}.")
+    for folder in (name for kind, name in things if kind == "folder"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), sys.argv[2])
