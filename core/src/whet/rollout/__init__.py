@@ -1,0 +1,1 @@
+"""Episodes, the stream that paces them, and evaluation."""

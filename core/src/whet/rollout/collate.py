@@ -1,0 +1,119 @@
+"""From finished groups to a batch, to metrics and to records on disk."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.data.batch import Batch
+from whet.data.records import Episode, Group, Trajectory
+from whet.metrics import Metric, largest, mean
+
+
+def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:
+    """Make one batch of all sequences of the groups, in order.
+
+    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where loss_mask is false).
+    Per sequence: lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit
+    (the sequence itself), env int64 (index into `info["environments"]`), temperature, reward float32, and
+    `reward:NAME` float32 for each named reward (nan where the episode has none of that name), stopped bool (false:
+    the last answer was cut by its length). An episode's reward stands at each of its sequences.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    forks = np.array([len(episode.trajectories) for episode in episodes], np.int64)
+    sizes = np.array([len(group.episodes) for group in groups], np.int64)
+    names = {name: index for index, name in enumerate(environments)}
+
+    def spread(values: Sequence[Any] | NDArray[Any], dtype: type) -> NDArray[Any]:
+        """Give each episode's value to its sequences."""
+        return np.repeat(np.asarray(values, dtype), forks)
+
+    rewards = {name: [episode.rewards.get(name, np.nan) for episode in episodes] for name in reward_names(episodes)}
+    return Batch(
+        per_token={
+            "tokens": _joined(trajectories, "tokens", np.int64),
+            "loss_mask": _joined(trajectories, "loss_mask", np.bool_),
+            "sampler_logprobs": _joined(trajectories, "logprobs", np.float32),
+            "version": _joined(trajectories, "versions", np.int32),
+        },
+        per_sequence={
+            "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
+            "prompt_lengths": np.array([t.prompt_length for t in trajectories], np.int64),
+            "group": spread(np.repeat(np.array([group.index for group in groups], np.int64), sizes), np.int64),
+            "episode": spread(np.arange(len(episodes)), np.int64),
+            "unit": np.arange(len(trajectories), dtype=np.int64),
+            "env": spread([names[episode.environment] for episode in episodes], np.int64),
+            "temperature": np.full(len(trajectories), temperature, np.float32),
+            "reward": spread([episode.reward for episode in episodes], np.float32),
+            "stopped": np.array([t.stop == "stop" for t in trajectories], np.bool_),
+            **{f"reward:{name}": spread(values, np.float32) for name, values in rewards.items()},
+        },
+        info={"environments": tuple(environments)},
+    )
+
+
+def _joined(trajectories: Sequence[Trajectory], name: str, dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(getattr(trajectory, name) for trajectory in trajectories)])
+
+
+def reward_names(episodes: Sequence[Episode]) -> tuple[str, ...]:
+    """Names of all rewards, in order of first appearance."""
+    return tuple(dict.fromkeys(name for episode in episodes for name in episode.rewards))
+
+
+def response_length(episode: Episode) -> int:
+    """Count the tokens of an episode that the model produced."""
+    return int(sum(trajectory.loss_mask.sum() for trajectory in episode.trajectories))
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Give the metrics of finished groups.
+
+    reward/mean, reward/NAME for each named reward, reward/std (mean over groups of the unbiased deviation within
+    one: 0 means that nothing is left to learn by comparison), response_length/mean and /max (tokens the model
+    produced in an episode), response_length/cut (share of episodes whose last answer was cut), turns/mean.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    lengths = [response_length(episode) for episode in episodes]
+    spreads = [group.rewards.std(ddof=1, dtype=np.float64) for group in groups if len(group.episodes) > 1]
+    cut = sum(any(trajectory.stop != "stop" for trajectory in episode.trajectories) for episode in episodes)
+    named = {
+        name: [episode.rewards[name] for episode in episodes if name in episode.rewards]
+        for name in reward_names(episodes)
+    }
+    return {
+        **{f"reward/{name}": mean(sum(values), len(values)) for name, values in named.items()},
+        "reward/mean": mean(sum(episode.reward for episode in episodes), count),
+        **({"reward/std": mean(float(sum(spreads)), len(spreads))} if spreads else {}),
+        "response_length/mean": mean(sum(lengths), count),
+        "response_length/max": largest(max(lengths)),
+        "response_length/cut": mean(cut, count),
+        "turns/mean": mean(sum(episode.turns for episode in episodes), count),
+    }
+
+
+def record(group: Group) -> list[dict[str, Any]]:
+    """Give a row of builtins for each episode of a group, for `rollouts/` and `evaluations/` of the run folder."""
+    return [_row(group.index, episode) for episode in group.episodes]
+
+
+def _row(group: int, episode: Episode) -> dict[str, Any]:
+    produced = [trajectory.versions[trajectory.loss_mask] for trajectory in episode.trajectories]
+    return {
+        "group": group,
+        "environment": episode.environment,
+        "task": episode.task,
+        "sample": episode.sample,
+        "reward": episode.reward,
+        "rewards": dict(episode.rewards),
+        "turns": episode.turns,
+        "response_length": response_length(episode),
+        "stop": episode.trajectories[-1].stop,
+        "versions": [int(min(v.min() for v in produced)), int(max(v.max() for v in produced))],
+        "messages": [{"role": role, "content": text} for role, text in episode.messages],
+    }

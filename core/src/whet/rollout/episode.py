@@ -1,0 +1,299 @@
+"""One episode: an environment drives the model, and every token of it is recorded.
+
+    prompt      the model's answer   what the environment said   the model's answer
+    t t t t t   t t t                t t t t                     t t              tokens
+    . . . . .   x x x                . . . .                     x x              loss_mask
+
+History is append-only: the model's tokens are kept as they were sampled, never decoded and tokenised again, and
+what an environment says is tokenised once, when it says it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from whet.data.messages import Conversation, Message, conversation
+from whet.data.records import (
+    Completion,
+    Episode,
+    FloatArray,
+    Group,
+    IntArray,
+    Reply,
+    Request,
+    Sampling,
+    Task,
+    Trajectory,
+)
+from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import PluginError, WhetError, WorkerError
+from whet.interfaces.environment import checked_rewards
+from whet.randomness import derive_seed
+from whet.rollout.loop import gather_or_cancel
+from whet.rollout.routing import Route
+
+if TYPE_CHECKING:
+    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.generator import Generator
+
+Prompts = dict[Conversation, tuple[str, IntArray]]
+"""Opening messages of a group -> the name under which requests share their computation, and the tokens."""
+
+
+class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
+    """An episode failed on every attempt. Names environment, task and sample; its cause is the last error."""
+
+
+@frozen(eq=False)
+class Assignment:
+    """A task to be played by all samples of a group."""
+
+    route: Route
+    task: Task
+    position: int
+    """Of the task in its split."""
+    index: int
+    """Of the group: order of admission in training, position of the task in evaluation. Randomness comes from this."""
+    prompts: Prompts = field(factory=dict)
+    """Filled while playing."""
+    tally: Counter[str] = field(factory=Counter)
+    """Counts episodes `done`, `retried` and `failed` while playing."""
+
+
+@frozen(eq=False)
+class Player:
+    """Plays episodes: what those of one stream, or of one evaluation, have in common."""
+
+    generator: "Generator"
+    chat: "ChatTokenizer"
+    sampling: Sampling
+    """Of each turn. The chat template's stop tokens are added to it."""
+    max_context: int
+    """Longest sequence, prompt included, in tokens; 0: no limit."""
+    seed: int
+    """The run's."""
+    purpose: str
+    """Keeps the randomness of training and evaluation apart."""
+    retries: int
+    deadline_seconds: float
+    """For one attempt at an episode, all its turns included."""
+
+    async def group(self, assignment: Assignment, samples: int) -> Group:
+        """Play all episodes of a group at once. The first that fails for good ends the others."""
+        episodes = await gather_or_cancel(self.episode(assignment, sample) for sample in range(samples))
+        return Group(assignment.index, assignment.route.name, assignment.position, tuple(episodes))
+
+    async def episode(self, assignment: Assignment, sample: int) -> Episode:
+        """Play an episode, and again with fresh randomness when it fails. Raises `EpisodeFailed` in the end.
+
+        A `WorkerError` is not the episode's fault: it comes through at once.
+        """
+        cause: BaseException = WhetError("it was never played")
+        for attempt in range(self.retries + 1):
+            assignment.tally["retried"] += attempt > 0
+            try:
+                episode = await self._attempt(assignment, sample, attempt)
+            except WorkerError:
+                raise
+            except asyncio.CancelledError as error:
+                if (current := asyncio.current_task()) and current.cancelling():
+                    raise
+                cause = error
+            # SystemExit, as of a grader that calls exit(), would end the event loop.
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                cause = error
+            else:
+                assignment.tally["done"] += 1
+                return episode
+        assignment.tally["failed"] += 1
+        times = f"{self.retries + 1} times" if self.retries else "once"
+        raise EpisodeFailed(
+            f"environment {assignment.route.name!r}, task {assignment.position}, sample {sample} failed {times}; "
+            f"last: {type(cause).__name__}: {cause}"
+        ) from cause
+
+    async def _attempt(self, assignment: Assignment, sample: int, attempt: int) -> Episode:
+        route = assignment.route
+        model = RecordedModel(self, assignment, (sample, attempt))
+        deadline = asyncio.timeout(self.deadline_seconds)
+        try:
+            async with deadline:
+                given = await route.environment.run(assignment.task, model)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise WhetEnvironmentError(
+                f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
+            ) from None
+        rewards = checked_rewards(given, route.name)
+        sequences = [sequence for sequence in model.family if sequence.asked]
+        if not sequences:
+            raise WhetEnvironmentError("it ended without asking the model anything")
+        return Episode(
+            environment=route.name,
+            task=assignment.position,
+            sample=sample,
+            trajectories=tuple(sequence.trajectory() for sequence in sequences),
+            rewards=rewards,
+            reward=total_reward(rewards, route.environment.reward_weights),
+            turns=sum(sequence.turns for sequence in sequences),
+            messages=tuple((message.role, message.text) for message in sequences[0].messages),
+        )
+
+
+def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weigh the named rewards and sum them; a name without a weight counts 1."""
+    return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
+
+
+class RecordedModel:
+    """The model as an episode sees it: one sequence that grows. Obeys `whet.interfaces.environment.Model`."""
+
+    def __init__(
+        self, player: Player, assignment: Assignment, seat: tuple[int, int], parent: "RecordedModel | None" = None
+    ) -> None:
+        """Begin a sequence; `seat` is (sample, attempt)."""
+        self._player, self._assignment, self._seat = player, assignment, seat
+        self.family: list[RecordedModel] = parent.family if parent else []
+        """All sequences of the episode, in the order they were started."""
+        self._fork = len(self.family)
+        self.family.append(self)
+        self.messages: Conversation = parent.messages if parent else ()
+        """The conversation so far, for the chat template and for readers."""
+        self.turns = 0
+        """Completions of this sequence."""
+        # What the parent's sequence trains already is not trained again: a fork begins as prompt.
+        self._history: Trajectory = _append(_EMPTY, parent._history.tokens) if parent else _EMPTY
+        self._full: bool = parent._full if parent else False
+        self._busy = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether the model produced any token of this sequence itself."""
+        return bool(self._history.loss_mask.any())
+
+    def fork(self) -> "RecordedModel":
+        """Start another sequence of the same episode with the history so far.
+
+        The model's tokens up to here count for the loss in the sequence that they were produced in, and there only.
+        """
+        return RecordedModel(self._player, self._assignment, self._seat, self)
+
+    async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
+        """Append messages to the history and let the model answer.
+
+        Where the context leaves no room for an answer, the messages are not appended and the reply has no text
+        and the stop `length`, now and from then on. A first prompt that leaves no room is an error.
+        """
+        if self._busy:
+            raise WhetEnvironmentError("it asked one sequence twice at the same time; use model.fork() for each")
+        self._busy = True
+        try:
+            return await self._reply(conversation(messages))
+        finally:
+            self._busy = False
+
+    async def _reply(self, messages: Conversation) -> Reply:
+        prefix, appended = ("", _NO_TOKENS) if self._full else self._tokens_for(messages)
+        length, player = len(self._history.tokens) + len(appended), self._player
+        room = player.max_context - length if player.max_context else player.sampling.max_tokens
+        if self._full or room < 1:
+            return await self._out_of_room(length)
+        history = _append(self._history, appended)
+        position = (self._assignment.index, *self._seat, self._fork, self.turns)
+        request = Request(
+            id=f"{player.purpose}-" + "-".join(map(str, position)),
+            tokens=history.tokens,
+            sampling=evolve(
+                player.sampling,
+                max_tokens=min(player.sampling.max_tokens, room),
+                stop_tokens=(*player.chat.stop_tokens, *player.sampling.stop_tokens),
+            ),
+            seed=derive_seed(player.seed, player.purpose, *position),
+            prefix=prefix,
+        )
+        completion = checked_completion(await player.generator.generate(request), request)
+        text = player.chat.decode(completion.tokens)
+        self._history = _append_completion(history, completion)
+        self.messages = (*self.messages, *messages, Message("assistant", text))
+        self.turns += 1
+        return Reply(text, tuple(completion.tokens.tolist()), completion.stop)
+
+    def _tokens_for(self, messages: Conversation) -> tuple[str, IntArray]:
+        """Tokenise what is to be appended, with a name for a prompt that all samples of the group share."""
+        tokens = self._history.tokens
+        if len(tokens):
+            ended = int(tokens[-1]) in self._player.chat.stop_tokens
+            return "", self._player.chat.continuation(self.messages, ended, messages)
+        prompts = self._assignment.prompts
+        if messages not in prompts:
+            name = f"{self._player.purpose}-{self._assignment.index}-{len(prompts)}"
+            prompts[messages] = (name, self._player.chat.prompt(messages))
+        return prompts[messages]
+
+    async def _out_of_room(self, length: int) -> Reply:
+        if not len(self._history.tokens):
+            raise WhetEnvironmentError(
+                f"its prompt of {length} tokens leaves no room for an answer in {self._player.max_context}; "
+                "raise rollout.max_context or leave the task out"
+            )
+        self._full = True
+        self._history = evolve(self._history, stop="length")
+        await asyncio.sleep(0)  # an environment that asks for ever must still meet its deadline
+        return Reply("", (), "length")
+
+    def trajectory(self) -> Trajectory:
+        """Give what was recorded."""
+        return evolve(self._history, prompt_length=int(self._history.loss_mask.argmax()))
+
+
+def checked_completion(completion: Completion, request: Request) -> Completion:
+    """Check what a generator gave. Raises `PluginError` saying what is wrong with it."""
+    count, limit = len(completion.tokens), request.sampling.max_tokens
+    if completion.stop == "abort":
+        raise WhetError(f"request {request.id} was aborted after {count} tokens")
+    if not 0 < count <= limit:
+        raise PluginError(f"the generator gave {count} tokens for request {request.id}, wanted 1 to {limit}")
+    if len(completion.logprobs) != count or not np.isfinite(completion.logprobs).all():
+        raise PluginError(
+            f"the generator gave {len(completion.logprobs)} logprobs for the {count} tokens of request {request.id}, "
+            f"wanted a finite one for each; the lowest is {np.min(completion.logprobs, initial=0.0)}"
+        )
+    if not completion.versions or completion.versions[0][0] != 0:
+        raise PluginError(f"the generator gave no weight version for the first token of request {request.id}")
+    return completion
+
+
+_NO_TOKENS: IntArray = np.zeros(0, np.int64)
+_EMPTY = Trajectory(_NO_TOKENS, np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32), 0, "stop")
+
+
+def _append(history: Trajectory, tokens: IntArray) -> Trajectory:
+    """Append tokens that the model did not produce."""
+    count = len(tokens)
+    return _join(history, tokens, np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32))
+
+
+def _append_completion(history: Trajectory, completion: Completion) -> Trajectory:
+    """Append what the model produced."""
+    count = len(completion.tokens)
+    begins, versions = zip(*completion.versions, strict=True)
+    spread = np.repeat(np.asarray(versions, np.int32), np.diff([*begins, count]))
+    grown = _join(history, completion.tokens, np.ones(count, np.bool_), completion.logprobs, spread)
+    return evolve(grown, stop=completion.stop)
+
+
+def _join(
+    history: Trajectory, tokens: IntArray, mask: np.ndarray, logprobs: FloatArray, versions: np.ndarray
+) -> Trajectory:
+    return evolve(
+        history,
+        tokens=np.concatenate([history.tokens, np.asarray(tokens, np.int64)]),
+        loss_mask=np.concatenate([history.loss_mask, mask]),
+        logprobs=np.concatenate([history.logprobs, np.asarray(logprobs, np.float32)]),
+        versions=np.concatenate([history.versions, versions]),
+    )

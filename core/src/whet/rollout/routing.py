@@ -1,0 +1,67 @@
+"""Which environment and which task come next: functions of the run's seed and of a few integers.
+
+taken = (5, 2)          groups admitted so far, per environment
+choose(weights, taken)  the environment that is furthest behind its share
+shuffled(seed, 5, len)  the task at position 5: every pass over the tasks is another permutation
+"""
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from whet.data.records import Task
+from whet.errors import DataError
+from whet.interfaces.environment import Environment
+from whet.randomness import derive_seed
+
+
+@frozen(eq=False)
+class Route:
+    """An environment as a run uses it."""
+
+    name: str
+    """Its name in metrics and records."""
+    environment: Environment
+    split: str
+    weight: float = 1.0
+    """Of training: its share of all groups of the run, relative to the others."""
+    samples: int = 1
+    """Of evaluation: episodes for each task."""
+    limit: int = 0
+    """Of evaluation: use only the first so many tasks; 0: all."""
+
+    def tasks(self) -> Sequence[Task]:
+        """Give the split's tasks. Raises `DataError` when there are none."""
+        tasks = self.environment.tasks(self.split)
+        if not len(tasks):
+            raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
+        return tasks
+
+
+def choose(weights: Sequence[float], taken: Sequence[int]) -> int:
+    """Pick the environment that is furthest behind its share; the first of those that are equally far.
+
+    The choice depends on the counts alone (Webster's method: smallest (taken + 1/2) / weight), so after any
+    number of choices every count is near its share, and a resumed run goes on as if never interrupted.
+    """
+    return min((i for i, w in enumerate(weights) if w > 0), key=lambda i: ((taken[i] + 0.5) / weights[i], i))
+
+
+def shuffled(seed: int, purpose: str, position: int, length: int) -> int:
+    """Give the index at a position of an endless walk over `range(length)`; each pass is its own permutation.
+
+    Computed at the position alone, in no memory: a Feistel network over the smallest square of a power of two
+    that holds the range, walked until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains").
+    """
+    epoch, index = divmod(position, length)
+    half = max(1, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = derive_seed(seed, purpose, epoch)
+    while True:
+        left, right = index >> half, index & mask
+        for round_ in range(4):
+            left, right = right, left ^ (derive_seed(key, "round", round_, right) & mask)
+        index = (left << half) | right
+        if index < length:
+            return index
