@@ -11,7 +11,7 @@ import attrs
 import click
 
 from whet import hookspecs
-from whet.cli import main as whet_command
+from whet.cli.app import group
 from whet.component import KINDS
 from whet.config.explain import describe, field_docs, markdown, summary
 from whet.config.sections import Config
@@ -35,8 +35,8 @@ paths `N` stands for the position in a list. Where a section takes a component, 
 COMPONENTS = """\
 # Components
 
-What can stand after `use:`. This page lists what the distributions of this repository offer; `whet plugins` lists what is
-installed, and `whet schema NAME` prints the same tables for any of it."""
+What can stand after `use:`. This page lists what the distributions of this repository offer; `whet plugins` lists what
+is installed, and `whet schema NAME` prints the same tables for any of it."""
 
 
 def pages() -> dict[str, str]:
@@ -115,23 +115,22 @@ def component(offer: Offer) -> str:
 
 def cli() -> str:
     """Write every command with its arguments and options."""
-    assert isinstance(whet_command, click.Group)
-    context = click.Context(whet_command, info_name="whet")
-    commands = [whet_command.get_command(context, name) for name in whet_command.list_commands(context)]
-    head = ["# Command line", inspect.cleandoc(whet_command.help or "")]
+    context = click.Context(group, info_name="whet")
+    commands = [group.get_command(context, name) for name in group.list_commands(context)]
+    head = ["# Command line", inspect.cleandoc(group.help or "")]
     return "\n\n".join([*head, *(_command(command) for command in commands if command and not command.hidden)])
 
 
 def _command(command: click.Command, before: str = "whet") -> str:
     path = f"{before} {command.name}"
+    if isinstance(command, click.Group):
+        return "\n\n".join(_command(inner, path) for _, inner in sorted(command.commands.items()))
     words = [_word(p) for p in command.params if isinstance(p, click.Argument)]
     usage = " ".join([path, *(["[OPTIONS]"] if len(words) < len(command.params) else []), *words])
     parts = [f"## `{path}`", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "").replace("\b\n", "")]
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     if options:
         parts.append("\n".join(f"- `{' '.join(p.opts + p.secondary_opts)}`: {p.help or ''}" for p in options))
-    if isinstance(command, click.Group):
-        parts += [_command(inner, path) for _, inner in sorted(command.commands.items())]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -21,9 +21,10 @@ def layered_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = next(folder.glob("lib/python*/site-packages"))
     # `addsitedir` rather than a plain path, so that editable installs below are seen too.
     (site / "outer.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    for command, module in (("pip", "pip"), ("pytest", "pytest"), ("whet", "whet.cli")):
+    run_whet = "-c 'from whet.cli import main; main()'"
+    for command, how in (("pip", "-m pip"), ("pytest", "-m pytest"), ("whet", run_whet)):
         script = folder / "bin" / command
-        script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {module} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" {how} "$@"\n')
         script.chmod(0o755)
     return folder / "bin"
 

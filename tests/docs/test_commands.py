@@ -83,7 +83,7 @@ def perform(block: Block, shell, folder: Path) -> None:
         assert not block.mark, f"line {block.line}: nobody knows how to do {block.language!r} {block.mark!r}"
 
 
-@pytest.mark.parametrize(("where", "command"), shown_commands())
+@pytest.mark.parametrize(("where", "command"), shown_commands(), ids=lambda value: value.partition(" ")[0])
 def test_a_recipe_that_is_shown_loads_with_its_overrides(where, command):
     from whet.config.load import load_config
 

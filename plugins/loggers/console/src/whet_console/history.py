@@ -55,7 +55,7 @@ class History:
         return [self._judge(name) for name in names]
 
     def _matters(self, name: str) -> bool:
-        """Say whether it deserves a row: intervals stand beside their reward, and dropping nothing is as it should be."""
+        """Say whether it deserves a row: intervals stand beside their reward, and dropping nothing is no news."""
         return not name.endswith("/interval") and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
 
     def _judge(self, name: str) -> Change:
