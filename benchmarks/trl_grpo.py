@@ -13,7 +13,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from whet_env_math.arithmetic import Arithmetic, ArithmeticConfig, boxed_integer
+from whet_env_math.arithmetic import Arithmetic
+from whet_env_math.arithmetic import correct as graded
+from whet_env_math.config import ArithmeticConfig
 
 
 class StepTimer(TrainerCallback):
@@ -51,7 +53,7 @@ def main() -> None:
     ]
 
     def correct(completions: list, answer: list, **_: object) -> list[float]:
-        return [float(boxed_integer(c[0]["content"]) == int(a)) for c, a in zip(completions, answer, strict=True)]
+        return [graded(c[0]["content"], {"answer": a}) for c, a in zip(completions, answer, strict=True)]
 
     timer = StepTimer()
     trainer = GRPOTrainer(

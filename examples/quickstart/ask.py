@@ -4,7 +4,8 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from whet_env_math.arithmetic import Arithmetic, ArithmeticConfig
+from whet_env_math.arithmetic import Arithmetic
+from whet_env_math.config import ArithmeticConfig
 
 
 def main(folder: str) -> None:

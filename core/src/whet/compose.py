@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
     from whet.interfaces.backend import Backend
+    from whet.rollout.evaluate import Evaluator
+    from whet.rollout.loop import EpisodeLoop
     from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
     from whet.steps import Steps
@@ -121,7 +123,7 @@ def open(path: str | Path, *overrides: str) -> Iterator[Parts]:
     with closing_all([]) as closers:
         folder.claim()
         closers.append(folder.release)
-        builder = _Builder(prepared, folder, closers)
+        builder = Builder(prepared, folder, closers)
         try:
             yield builder.parts()
         except BaseException as error:
@@ -131,31 +133,31 @@ def open(path: str | Path, *overrides: str) -> Iterator[Parts]:
         folder.journal("closed")
 
 
-class _Builder:
+class Builder:
     """Builds parts in the order in which they need each other; what it starts is closed in reverse."""
 
     def __init__(self, prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> None:
         self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
         self.folder, self.closers = folder, closers
         self.spans = Spans()
-        self.failed = False
+        self._episodes: EpisodeLoop | None = None
         self.watchers = Watchers(self.prepared.loaded.registry.manager, folder)
 
     def parts(self) -> Parts:
         """Build everything: what is cheap and can be wrong first, workers last."""
         config = self.config
-        chat = self._chat()
+        chat = self.chat()
         data = self._data(chat)
         environments = [
-            self._routes(config.environments, "train"),
-            self._routes(config.evaluation.environments, "test"),
+            self.routes(config.environments, "train"),
+            self.routes(config.evaluation.environments, "test"),
         ]
         saved = self._resume(data)
         done = saved.step if saved else 0
         self._open_loggers(done)
-        cluster = self._cluster()
-        backend: Backend = TimedBackend(self._handle("backend", cluster), self.spans)
-        generator = self._handle("generator", cluster) if config.generator else None
+        cluster = self.cluster()
+        backend: Backend = TimedBackend(self.handle("backend", cluster), self.spans)
+        generator = self.handle("generator", cluster) if config.generator else None
         if saved:
             backend.load(saved.backend)
         stream = self._stream(environments[0], generator, chat, saved)
@@ -170,7 +172,8 @@ class _Builder:
         parts.refit(version=done)
         return parts
 
-    def _chat(self) -> "ChatTokenizer":
+    def chat(self) -> "ChatTokenizer":
+        """Give the tokenizer with its chat template."""
         from whet.data.chat import ChatTokenizer
 
         template = self.config.model.chat_template
@@ -188,7 +191,8 @@ class _Builder:
         limit = self.config.data.max_length or self.prepared.model.max_positions
         return OfflineData(self.config.data, chat, self.config.run.seed, limit)
 
-    def _routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
+    def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
+        """Build the environments of a section."""
         from whet.rollout.routing import Route
 
         routes = []
@@ -236,7 +240,7 @@ class _Builder:
         for selection in self.config.loggers:
             self.watchers.add(selection.name, build_selection(selection, info))
 
-    def _cluster(self) -> "Callable[[str], Slice]":
+    def cluster(self) -> "Callable[[str], Slice]":
         """Give a function from roles to slices."""
         deadlines = self.config.cluster.deadlines
         if self.plan.inline:
@@ -254,7 +258,8 @@ class _Builder:
 
         return slice_of
 
-    def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+    def handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+        """Build the driver's handle of a role, which starts its workers."""
         site = Site(
             slice=slice_of(role),
             model=self.prepared.model,
@@ -273,6 +278,15 @@ class _Builder:
         chosen = getattr(self.config.algorithm.config, "loss", None)
         return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
 
+    def _loop(self) -> "EpisodeLoop":
+        """Give the one event loop on which all episodes are played."""
+        from whet.rollout.loop import EpisodeLoop
+
+        if self._episodes is None:
+            self._episodes = EpisodeLoop()
+            self.closers.append(self._episodes.close)
+        return self._episodes
+
     def _stream(
         self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
     ) -> "RolloutStream | None":
@@ -286,23 +300,27 @@ class _Builder:
             routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
             group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
             filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status,
+            status=self.watchers.status, loop=self._loop(),
         )  # fmt: skip
         self.closers.append(stream.close)
         if saved:
             stream.restore(saved.state["rollouts"])
         return stream
 
-    def _evaluation(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> Callable[[int], Metrics]:
+    def evaluator(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> "Evaluator":
+        """Build what evaluates."""
         from whet.rollout.evaluate import Evaluator
 
-        if not routes:
-            return lambda step: {}
-        evaluator = Evaluator(
+        return Evaluator(
             routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
             seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status,
+            status=self.watchers.status, loop=self._loop(),
         )  # fmt: skip
+
+    def _evaluation(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> Callable[[int], Metrics]:
+        if not routes:
+            return lambda step: {}
+        evaluator = self.evaluator(routes, generator, chat)
 
         def evaluate(step: int) -> Metrics:
             with self.spans.phase("run", "evaluate"):
