@@ -172,9 +172,11 @@ class DataFile:
     """One file or hub data set."""
 
     path: str
-    """A `.jsonl`, `.json` or `.parquet` file, or a name on the Hugging Face hub."""
+    """A `.jsonl`, `.jsonl.gz`, `.json` or `.parquet` file, a folder of them, or a name on the Hugging Face hub."""
     split: str = "train"
-    """Of a hub data set."""
+    """Of a hub data set, or the name of the file in a folder."""
+    subset: str = ""
+    """Of a hub data set that has several, e.g. `main`."""
     limit: int = 0
     """Use only the first so many records; 0: all."""
 

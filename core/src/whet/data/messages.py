@@ -44,6 +44,8 @@ def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]")
         return (Message("user", value),)
     if isinstance(value, Message):
         return (value,)
+    if not isinstance(value, Iterable):
+        raise DataError(f"a conversation must be a string or a list of messages, found {value!r:.120}")
     return tuple(item if isinstance(item, Message) else _message(item) for item in value)
 
 
