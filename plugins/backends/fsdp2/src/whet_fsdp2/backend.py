@@ -1,0 +1,90 @@
+"""The handle on the driver: shares a batch out over ranks, and puts what they give together again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from whet import metrics
+from whet.cluster.slices import Pending, Site
+from whet.component import Spec
+from whet.data.batch import Batch
+from whet.interfaces.backend import Weights
+from whet.metrics import Metric
+from whet.refit.link import Link
+from whet_fsdp2.config import Fsdp2Config
+
+_ROW = "whet_fsdp2_row"
+
+
+class Fsdp2Backend:
+    """A Hugging Face model on the ranks of a slice. Keeps `whet.interfaces.backend.Backend`."""
+
+    def __init__(self, config: Fsdp2Config, site: Site) -> None:
+        site.status("loading the model to train")
+        self._workers = site.slice.spawn(
+            "whet_fsdp2.worker:Worker",
+            {"config": attrs.asdict(config), "model": site.model, "total_steps": site.run.steps},
+        )
+
+    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
+        """Take one optimizer step; counts are those of `count_over` where given."""
+        ranks = self._workers.size
+        whole = [None] * ranks if count_over is None or count_over is batch else count_over.shard(ranks)
+        arguments = [(part, loss, counted) for part, counted in zip(batch.shard(ranks), whole, strict=True)]
+        return metrics.merge(self._workers.scatter("train", arguments, phase="train"))
+
+    def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
+        """Compute the loss and its metrics without gradient."""
+        arguments = [(part, loss) for part in batch.shard(self._workers.size)]
+        return metrics.merge(self._workers.scatter("evaluate", arguments, phase="evaluate"))
+
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
+        """Compute outputs without gradient: NumPy, [N] float32 each, in the batch's order."""
+        rows = np.arange(batch.sequences)
+        parts = batch.with_columns(**{_ROW: rows}).shard(self._workers.size)
+        found = self._workers.scatter("score", [(part, outputs, weights) for part in parts], phase="score")
+        order = np.argsort(np.concatenate([part[_ROW] for part in parts]), kind="stable")
+        joined = attrs.evolve(
+            batch,
+            per_token={
+                "tokens": np.concatenate([part["tokens"] for part in parts]),
+                "loss_mask": np.concatenate([part["loss_mask"] for part in parts]),
+                **{f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs},
+            },
+            per_sequence={
+                name: np.concatenate([part[name] for part in parts])
+                for name in ("lengths", "prompt_lengths", "group", "episode", "unit")
+            },
+        ).take(order)
+        return {name: joined[f"output:{name}"] for name in outputs}
+
+    def send_weights(self, link: Link) -> Pending:
+        """Start to send the policy's weights over a link."""
+        return self._workers.start("send_weights", link, phase="refit", timeout_seconds=link.timeout_seconds)
+
+    def save(self, folder: Path) -> Pending:
+        """Start to save weights, optimizer and schedule; done when durable."""
+        return self._workers.start("save", str(folder), phase="save")
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote, on any number of ranks."""
+        self._workers.call("load", str(folder), phase="load")
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that `transformers` loads: weights, config, tokenizer."""
+        self._workers.call("export", str(folder), phase="export")
+
+    def sleep(self) -> None:
+        """Give accelerator memory back."""
+        self._workers.call("sleep", phase="sleep")
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._workers.call("wake", phase="wake")
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice."""
+        self._workers.close()

@@ -1,0 +1,129 @@
+"""A policy's weights and optimizer as safetensors with a JSON index: readable by anything, and no pickle.
+
+    backend.json             what there is: name -> shape, dtype, file; steps; what wrote it
+    tensors-00001.safetensors ...
+
+Tensors are whole, so that a checkpoint loads on any number of ranks. Every rank takes part in gathering; rank 0 writes.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.errors import CheckpointError
+
+FORMAT = 1
+INDEX = "backend.json"
+FILE_BYTES = 2 << 30
+"""Tensors are collected up to this size before a file is written."""
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any], writes: bool) -> None:
+    """Write tensors and what else is to be known, durably. Ranks that do not write take part in the gathering."""
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    for number, chunk in enumerate(_chunks(tensors), 1):
+        name = f"tensors-{number:05d}.safetensors"
+        if writes:
+            _write_file(folder / name, chunk)
+        for key, tensor in chunk.items():
+            index[key] = {"file": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if writes:
+        document = {"format": FORMAT, **extra, "tensors": index}
+        with (folder / INDEX).open("w", encoding="utf-8") as stream:
+            json.dump(document, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(folder)
+
+
+def _chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        chunk[name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.numel() * tensor.element_size()
+        if size >= FILE_BYTES:
+            yield chunk
+            chunk, size = {}, 0
+    if chunk:
+        yield chunk
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path)
+    with path.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Saved:
+    """What `write` left in a folder. Raises `CheckpointError` where it is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            document = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self.tensors: dict[str, Any] = document["tensors"]
+            self.extra: dict[str, Any] = {k: v for k, v in document.items() if k != "tensors"}
+            format_ = document["format"]
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} holds no {INDEX}, so it is no checkpoint of this backend") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
+        if format_ != FORMAT:
+            raise CheckpointError(
+                f"{folder / INDEX} has format {format_}, wanted {FORMAT}; load it with the whet of then"
+            )
+
+    def refuse_others(self, wanted: Mapping[str, Iterable[int]]) -> None:
+        """Check that the tensors of this prefix are those wanted, by name and shape; show the first differences."""
+        found = {name: list(entry["shape"]) for name, entry in self.tensors.items() if name.startswith("weights/")}
+        expected = {name: list(shape) for name, shape in wanted.items()}
+        problems = [f"{n} is missing" for n in expected if n not in found]
+        problems += [f"{n} is not in the model" for n in found if n not in expected]
+        problems += [
+            f"{n} has shape {found[n]}, the model has {expected[n]}"
+            for n in expected
+            if n in found and found[n] != expected[n]
+        ]
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise CheckpointError(f"{self.folder} is of another model: {'; '.join(problems[:4])}{more}")
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors, file by file."""
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(str(self.tensors[name]["file"]), []).append(name)
+        for file, members in by_file.items():
+            path = self.folder / Path(file).name
+            try:
+                with safe_open(path, framework="pt") as stream:
+                    for name in members:
+                        yield name, _checked(path, name, stream.get_tensor(name), self.tensors[name])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _checked(path: Path, name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    if list(tensor.shape) != list(entry["shape"]) or tensor.dtype != getattr(torch, str(entry["dtype"]), None):
+        raise CheckpointError(f"{path} holds {name} as {tensor.dtype} {list(tensor.shape)}, its index says {entry}")
+    return tensor

@@ -1,0 +1,253 @@
+"""How the sequences of a micro-batch are laid out for one forward pass. NumPy only.
+
+A *segment* is a run of tokens that attend to each other causally, and to the whole of its prefix segment if it has one.
+
+    padded   a row for each sequence, padded to the longest
+    packed   each sequence is a segment; segments lie one after another in one row
+    shared   packed, and a prompt that several sequences of a group have in common is a segment of its own,
+             the prefix of their completions:
+
+        sequences   [p p p a a] [p p p b] [q q c c]        (p: the prompt of a group of two)
+        row          p p p | q q c | a a | b               (segments; those with a prefix come last)
+
+Nothing after the last trained token enters the forward pass, nor does that token itself: it is only a target.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from whet.data.batch import Batch
+
+Layout = Literal["shared", "packed", "padded"]
+Ints = NDArray[np.int64]
+
+
+@frozen(eq=False)
+class Targets:
+    """The logprobs that a forward pass computes, M of them."""
+
+    source: Ints
+    """[M] where in the (flattened) forward pass the hidden state before the token lies."""
+    tokens: Ints
+    """[M] the tokens themselves."""
+    where: Ints
+    """[M] their positions among the N tokens of the micro-batch."""
+    sequence: Ints
+    """[M] the sequence of each."""
+
+
+@frozen(eq=False)
+class Row:
+    """A packed forward pass of T tokens."""
+
+    tokens: Ints
+    """[T]"""
+    positions: Ints
+    """[T] position of each token in its own sequence."""
+    lengths: Ints
+    """[S] of the segments; those without prefix come first."""
+    prefix: Ints
+    """[S] the segment that each attends to beside itself, or -1."""
+    targets: Targets
+
+
+@frozen(eq=False)
+class Rows:
+    """A padded forward pass of R sequences of up to W tokens."""
+
+    tokens: Ints
+    """[R, W]"""
+    mask: NDArray[np.bool_]
+    """[R, W] true where there is a token."""
+    targets: Targets
+
+
+def used_lengths(batch: Batch) -> Ints:
+    """Count the tokens of each sequence that must enter the forward pass: those before its last target. -> [B]."""
+    lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
+    hits = np.flatnonzero(mask)
+    owner = np.searchsorted(np.cumsum(lengths), hits, side="right")
+    used = np.zeros(len(lengths), np.int64)
+    np.maximum.at(used, owner, hits - (np.cumsum(lengths) - lengths)[owner])
+    return used
+
+
+def plan(batch: Batch, layout: Layout, budget: int) -> list[Ints]:
+    """Split into micro-batches of whole units of about `budget` tokens; gives the sequences of each.
+
+    Units stay in order of group, so that a group's prompt is computed once; for `padded` they go by length.
+    Units larger than the budget get a micro-batch of their own.
+    """
+    used = used_lengths(batch)
+    units = [unit for unit in batch.units() if used[unit].any()]
+    if layout == "padded":
+        units.sort(key=lambda unit: int(used[unit].max()))
+    else:
+        units.sort(key=lambda unit: int(batch["group"][unit[0]]))
+    owner = shared_prompts(batch, used) if layout == "shared" else np.full(len(used), -1)
+    cost = _PaddedCost() if layout == "padded" else _PackedCost(np.asarray(batch["prompt_lengths"]), owner)
+    parts: list[list[Ints]] = []
+    for unit in units:
+        if not parts or cost.with_unit(unit, used) > budget:
+            parts.append([])
+            cost.restart(unit, used)
+        parts[-1].append(unit)
+    return [np.concatenate(part) for part in parts]
+
+
+class _PackedCost:
+    """Tokens of a packed micro-batch, a shared prompt counted once."""
+
+    def __init__(self, prompts: Ints, owner: Ints) -> None:
+        self._prompts, self._owner = prompts, owner
+        self._total, self._seen = 0, set[int]()
+
+    def with_unit(self, unit: Ints, used: Ints) -> int:
+        for sequence in unit:
+            shared = int(self._owner[sequence])
+            self._total += int(used[sequence])
+            if shared >= 0 and shared in self._seen:
+                self._total -= int(self._prompts[sequence])
+            elif shared >= 0:
+                self._seen.add(shared)
+        return self._total
+
+    def restart(self, unit: Ints, used: Ints) -> None:
+        self._total, self._seen = 0, set()
+        self.with_unit(unit, used)
+
+
+class _PaddedCost:
+    """Tokens of a padded micro-batch, padding counted."""
+
+    def __init__(self) -> None:
+        self._rows, self._width = 0, 0
+
+    def with_unit(self, unit: Ints, used: Ints) -> int:
+        self._rows += len(unit)
+        self._width = max(self._width, int(used[unit].max()))
+        return self._rows * self._width
+
+    def restart(self, unit: Ints, used: Ints) -> None:
+        self._rows, self._width = 0, 0
+        self.with_unit(unit, used)
+
+
+def shared_prompts(batch: Batch, used: Ints) -> Ints:
+    """Find prompts that several sequences of a group have in common.
+
+    Gives for each sequence the first one with its prompt, or -1 where no other has it. [B].
+    """
+    lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
+    starts = np.cumsum(lengths) - lengths
+    tokens, group = np.ascontiguousarray(batch["tokens"]), np.asarray(batch["group"])
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for i in np.flatnonzero((used >= prompts) & (prompts > 0)).tolist():
+        key = (int(group[i]), tokens[starts[i] : starts[i] + prompts[i]].tobytes())
+        found.setdefault(key, []).append(i)
+    owner = np.full(len(lengths), -1, np.int64)
+    for members in found.values():
+        if len(members) > 1:
+            owner[members] = members[0]
+    return owner
+
+
+def pack(batch: Batch, layout: Layout) -> Row | Rows:
+    """Lay out a micro-batch. At least one of its sequences must have a target."""
+    used = used_lengths(batch)
+    if layout == "padded":
+        return _padded(batch, used)
+    owner = shared_prompts(batch, used) if layout == "shared" else np.full(len(used), -1, np.int64)
+    return _packed(batch, used, owner)
+
+
+def _packed(batch: Batch, used: Ints, owner: Ints) -> Row:
+    lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
+    starts = np.cumsum(lengths) - lengths
+    own = np.flatnonzero(owner == np.arange(len(owner)))  # the sequences whose prompts become segments
+    whole = np.flatnonzero((owner < 0) & (used > 0))
+    parts = np.flatnonzero((owner >= 0) & (used > prompts))
+    segment_of = np.zeros(len(owner), np.int64)
+    segment_of[own] = np.arange(len(own))
+    offset = np.concatenate([np.zeros(len(own) + len(whole), np.int64), prompts[parts]])
+    begin = np.concatenate([starts[own], starts[whole], starts[parts] + prompts[parts]])
+    size = np.concatenate([prompts[own], used[whole], used[parts] - prompts[parts]])
+    prefix = np.concatenate([np.full(len(own) + len(whole), -1, np.int64), segment_of[owner[parts]]])
+    place = np.cumsum(size) - size
+
+    # The tokens of a sequence before `split` lie at `first` + position, the others at `rest` + position - split.
+    split = np.where(owner >= 0, prompts, 0)
+    first, rest = np.zeros(len(owner), np.int64), np.zeros(len(owner), np.int64)
+    first[owner >= 0] = place[segment_of[owner[owner >= 0]]]
+    rest[whole] = place[len(own) : len(own) + len(whole)]
+    rest[parts] = place[len(own) + len(whole) :]
+    where, sequence, before = _targets(batch, lengths, starts)
+    source = np.where(before < split[sequence], first[sequence], rest[sequence] - split[sequence]) + before
+    tokens = np.asarray(batch["tokens"])
+    return Row(
+        tokens=tokens[ranges(begin, size)],
+        positions=ranges(offset, size),
+        lengths=size,
+        prefix=prefix,
+        targets=Targets(source, tokens[where], where, sequence),
+    )
+
+
+def _padded(batch: Batch, used: Ints) -> Rows:
+    lengths = np.asarray(batch["lengths"])
+    starts = np.cumsum(lengths) - lengths
+    live = np.flatnonzero(used)
+    row = np.zeros(len(used), np.int64)
+    row[live] = np.arange(len(live))
+    mask = np.arange(int(used.max())) < used[live, None]
+    rows = np.zeros(mask.shape, np.int64)
+    tokens = np.asarray(batch["tokens"])
+    rows[mask] = tokens[ranges(starts[live], used[live])]
+    where, sequence, before = _targets(batch, lengths, starts)
+    source = row[sequence] * mask.shape[1] + before
+    return Rows(rows, mask, Targets(source, tokens[where], where, sequence))
+
+
+def _targets(batch: Batch, lengths: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:
+    """Give for each target its position among the N tokens, its sequence, and the position before it there."""
+    where = np.flatnonzero(np.asarray(batch["loss_mask"]))
+    sequence = np.searchsorted(np.cumsum(lengths), where, side="right")
+    before = where - starts[sequence] - 1
+    keep = before >= 0  # the first token of a sequence has nothing before it
+    return where[keep], sequence[keep], before[keep]
+
+
+def ranges(begin: Any, size: Any) -> Ints:
+    """Join the ranges begin[i] .. begin[i] + size[i]."""
+    begin, size = np.asarray(begin, np.int64), np.asarray(size, np.int64)
+    shift = np.repeat(begin - (np.cumsum(size) - size), size)
+    joined: Ints = np.arange(int(size.sum()), dtype=np.int64) + shift
+    return joined
+
+
+@frozen(eq=False)
+class Bin:
+    """Segments of similar length that are computed together, padded to the longest."""
+
+    members: Ints
+    """[R]"""
+    width: int
+
+
+def bins(lengths: Sequence[int] | Ints, slack: float = 1.25, allowance: int = 4) -> list[Bin]:
+    """Group lengths so that little is padded: none is padded to more than slack x its length + allowance."""
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    found: list[Bin] = []
+    begin = 0
+    while begin < len(order):
+        width = int(lengths[order[begin]])
+        rest = lengths[order[begin:]]
+        end = begin + int((rest * slack + allowance >= width).sum())
+        found.append(Bin(order[begin:end], width))
+        begin = end
+    return found

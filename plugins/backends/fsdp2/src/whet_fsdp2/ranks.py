@@ -1,0 +1,64 @@
+"""The few collectives that the ranks of a backend need beside FSDP2's own; with one rank there are none."""
+
+from collections.abc import Sequence
+
+import torch
+
+from whet.cluster.slices import WorkerRank
+
+
+class Ranks:
+    """Joins the process group where there is more than one rank."""
+
+    def __init__(self, rank: WorkerRank) -> None:
+        self.rank, self.size = rank.rank, rank.size
+        self.device = torch.device(rank.device)
+        self._joined = False
+        if self.size > 1:
+            import torch.distributed as dist
+
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    "nccl" if self.device.type == "cuda" else "gloo",
+                    init_method=rank.rendezvous,
+                    rank=self.rank,
+                    world_size=self.size,
+                )
+                self._joined = True
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Add numbers over all ranks, in float64."""
+        return self._reduce(numbers, "SUM")
+
+    def max(self, number: int) -> int:
+        """Find the largest over all ranks."""
+        return int(self._reduce([float(number)], "MAX")[0])
+
+    def _reduce(self, numbers: Sequence[float], operation: str) -> list[float]:
+        if self.size == 1:
+            return [float(number) for number in numbers]
+        import torch.distributed as dist
+
+        vector = torch.tensor([float(n) for n in numbers], dtype=torch.float64, device=self.device)
+        dist.all_reduce(vector, getattr(dist.ReduceOp, operation))
+        result: list[float] = vector.tolist()
+        return result
+
+    def leave(self) -> None:
+        """Leave the process group, if this joined it."""
+        if self._joined:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            self._joined = False
+
+
+def clock(device: torch.device) -> float:
+    """Read the clock after the device has done what it was given."""
+    import time
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

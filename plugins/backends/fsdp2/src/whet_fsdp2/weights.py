@@ -1,0 +1,127 @@
+"""The weights of a policy on one rank: float32 masters, the copies that compute, and how both are sharded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from whet_fsdp2.feed import Root
+
+
+class PolicyWeights:
+    """Float32 masters that the optimizer steps, by their names in `transformers`.
+
+    On one rank in float32, and on several ranks, the masters are the module's own parameters (FSDP2 casts them as it
+    gathers them). On one rank in bfloat16 the module holds a bfloat16 copy; its gradients are added to those of the
+    masters in float32 as soon as they are complete.
+    """
+
+    def __init__(self, root: Root, low_precision: bool) -> None:
+        self.root = root
+        self._low: list[tuple[nn.Parameter, Tensor]] = []
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in root.model.named_parameters():
+            if low_precision:
+                master = parameter.detach().clone()
+                parameter.data = parameter.data.to(torch.bfloat16)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_add_into(master))
+                self._low.append((parameter, master))
+                self.masters[name] = master
+            else:
+                self.masters[name] = parameter
+        self.trained = {
+            name: self.masters[name] for name, p in root.model.named_parameters() if p.requires_grad
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Bring the masters' values to the copies that compute."""
+        for parameter, master in self._low:
+            parameter.copy_(master)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients and their memory."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """Give this rank's shards of all gradients."""
+        return [local(master.grad) for master in self.trained.values() if master.grad is not None]
+
+    @torch.no_grad()
+    def put(self, name: str, value: Tensor) -> None:
+        """Set a master from its full value."""
+        local(self.masters[name]).copy_(local(shard_like(value, self.masters[name])))
+
+    @torch.no_grad()
+    def computing(self) -> Iterator[tuple[str, Tensor]]:
+        """Give (name, full tensor) of the weights as the forward pass uses them; every rank must run through it."""
+        copies = {id(master): parameter for parameter, master in self._low}
+        for name, master in self.masters.items():
+            yield name, full(copies.get(id(master), master)).detach()
+        for name, buffer in persistent_buffers(self.root.model):
+            yield name, buffer
+
+
+def _add_into(master: Tensor) -> Any:
+    def add(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
+
+    return add
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Give this rank's shard; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor; every rank must take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """Cut a full tensor as another one is sharded, without communication."""
+    value = value.to(local(like).device)
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Give the buffers that belong to a saved model."""
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            yield name, buffer
+
+
+def shard(root: Root, *, ranks: int, device: torch.device, low_precision: bool, reshard_after_forward: bool) -> None:
+    """Shard a module over all ranks with FSDP2: each decoder layer, then the rest. In place."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low_precision else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # temperatures stay float32
+    )
+    for layer in decoder_layers(root.model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(root, mesh=mesh, mp_policy=precision)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Find the modules that are gathered and freed one by one."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,0 +1,379 @@
+"""A rank of the backend: holds its share of the model, and computes losses, gradients and scores.
+
+One call of `train`:
+
+    counts of the loss  -> summed over ranks, before anything else
+    live sequences      -> the others cannot move the loss and are left out of the forward pass
+    micro-batches       -> whole units, up to a budget of tokens; every rank runs as many
+        forward         -> logprobs -> loss -> weight x sum / global count -> backward
+    gradient norm       -> over all ranks; not finite: no step
+    clip, AdamW
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cattrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet import metrics
+from whet.cluster.slices import WorkerRank
+from whet.component import Spec
+from whet.data.batch import Batch
+from whet.errors import CheckpointError, WhetError
+from whet.interfaces.loss import Loss
+from whet.metrics import Metric
+from whet.model import ModelInfo
+from whet.refit.link import Link
+from whet_fsdp2 import attention, checkpoint
+from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.export import copy_companions
+from whet_fsdp2.feed import Feed, Root, feed, nothing, spread
+from whet_fsdp2.layout import plan
+from whet_fsdp2.loading import load_model, no_progress_bars, prepare
+from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
+from whet_fsdp2.ranks import Ranks, clock
+from whet_fsdp2.weights import PolicyWeights, full, persistent_buffers, shard
+
+MAX_NONFINITE = 3
+"""Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
+
+
+class Worker:
+    """The public methods are those that the driver calls by name, on every rank."""
+
+    def __init__(self, rank: WorkerRank, config: Mapping[str, Any], model: ModelInfo, total_steps: int = 0) -> None:
+        torch.set_num_threads(rank.threads)
+        self._config = cattrs.structure(config, Fsdp2Config)
+        self._info = model
+        self._ranks = Ranks(rank)
+        self._device = self._ranks.device
+        self._low = model.dtype == "bfloat16"
+        attention.register()
+        self._root = self._build(trained=True)
+        self._weights = PolicyWeights(self._root, self._low and rank.size == 1)
+        self._reference = self._build(trained=False) if self._config.reference else None
+        self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._losses: dict[str, Loss] = {}
+        self._nonfinite = 0
+
+    def _build(self, trained: bool) -> Root:
+        model = load_model(self._info)
+        root, self._layout = prepare(model, self._config.layout, self._config.logprob_chunk)
+        if trained and self._config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            model.train()
+        model.to(self._device)
+        if not trained:
+            model.requires_grad_(False)
+        if self._ranks.size > 1:
+            shard(
+                root,
+                ranks=self._ranks.size,
+                device=self._device,
+                low_precision=self._low,
+                reshard_after_forward=self._config.reshard_after_forward,
+            )
+        elif not trained and self._low:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return root
+
+    # Training
+
+    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
+        """Take one optimizer step on this rank's share of a batch."""
+        made = self._loss(loss)
+        counts = self._counts(made, batch if count_over is None else count_over)
+        tokens = {"tokens": metrics.total(float(batch.tokens))}
+        if not any(counts.values()):
+            return {
+                **tokens,
+                **self._of_step(0.0, 0.0, self._stepper.next_rate()),
+                **(_flag("skipped_steps") if self._first else {}),
+            }
+        watch = _Watch(self._device)
+        self._weights.drop_gradients()
+        total, found = self._accumulate(self._live(batch, made), made, counts, watch)
+        value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
+        norm = square**0.5
+        if not is_finite(value, norm):
+            return {**tokens, **found, **self._refuse_step(value, norm), **watch.metrics()}
+        self._nonfinite = 0
+        rate = self._stepper.step(norm, self._config.max_grad_norm)
+        self._weights.drop_gradients()
+        watch.lap("optimizer")
+        return {**tokens, **found, **self._of_step(value, norm, rate), **(watch.metrics() if self._first else {})}
+
+    @property
+    def _first(self) -> bool:
+        return self._ranks.rank == 0
+
+    def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:
+        """Give what is the same on all ranks, from the first."""
+        if not self._first:
+            return {}
+        return {"loss": metrics.mean(value), "grad_norm": metrics.mean(norm), "lr": metrics.mean(rate)}
+
+    def _refuse_step(self, value: float, norm: float) -> dict[str, Metric]:
+        self._weights.drop_gradients()
+        self._nonfinite += 1
+        if self._nonfinite >= MAX_NONFINITE:
+            raise WhetError(
+                f"the loss is {value} and the gradient's norm {norm}: not finite for the {self._nonfinite}th time in a "
+                "row, so no step was taken; lower backend.optimizer.lr, or look at the loss's inputs"
+            )
+        return _flag("nonfinite_steps") if self._first else {}
+
+    def _accumulate(
+        self, batch: Batch, loss: Loss, counts: Mapping[str, float], watch: "_Watch"
+    ) -> tuple[float, dict[str, Metric]]:
+        """Add up gradients over micro-batches. Gives this rank's part of the objective, and the loss's metrics."""
+        values, found = [], []
+        for part in self._micro_batches(batch):
+            one = self._feed(part)
+            with torch.enable_grad():
+                outputs = self._root(one, loss.outputs)
+                objective, of_loss = self._objective(one, outputs, part, loss, counts)
+                watch.lap("forward")
+                self._backward(objective, outputs)
+            values.append(objective.detach())
+            found.append(of_loss)
+            watch.lap("backward")
+        total = float(torch.stack(values).double().sum()) if values else 0.0
+        return total, metrics.detached(metrics.merge(found))
+
+    def _backward(self, objective: Tensor, outputs: Mapping[str, Tensor]) -> None:
+        if not objective.requires_grad:
+            if self._ranks.size == 1:
+                return
+            # The other ranks gather and reduce in their backward pass; this one has to take part.
+            objective = outputs["logprobs"].nan_to_num().sum() * 0.0
+        # FSDP2 averages gradients over ranks; the objective is a sum.
+        torch.autograd.backward(objective * self._ranks.size)
+
+    def _objective(
+        self, one: Feed, outputs: Mapping[str, Tensor], part: Batch | None, loss: Loss, counts: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """Give weight x sum / count, summed over terms, of a micro-batch."""
+        zero = torch.zeros((), device=self._device)
+        if part is None:
+            return zero, {}
+        result = loss(spread(one, outputs), self._tensors(part))
+        for name, value in result.terms.items():
+            if counts.get(name):
+                zero = zero + value * (loss.weights.get(name, 1.0) / counts[name])
+        return zero, dict(result.metrics)
+
+    # Without gradient
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
+        """Compute the loss of this rank's share, and its metrics."""
+        made = self._loss(loss)
+        counts = self._counts(made, batch)
+        total, found = 0.0, []
+        for part in self._micro_batches(batch):
+            one = self._feed(part)
+            objective, of_loss = self._objective(one, self._root(one, made.outputs), part, made, counts)
+            total += float(objective)
+            found.append(of_loss)
+        (value,) = self._ranks.sum([total])
+        tokens = {"tokens": metrics.total(float(batch.tokens))}
+        if self._first:
+            tokens["loss"] = metrics.mean(value)
+        return {**tokens, **metrics.detached(metrics.merge(found))}
+
+    @torch.no_grad()
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
+        """Compute outputs of this rank's share: NumPy, [N] float32 each."""
+        root = self._root
+        if weights == "reference":
+            if self._reference is None:
+                raise WhetError("no reference weights are held; set backend.reference to true")
+            root = self._reference
+        found = {name: np.zeros(batch.tokens, np.float32) for name in outputs}
+        starts = np.cumsum(batch["lengths"]) - batch["lengths"]
+        for chosen in self._plan(batch):
+            part = None if chosen is None else batch.take(chosen)
+            one = self._feed(part)
+            values = spread(one, root(one, outputs))
+            if part is None:
+                continue
+            lengths = part["lengths"]
+            where = np.arange(part.tokens) + np.repeat(starts[chosen] - (np.cumsum(lengths) - lengths), lengths)
+            for name in outputs:
+                found[name][where] = values[name].cpu().numpy()
+        return found
+
+    # What both need
+
+    def _loss(self, spec: Spec) -> Loss:
+        key = json.dumps([spec.target, spec.config_type, spec.config], sort_keys=True, default=str)
+        if key not in self._losses:
+            from whet.config.build import build
+
+            made: Any = build(spec)
+            unknown = set(made.outputs) - {"logprobs", "entropy"}
+            if unknown:
+                raise WhetError(f"the loss {spec.target} needs {', '.join(sorted(unknown))}, which fsdp2 cannot give")
+            self._losses[key] = made
+        return self._losses[key]
+
+    def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
+        """Give each term's count over all ranks."""
+        names = list(loss.weights)
+        mine = loss.counts(self._tensors(batch)) if batch.sequences else {}
+        return dict(zip(names, self._ranks.sum([float(mine.get(name, 0.0)) for name in names]), strict=True))
+
+    def _live(self, batch: Batch, loss: Loss) -> Batch:
+        """Leave out units that cannot move the loss; keep one, so that its metrics exist."""
+        if not batch.sequences:
+            return batch
+        live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
+        if live.all():
+            return batch
+        units = batch.units()
+        kept = [unit for unit in units if live[unit].any()] or units[:1]
+        return batch.take(np.concatenate(kept))
+
+    def _plan(self, batch: Batch) -> Iterator[Any]:
+        """Give the sequences of each micro-batch; None where only other ranks have one left."""
+        parts = plan(batch, self._layout, self._config.micro_batch_tokens) if batch.sequences else []
+        yield from parts
+        yield from [None] * (self._ranks.max(len(parts)) - len(parts))
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch | None]:
+        for chosen in self._plan(batch):
+            yield None if chosen is None else batch.take(chosen)
+
+    def _feed(self, part: Batch | None) -> Feed:
+        if part is None:
+            return nothing(0, self._layout, self._device)
+        return feed(part, self._layout, self._device)
+
+    def _tensors(self, batch: Batch) -> Batch:
+        return batch.map(self._tensor)
+
+    def _tensor(self, column: Any) -> Tensor:
+        writable = column if column.flags.writeable else column.copy()
+        return torch.from_numpy(writable).to(self._device)
+
+    # Weights
+
+    def send_weights(self, link: Link) -> None:
+        """Send the weights as the forward pass uses them; rank 0 sends, every rank gathers."""
+        stream = self._weights.computing()
+        if not self._first:
+            for _ in stream:
+                pass
+            return
+        from whet.refit.handover import send
+
+        dtype = getattr(torch, link.dtype) if link.dtype else None
+        send(link, ((name, tensor.to(dtype) if dtype else tensor) for name, tensor in stream), sender=0)
+
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and schedule, durably."""
+        state = self._stepper.state()
+        extra = {
+            "backend": "fsdp2",
+            "architecture": self._info.architecture,
+            "optimizer_steps": self._stepper.steps,
+            "steps": {name: float(moments["step"]) for name, moments in state.items()},
+        }
+        checkpoint.write(Path(folder), self._saved(state), extra, writes=self._first)
+        self._ranks.sum([0.0])
+
+    def _saved(self, state: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, master in self._weights.masters.items():
+            yield f"weights/{name}", full(master)
+        for name, buffer in persistent_buffers(self._root.model):
+            yield f"buffers/{name}", buffer
+        for name, moments in state.items():
+            for key in MOMENTS:
+                yield f"{key}/{name}", full(moments[key])
+
+    @torch.no_grad()
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote, on any number of ranks."""
+        saved = checkpoint.Saved(Path(folder))
+        saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
+        buffers = dict(persistent_buffers(self._root.model))
+        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("weights/")):
+            self._weights.put(name.partition("/")[2], tensor)
+        for name, tensor in saved.read(n for n in saved.tensors if n.startswith("buffers/")):
+            buffers[name.partition("/")[2]].copy_(tensor)
+        self._load_optimizer(saved)
+        self._weights.push()
+
+    def _load_optimizer(self, saved: checkpoint.Saved) -> None:
+        steps = saved.extra.get("steps", {})
+        strange = sorted(set(steps) - set(self._weights.trained))
+        if strange:
+            raise CheckpointError(f"{saved.folder} has optimizer state of {strange[0]}, which is not trained here")
+        self._stepper.forget()
+        self._stepper.steps = int(saved.extra["optimizer_steps"])
+        for name, step in steps.items():
+            moments = {key.partition("/")[0]: value for key, value in saved.read(f"{m}/{name}" for m in MOMENTS)}
+            self._stepper.put(name, float(step), moments)
+
+    def export(self, folder: str) -> None:
+        """Write a folder that `transformers` loads, with the weights as the forward pass uses them."""
+        state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
+        if self._first:
+            copy_companions(Path(self._info.path), Path(folder))
+            model = self._root.model
+            model.config.dtype = torch.bfloat16 if self._low else torch.float32
+            with no_progress_bars():
+                model.save_pretrained(folder, state_dict=state)
+        self._ranks.sum([0.0])
+
+    # Life
+
+    def sleep(self) -> None:
+        """Give accelerator memory back."""
+        if self._device.type == "cuda":
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take it again."""
+        if self._device.type == "cuda":
+            self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        for root in (self._root, self._reference):
+            if root is not None:
+                root.to(device)
+        self._stepper.move(device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._ranks.leave()
+
+
+def _flag(name: str) -> dict[str, Metric]:
+    return {name: metrics.total(1.0)}
+
+
+class _Watch:
+    """Adds up the seconds of each phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = clock(device)
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to a phase."""
+        now = clock(self._device)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, Metric]:
+        return {f"seconds/backend.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}
