@@ -1,0 +1,164 @@
+import json
+
+import numpy as np
+import pytest
+
+from whet.config.sections import DataFile, DataSection
+from whet.data.chat import ChatTokenizer
+from whet.data.messages import conversation
+from whet.data.offline import OfflineData
+from whet.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return ChatTokenizer(tiny_model_folder)
+
+
+def encode(record, chat):
+    """One unit of as many sequences as the record has answers."""
+    if "answers" not in record:
+        raise DataError("there is no field `answers`")
+    unit = []
+    for rank, answer in enumerate(record["answers"]):
+        talk = conversation([{"role": "user", "content": record["n"]}, {"role": "assistant", "content": answer}])
+        found = chat.training(talk)
+        length = len(found.tokens)
+        unit.append(
+            {
+                "tokens": found.tokens,
+                "loss_mask": found.loss_mask,
+                "prompt_length": found.prompt_length,
+                "number": int(record["n"]),
+                "rank": rank,
+                "place": np.arange(length, dtype=np.float32),
+            }
+        )
+    return unit
+
+
+@pytest.fixture
+def make(tmp_path, chat):
+    def make(records, validation=(), seed=0, max_length=0, max_bad_records=0.01, status=lambda text: None):
+        files = []
+        for name, rows in (("train", records), ("validation", validation)):
+            text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+            (tmp_path / f"{name}.jsonl").write_text(text)
+            files.append([DataFile(str(tmp_path / f"{name}.jsonl"))] if rows else [])
+        section = DataSection(*files, max_bad_records=max_bad_records)
+        return OfflineData(section, chat, seed, max_length, status)
+
+    return make
+
+
+def numbered(count, answers=("yes",)):
+    return [{"n": str(n), "answers": list(answers)} for n in range(count)]
+
+
+def numbers(batch):
+    return batch["number"].tolist()
+
+
+def test_an_epoch_shows_every_record_once_in_an_order_of_its_own(make):
+    data = make(numbered(12)).prepare(encode)
+    epochs = [[n for step in range(first, first + 3) for n in numbers(data.batch(step, 4))] for first in (1, 4)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != list(range(12))
+
+
+def test_a_batch_is_a_function_of_step_seed_and_size_alone(make):
+    one, two = (make(numbered(50)).prepare(encode) for _ in range(2))
+    forwards = [numbers(one.batch(step, 8)) for step in range(1, 20)]
+    backwards = [numbers(two.batch(step, 8)) for step in range(19, 0, -1)]
+    assert forwards == backwards[::-1]
+    other = make(numbered(50), seed=1).prepare(encode)
+    assert numbers(other.batch(1, 8)) != forwards[0]
+
+
+def test_a_batch_may_cross_epochs(make):
+    data = make(numbered(5)).prepare(encode)
+    flowing = [n for step in range(1, 6) for n in numbers(data.batch(step, 3))]
+    assert [sorted(flowing[i : i + 5]) for i in (0, 5, 10)] == [list(range(5))] * 3
+    big = data.batch(1, 15)
+    assert numbers(big) == flowing
+    assert big["unit"].tolist() == list(range(15)), "a record that comes twice is two units"
+    assert data.epoch(5, 3) == 3.0
+
+
+def test_batches_hold_what_the_records_say(make, chat):
+    batch = make(numbered(9, ("yes", "no, never"))).prepare(encode).batch(1, 4)
+    assert batch.sequences == 8
+    assert batch["unit"].tolist() == batch["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch["rank"].tolist() == [0, 1] * 4
+    at = 0
+    for i, length in enumerate(batch["lengths"].tolist()):
+        answer = ("yes", "no, never")[i % 2]
+        talk = conversation(
+            [{"role": "user", "content": str(batch["number"][i])}, {"role": "assistant", "content": answer}]
+        )
+        wanted = chat.training(talk)
+        assert batch["tokens"][at : at + length].tolist() == wanted.tokens.tolist()
+        assert batch["loss_mask"][at : at + length].tolist() == wanted.loss_mask.tolist()
+        assert batch["place"][at : at + length].tolist() == list(range(length))
+        assert batch["prompt_lengths"][i] == wanted.prompt_length
+        at += length
+    assert batch["tokens"].dtype == np.int64
+    assert batch["loss_mask"].dtype == np.bool_
+
+
+def test_validation_is_read_in_order(make):
+    data = make(numbered(3), validation=numbered(7)).prepare(encode)
+    assert [numbers(batch) for batch in data.validation(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert make(numbered(3)).prepare(encode).validation(3) == []
+
+
+def test_longer_records_are_left_out_and_counted(make, chat):
+    records = [*numbered(6), {"n": "99", "answers": ["yes", "yes " * 50]}]
+    length = int(make(numbered(6)).prepare(encode).batch(1, 6)["lengths"].max())
+    data = make(records, max_length=length).prepare(encode)
+    assert len(data) == 6
+    assert (data.report.records, data.report.too_long, data.report.malformed) == (7, 1, 0)
+    with pytest.raises(DataError, match=r"no record is left of 7; 7 are longer than 2 tokens \(data\.max_length\)"):
+        make(records, max_length=2).prepare(encode)
+
+
+def test_malformed_records_are_counted_and_quoted(make):
+    data = make([*numbered(98), '{"n": ', {"n": "5"}], max_bad_records=0.02).prepare(encode)
+    assert (len(data), data.report.malformed) == (98, 2)
+    assert data.report.examples[0].startswith("train.jsonl:99: not JSON")
+    assert data.report.examples[1] == "train.jsonl:100: there is no field `answers`"
+    assert "2 malformed (train.jsonl:99" in str(data.report)
+
+
+def test_too_many_malformed_records_are_refused_with_file_and_line(make):
+    with pytest.raises(
+        DataError, match=r"(?s)data\.train: 2 of 10 records.*1\.0%.*train\.jsonl:9: .*train\.jsonl:10: "
+    ):
+        make([*numbered(8), {}, []]).prepare(encode)
+    with pytest.raises(DataError, match=r"data\.validation: 1 of 1"):
+        make(numbered(8), validation=[{}]).prepare(encode)
+
+
+def test_an_empty_file_is_refused(make, tmp_path, chat):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    section = DataSection([DataFile(str(tmp_path / "empty.jsonl"))])
+    with pytest.raises(DataError, match="no record is left of 0"):
+        OfflineData(section, chat, 0, 0).prepare(encode)
+
+
+def test_the_fingerprint_follows_contents_and_options(make, tmp_path):
+    first = make(numbered(5)).fingerprint()
+    assert make(numbered(5)).fingerprint() == first
+    others = [
+        make(numbered(6)).fingerprint(),
+        make(numbered(5), max_length=9).fingerprint(),
+        make(numbered(5), validation=numbered(1)).fingerprint(),
+    ]
+    assert len({first, *others}) == 4
+
+
+def test_what_became_of_the_records_is_told(make):
+    said = []
+    make(numbered(5), status=said.append).prepare(encode)
+    assert said[-1].startswith("train data: 5 records, 5 sequences, ")

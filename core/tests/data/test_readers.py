@@ -1,0 +1,163 @@
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.config.sections import DataFile
+from whet.data.readers import content_hash, read
+from whet.errors import DataError
+
+RECORDS = [{"text": "one"}, {"text": "zwei \u65e5\u672c"}, {"text": "3", "n": [1, {"a": None}]}]
+
+
+def lines(records) -> bytes:
+    return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+
+
+def records_of(path: Path, **options) -> list:
+    rows = list(read(DataFile(str(path), **options)))
+    assert not [row.problem for row in rows if row.problem]
+    return [row.record for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines(RECORDS)),
+        ("a.jsonl", lines(RECORDS).rstrip(b"\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + lines(RECORDS)),
+        ("a.jsonl", b"\n\n" + lines(RECORDS).replace(b"\n", b"\r\n  \r\n")),
+        ("a.ndjson", lines(RECORDS)),
+        ("a.jsonl.gz", gzip.compress(lines(RECORDS))),
+        ("a.json", json.dumps(RECORDS, indent=1).encode()),
+        ("a.json", b"\xef\xbb\xbf" + json.dumps(RECORDS).encode()),
+        ("a.json", lines(RECORDS)),
+        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode())),
+    ],
+    ids=[
+        "lines",
+        "no last newline",
+        "BOM",
+        "blank lines",
+        "ndjson",
+        "gzip",
+        "list",
+        "list BOM",
+        "lines in json",
+        "list gzip",
+    ],
+)
+def test_every_format_gives_the_same_records(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert records_of(tmp_path / name) == RECORDS
+    assert records_of(tmp_path / name, limit=2) == RECORDS[:2]
+
+
+def test_parquet_is_read(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow reads Parquet files")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS[:2]), tmp_path / "a.parquet")
+    assert records_of(tmp_path / "a.parquet") == RECORDS[:2]
+
+
+def test_malformed_rows_are_given_with_file_line_and_reason(tmp_path):
+    bad = [b"{", b"[1]", b'"text"', b'{"a": "\xff"}', b"[" * 100_000, b"{'a': 1}"]
+    (tmp_path / "a.jsonl").write_bytes(lines(RECORDS[:1]) + b"\n".join(bad) + b"\n" + lines(RECORDS[1:]))
+    rows = list(read(DataFile(str(tmp_path / "a.jsonl"))))
+    assert [row.record for row in rows if not row.problem] == RECORDS
+    assert [row.where for row in rows if row.problem] == [f"a.jsonl:{n}" for n in range(2, 8)]
+    problems = [row.problem for row in rows if row.problem]
+    wanted = ["not JSON", "a list, wanted an object", "a str, wanted", "not UTF-8 at byte 7", "nested", "not JSON"]
+    assert all(part in problem for part, problem in zip(wanted, problems, strict=True))
+
+
+def test_a_line_of_many_megabytes_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "x" * 20_000_000}]))
+    assert len(records_of(tmp_path / "a.jsonl")[0]["text"]) == 20_000_000
+
+
+def test_a_damaged_archive_is_refused(tmp_path):
+    packed = gzip.compress(lines(RECORDS * 1000))
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "none.jsonl.gz").write_bytes(b"no archive")
+    for name in ("cut", "none"):
+        with pytest.raises(DataError, match=rf"{name}\.jsonl\.gz is damaged or was cut off"):
+            records_of(tmp_path / f"{name}.jsonl.gz")
+
+
+def test_a_folder_holds_a_file_for_each_split(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(lines(RECORDS))
+    (tmp_path / "test.json").write_bytes(json.dumps(RECORDS[:1]).encode())
+    assert records_of(tmp_path) == RECORDS
+    assert records_of(tmp_path, split="test") == RECORDS[:1]
+    with pytest.raises(DataError, match=r"exactly one of validation\.jsonl.*for the split 'validation'"):
+        records_of(tmp_path, split="validation")
+    (tmp_path / "train.json").write_bytes(b"[]")
+    with pytest.raises(DataError, match=r"exactly one of train\.jsonl, train\.json "):
+        records_of(tmp_path)
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "a.json").write_text("[1, 2")
+    (tmp_path / "a.parquet").write_text("hello")
+    for name, complaint in [
+        ("a.txt", "is no data file: wanted a file that ends in .jsonl"),
+        ("gone.jsonl", "gone.jsonl cannot be read: No such file"),
+        ("../../a b", "is no data file"),
+        ("a.json", "cannot be read as a JSON list"),
+        ("a.parquet", "cannot be read as Parquet"),
+    ]:
+        with pytest.raises(DataError, match=complaint):
+            records_of(tmp_path / name)
+
+
+def test_a_name_that_is_no_file_is_asked_of_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="datasets reads the hub")
+    code = (
+        "from whet.data.readers import read; from whet.config.sections import DataFile\n"
+        "from whet.errors import DataError\n"
+        "try: read(DataFile('nobody-at-all/no-such-data'))\n"
+        "except DataError as error: print(error)"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'nobody-at-all/no-such-data' (split 'train') cannot be loaded from the hub" in said
+
+
+def test_a_hub_data_set_is_read(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets reads the hub")
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.Dataset.from_list(RECORDS[:2])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = list(read(DataFile("openai/gsm8k", split="test", subset="main")))
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]  # and so no code of the data set's is allowed
+    assert [(row.where, row.record) for row in rows] == [
+        ("openai/gsm8k[test]:0", RECORDS[0]),
+        ("openai/gsm8k[test]:1", RECORDS[1]),
+    ]
+
+
+def test_the_hash_follows_content_and_limit_but_not_the_place(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(RECORDS))
+    (tmp_path / "c.jsonl").write_bytes(lines(RECORDS[:2]))
+    hashes = [content_hash(DataFile(str(tmp_path / f"{name}.jsonl"))) for name in "abc"]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert content_hash(DataFile(str(tmp_path / "a.jsonl"), limit=1)) != hashes[0]
+
+
+def test_real_data_is_read(shared_data):
+    rows = list(read(DataFile(str(shared_data / "gsm8k_test.jsonl"))))
+    assert len(rows) == 1319
+    assert rows[-1].where == "gsm8k_test.jsonl:1319"
+    assert set(rows[0].record) == {"question", "answer"}
+    assert len(list(read(DataFile(str(shared_data / "HumanEval.jsonl.gz"))))) == 164
