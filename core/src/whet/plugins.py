@@ -229,7 +229,7 @@ def _fault(component: Component) -> str | None:
     if any(field.alias == "use" for field in attrs.fields(config)):
         return f"has a config {config.__name__} with a field named `use`, which is the name of the component"
     for what, target in (("target", component.target), ("facts", component.facts or "module:name")):
-        if not isinstance(target, str) or not target.rpartition(":")[2]:
+        if not isinstance(target, str) or not all(target.rpartition(":")[1:]):
             return f"has the {what} {target!r:.80}, wanted 'package.module:name'"
     return None
 

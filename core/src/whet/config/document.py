@@ -4,7 +4,7 @@ Scalars are those of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are tex
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +80,41 @@ class _Loader(yaml.SafeLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, Hashable) and lines.setdefault(key, line) != line:
+            if not isinstance(key, Hashable):
+                continue  # refused with its place below
+            if key in lines:
                 self.twice.append(f"line {line}: the key {key!r} is given twice, first in line {lines[key]}")
+            lines.setdefault(key, line)
         return dict(self.construct_mapping(node, deep=True))
 
     def sequence(self, node: yaml.SequenceNode) -> list[Any]:
         """Build a list."""
         return list(self.construct_sequence(node, deep=True))
 
-    def integer(self, node: yaml.ScalarNode) -> int:
-        """Read a decimal, hexadecimal or octal integer."""
-        text = str(self.construct_scalar(node)).replace("_", "")
-        if len(text) > 100:
-            raise yaml.constructor.ConstructorError(None, None, "an integer of so many digits", node.start_mark)
-        return int(text, 10 if text.lstrip("+-").isdigit() else 0)
-
-    def real(self, node: yaml.ScalarNode) -> float:
-        """Read a number."""
-        text = str(self.construct_scalar(node)).replace("_", "").lower()
-        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    def scalar(self, node: yaml.ScalarNode) -> bool | int | float:
+        """Read a number, or true or false; those that a tag such as `!!int` only claims to be one are refused."""
+        text, kind = str(self.construct_scalar(node)).replace("_", "").lower(), node.tag.rpartition(":")[2]
+        if kind == "int" and len(text) > 100:
+            raise _refused("an integer of so many digits", node)
+        try:
+            return _READ[kind](text)
+        except (ValueError, KeyError):
+            raise _refused(f"{node.value!r:.60} is no {kind}", node) from None
 
     def unknown(self, node: yaml.Node) -> None:
         """Refuse a tag such as `!!python/object`."""
-        raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag!r} is not allowed", node.start_mark)
+        raise _refused(f"the tag {node.tag!r} is not allowed", node)
 
+
+def _refused(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_READ: dict[str, Callable[[str], bool | int | float]] = {
+    "bool": lambda text: {"true": True, "false": False}[text],
+    "int": lambda text: int(text, 10 if text.lstrip("+-").isdigit() else 0),
+    "float": lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan")),
+}
 
 _SCALARS = {
     "null": r"~|null|Null|NULL|",
@@ -117,9 +128,8 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.yaml_constructors = {
     **{f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"]
-       for name in ("null", "bool", "str")},
-    "tag:yaml.org,2002:int": _Loader.integer,
-    "tag:yaml.org,2002:float": _Loader.real,
+       for name in ("null", "str")},
+    **{f"tag:yaml.org,2002:{name}": _Loader.scalar for name in _READ},
     "tag:yaml.org,2002:map": _Loader.mapping,
     "tag:yaml.org,2002:seq": _Loader.sequence,
     None: _Loader.unknown,

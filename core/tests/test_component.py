@@ -1,0 +1,49 @@
+"""Targets are found again in any process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.component import Problem, import_file, import_path, resolve
+from whet.errors import PluginError
+
+
+def test_a_target_names_a_class_of_a_package() -> None:
+    assert resolve("whet.component:Problem") is Problem
+    assert import_path(Problem) == "whet.component:Problem"
+
+
+@pytest.mark.parametrize(
+    "target", ["no_such_package:X", "whet.component:Missing", "", ":", "whet.component", "file:/nowhere/x.py:X"]
+)
+def test_a_target_that_cannot_be_imported_is_named(target: str) -> None:
+    with pytest.raises(PluginError, match="cannot be imported"):
+        resolve(target)
+
+
+def test_a_class_of_a_single_file_is_the_same_in_another_process(tmp_path: Path) -> None:
+    file = tmp_path / "my thing.py"
+    file.write_text("class Thing:\n    size = 3\n")
+    path = import_path(import_file(file).Thing)
+    assert resolve(path) is import_file(file).Thing
+    code = f"from whet.component import resolve; print(resolve({path!r}).size)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "3\n"
+
+
+def test_a_file_that_fails_to_import_is_tried_again(tmp_path: Path) -> None:
+    file = tmp_path / "thing.py"
+    file.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        import_file(file)
+    file.write_text("size = 3  # and another length, so that no stale bytecode is used")
+    assert import_file(file).size == 3
+
+
+def test_a_class_made_inside_a_function_is_refused() -> None:
+    class Local:
+        pass
+
+    with pytest.raises(PluginError, match="inside a function"):
+        import_path(Local)
