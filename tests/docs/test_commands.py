@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-FENCE = re.compile(r"^```(\w+)(?: +(.*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w+)(?: +([^\n]*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [

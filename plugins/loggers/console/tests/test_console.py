@@ -119,14 +119,21 @@ def test_an_answer_length_has_no_best_and_dropping_nothing_no_row():
     assert (judged.name, judged.best) == ("evaluation/test/response_length", None)
 
 
-def test_the_summary_shares_out_the_seconds_of_phases(tmp_path):
+def test_the_summary_shares_out_the_seconds_of_steps(tmp_path):
     logger, out = plain(tmp_path)
+    logger.log(0, {"seconds/step": 100.0, "seconds/backend.start": 99.0})
     for step in (1, 2):
-        logger.log(step, {"seconds/backend.train": 3.0, "seconds/generator.generate": 1.0})
+        seconds = {
+            "seconds/step": 4.0,
+            "seconds/backend.train": 3.0,
+            "seconds/backend.forward": 1.0,
+            "seconds/x.y": 0.01,
+        }
+        logger.log(step, seconds)
     logger.close(failed=False)
     assert [row for row in map(str.split, out.getvalue().splitlines()) if "%" in row] == [
         ["backend.train", "6.0", "75", "%"],
-        ["generator.generate", "2.0", "25", "%"],
+        ["backend.forward", "2.0", "25", "%"],
     ]
 
 

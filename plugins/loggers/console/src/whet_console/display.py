@@ -4,9 +4,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-USUAL = (
-    "loss", "validation/loss", "reward/mean", "response_length/mean", "grad_norm", "logprob_gap/max", "staleness/max",
-)  # fmt: skip
+USUAL = ("loss", "validation/loss", "reward/mean", "response_length/mean", "grad_norm", "logprob_gap/max")
 """Columns of a row where the config names none; a run shows those it has."""
 
 OBEYED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}

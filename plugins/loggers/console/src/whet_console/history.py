@@ -33,7 +33,7 @@ class History:
     last: dict[str, float] = Factory(dict)
     judged: dict[str, list[tuple[int, float]]] = Factory(dict)
     seconds: dict[str, float] = Factory(dict)
-    """Total for each ROLE.PHASE."""
+    """Total over all steps for each ROLE.PHASE, and for `step` as a whole; what came before the first is left out."""
     step: int = 0
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,7 +42,7 @@ class History:
         for name, value in metrics.items():
             if name.startswith(TIMES):
                 phase = name.removeprefix(TIMES)
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + value
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + (value if step else 0.0)
                 continue
             self.first.setdefault(name, value)
             self.last[name] = value

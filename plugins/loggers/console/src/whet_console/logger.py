@@ -1,6 +1,7 @@
 """The logger: rows while the run goes on, a summary when it ends."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -56,7 +57,7 @@ class ConsoleLogger:
             self._console.width = max(self._console.width, PLAIN_WIDTH)
         encoding, config = self._console.encoding, self._config
         end = f"failed after step {self._history.step}" if failed else f"ended at step {self._history.step}"
-        name, folder = harmless(self._run.name, 60, encoding), harmless(str(self._run.folder), 400, encoding)
+        name, folder = harmless(self._run.name, 60, encoding), harmless(_short(self._run.folder), 400, encoding)
         parts: list[RenderableType] = [
             Text(f"{name} {end}; everything it wrote is in {folder}", "bold red" if failed else "bold green"),
             Text(),
@@ -64,6 +65,11 @@ class ConsoleLogger:
             summary.answers(pairs(self._run.folder, config.answers), config.answer_characters, encoding),
         ]
         summary.show(self._console, parts)
+
+
+def _short(folder: Path) -> str:
+    """Give the path from here where the folder is below."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:

@@ -10,6 +10,9 @@ from whet_console.answers import Answer, Pair
 from whet_console.display import chosen, harmless, number
 from whet_console.history import Change, History
 
+SMALLEST_SHARE = 0.01
+"""Phases that took less are left out."""
+
 
 def summary(history: History, patterns: Sequence[str], encoding: str) -> Group:
     """Lay out the tables that the run has numbers for."""
@@ -82,11 +85,13 @@ def _training(changes: Sequence[Change], encoding: str) -> Table:
 
 
 def _phases(seconds: dict[str, float], encoding: str) -> Table:
-    """Share of all seconds that phases took; phases of different roles may run at one time."""
-    table = _table("phases", ("seconds", "share"))
-    whole = sum(seconds.values())
-    for phase, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        table.add_row(_name(phase, encoding), f"{spent:.1f}", f"{100 * spent / whole:.0f} %")
+    """Share of the steps' time that phases took. They may overlap, and one may be part of another."""
+    table = _table("phases", ("seconds", "share of steps"))
+    phases = {phase: spent for phase, spent in seconds.items() if phase != "step"}
+    whole = seconds.get("step") or sum(phases.values())
+    for phase, spent in sorted(phases.items(), key=lambda item: -item[1]):
+        if spent >= SMALLEST_SHARE * whole:
+            table.add_row(_name(phase, encoding), f"{spent:.1f}", f"{100 * spent / whole:.0f} %")
     return table
 
 
