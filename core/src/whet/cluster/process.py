@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -65,9 +66,8 @@ class Child:
 
     def wait(self) -> int:
         """Wait for its end, end what it started, and give its exit code."""
-        if hasattr(os, "waitid"):
-            # While it is a zombie nobody else gets its number: end the group first, then take the exit code.
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        # While it is a zombie nobody else gets its number: end the group first, then take the exit code.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         kill_group(self.pid)
         kill_marked(self._mark)
         with self._lock:
@@ -75,6 +75,15 @@ class Child:
             self._over = True
         watchdog().release("group", str(self.pid))
         return code
+
+    def ended(self, patience_seconds: float) -> bool:
+        """Wait a moment for its end, without ending anything."""
+        deadline = time.monotonic() + patience_seconds
+        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
 
     def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""

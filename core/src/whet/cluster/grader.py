@@ -1,0 +1,78 @@
+"""The program of a grader process: one function, called on untrusted text, with as few rights as it can do with."""
+
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from whet.cluster.channel import receive, send
+from whet.cluster.watchdog import die_with
+from whet.cluster.wire import decode, encode
+from whet.component import resolve
+
+_OPEN_FILES: Final = 64
+
+
+def main() -> None:
+    """Answer calls until the driver is gone."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    os.set_inheritable(descriptor, False)
+    sys.argv = ["whet-grader", sys.argv[3]]
+    connection = socket.socket(fileno=descriptor)
+    try:
+        order = decode(receive(connection))
+        sys.path[:] = order["path"]
+        _limit(order["memory_bytes"])
+        function = _load(order["target"], order["setup"])
+        send(connection, encode({"ready": True}))
+        while True:
+            _limit_cpu(order["timeout_seconds"])
+            send(connection, _answer(function, receive(connection)))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _load(target: str, setup: Mapping[str, Any] | None) -> Callable[..., Any]:
+    named = resolve(target)
+    function: Callable[..., Any] = named if setup is None else named(**setup)
+    return function
+
+
+def _answer(function: Callable[..., Any], buffers: Any) -> Any:
+    try:
+        return encode({"value": function(*decode(buffers))})
+    except MemoryError:  # what state it is in now, nobody knows
+        traceback.print_exc(limit=-3)
+        os._exit(70)
+    except Exception as error:
+        return encode({"raised": f"{type(error).__name__}: {error!s:.500}"})
+
+
+def _limit(memory_bytes: int) -> None:
+    """Limit memory and open files; let nothing be written to a file, cores included."""
+    limits = [
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ]
+    for limit, wanted in limits:
+        _, hard = resource.getrlimit(limit)
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(limit, (wanted, wanted))
+
+
+def _limit_cpu(timeout_seconds: float) -> None:
+    """Let the kernel end a call that computes long past its deadline, should the driver be unable to."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    allowed = int(used.ru_utime + used.ru_stime + timeout_seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+
+
+if __name__ == "__main__":
+    main()
