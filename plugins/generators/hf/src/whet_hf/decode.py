@@ -1,0 +1,178 @@
+"""The decoding loop: one batch of requests from prompts to completions, with any decoder."""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from whet.data.records import Completion, Request, Stop
+from whet.errors import WhetError
+from whet_hf.sampling import Sampler
+from whet_hf.stopping import Stops, StopStrings
+
+COMPACT_BELOW = 0.8
+"""Finished rows are dropped once less than this share of the rows still runs."""
+
+
+class Session(Protocol):
+    """A batch under way in a decoder."""
+
+    logits: Tensor  # [B, V], of the next token
+
+    def step(self, tokens: Tensor) -> None:
+        """Append a token to each row."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order."""
+        ...
+
+
+class Decoder(Protocol):
+    """Computes logits; `lane` tells sessions apart that run at one time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> Session:
+        """Compute the prompts (ascending by length); owner [B], ascending: the prompt of each row."""
+        ...
+
+    def refresh(self) -> None:
+        """Follow new weights."""
+        ...
+
+    def free(self) -> None:
+        """Give memory back that is kept between batches."""
+        ...
+
+
+@define(eq=False)
+class Aborts:
+    """Requests to end early; written by one thread, read by those that decode."""
+
+    _ids: set[str] = field(factory=set)
+    _everything: threading.Event = field(factory=threading.Event)
+
+    def add(self, ids: Sequence[str]) -> None:
+        """End these at their next token."""
+        self._ids.update(ids)
+
+    def add_running(self) -> None:
+        """End all of the batch."""
+        self._everything.set()
+
+    def clear(self) -> None:
+        """Begin another batch."""
+        self._ids.clear()
+        self._everything.clear()
+
+    def among(self, ids: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+        """Say which of these to end; None: none."""
+        if self._everything.is_set():
+            return np.ones(len(ids), np.bool_)
+        if not self._ids:
+            return None
+        return np.array([id_ in self._ids for id_ in ids], np.bool_)
+
+
+@define
+class Batch:
+    """Requests that are decoded together, sorted so that equal prompts are neighbours and lengths ascend."""
+
+    requests: list[Request]
+    limits: list[int]
+    """Longest completion of each, in tokens."""
+
+
+def sort_batch(requests: Sequence[Request], limits: Sequence[int]) -> Batch:
+    """Sort by prompt length, prompt, and limit: an order that does not depend on when requests came."""
+    keys = [(len(r.tokens), r.tokens.tobytes(), limit, r.id) for r, limit in zip(requests, limits, strict=True)]
+    order = sorted(range(len(requests)), key=keys.__getitem__)
+    return Batch([requests[i] for i in order], [limits[i] for i in order])
+
+
+@torch.inference_mode()
+def decode(
+    decoder: Decoder,
+    batch: Batch,
+    strings: StopStrings,
+    version: int,
+    aborts: Aborts,
+    device: torch.device,
+    lane: int = 0,
+) -> list[Completion]:
+    """Decode a sorted batch to its end."""
+    requests, samplings = batch.requests, [r.sampling for r in batch.requests]
+    prompts, owner = distinct([r.tokens for r in requests])
+    limits = np.array(batch.limits)
+    session = decoder.begin(
+        [torch.from_numpy(p).to(device) for p in prompts], torch.from_numpy(owner).to(device), int(limits.max()), lane
+    )
+    sampler = Sampler(samplings, [r.seed for r in requests], device)
+    stops = Stops(samplings, strings, decoder.vocab_size)
+    history = np.zeros((len(requests), int(limits.max())), np.int64)
+    logprobs = np.zeros(history.shape, np.float32)
+    lengths = np.zeros(len(requests), np.int64)
+    endings: list[Stop] = ["length"] * len(requests)
+    rows = np.arange(len(requests))  # of what still runs
+    alive = np.ones(len(requests), np.bool_)  # of `rows`
+    tokens = torch.empty(0, dtype=torch.int64)
+    for step in range(int(limits.max())):
+        if step:
+            session.step(tokens)
+        tokens, drawn = sampler.draw(session.logits, step)
+        history[rows, step], logprobs[rows, step] = tokens.cpu().numpy(), drawn.cpu().numpy()
+        stopped = stops.stopped(rows, history, step)
+        ended = stopped | (step + 1 >= limits[rows])
+        aborted = aborts.among([requests[row].id for row in rows])
+        for i in np.flatnonzero(alive & stopped):
+            endings[rows[i]] = "stop"
+        if aborted is not None:
+            for i in np.flatnonzero(alive & aborted & ~ended):
+                endings[rows[i]] = "abort"
+            ended |= aborted
+        lengths[rows[alive & ended]] = step + 1
+        alive &= ~ended
+        left = int(alive.sum())
+        if left == 0:
+            break
+        if left < COMPACT_BELOW * len(rows):
+            kept = compacted(alive)
+            rows, alive = rows[kept], np.ones(left, np.bool_)
+            where = torch.from_numpy(kept).to(device)
+            session.keep(where)
+            sampler.keep(where)
+            tokens = tokens[where]
+    if not np.isfinite(logprobs).all():
+        raise WhetError(
+            "the model gave logits that are not finite; the weights may have diverged: look at grad_norm and lower the "
+            "learning rate"
+        )
+    return [
+        Completion(r.id, history[i, :n].copy(), logprobs[i, :n].copy(), endings[i], ((0, version),))
+        for i, (r, n) in enumerate(zip(requests, lengths, strict=True))
+    ]
+
+
+def distinct(
+    prompts: Sequence[np.ndarray[tuple[int], np.dtype[np.int64]]],
+) -> tuple[list[np.ndarray[tuple[int], np.dtype[np.int64]]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Find the distinct ones of sorted prompts -> (prompts, owner [B]: which of them each row has)."""
+    found: dict[bytes, int] = {}
+    owner = np.array([found.setdefault(p.tobytes(), len(found)) for p in prompts])
+    return [np.frombuffer(data, np.int64).copy() for data in found], owner
+
+
+def compacted(alive: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Order the living rows so that few move: the gaps among the first are filled with the last."""
+    left = int(alive.sum())
+    order = np.arange(left)
+    order[~alive[:left]] = left + np.flatnonzero(alive[left:])
+    return order

@@ -1,0 +1,100 @@
+"""Loading a model for decoding, choosing its decoder, and putting new weights into it."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.errors import RefitError, WhetError
+from whet_hf.decode import Decoder
+from whet_hf.fused import FusedDecoder, unsupported
+from whet_hf.plain import PlainDecoder
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest difference of a decoder's logits from the model's own, relative to the largest logit."""
+
+
+def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> Any:
+    """Load a causal language model for inference."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def choose_decoder(model: Any, *, fused: bool) -> Decoder:
+    """Choose the fastest decoder that gives the model's own logits, checked on random tokens.
+
+    Raises `WhetError` if none does.
+    """
+    if fused:
+        reason = unsupported(model.config)
+        if not reason:
+            decoder = FusedDecoder(model)
+            difference = decoding_error(decoder, model)
+            if difference <= TOLERANCE[model.dtype]:
+                return decoder
+            reason = f"this model: its logits differ by {difference:.1e} of the largest"
+        log.warning("the fused decoder does not do %s; the model's own code decodes, which is slower", reason)
+    plain = PlainDecoder(model)
+    difference = decoding_error(plain, model)
+    if difference > TOLERANCE[model.dtype]:
+        raise WhetError(
+            f"{type(model).__name__} gives other logits with a cache than without, by {difference:.1e} of the largest, "
+            "so it cannot be sampled from token by token; use another generator for this model"
+        )
+    return plain
+
+
+@torch.inference_mode()
+def decoding_error(decoder: Decoder, model: Any) -> float:
+    """Compare decoding with whole forward passes on random prompts of two lengths, relative to the largest logit."""
+    draw = torch.Generator().manual_seed(0)
+    short, long = (torch.randint(decoder.vocab_size, (n,), generator=draw).to(model.device) for n in (5, 9))
+    new = torch.randint(decoder.vocab_size, (3, 3), generator=draw).to(model.device)
+    owner = torch.tensor([0, 1, 1], device=model.device)
+    session = decoder.begin([short, long], owner, room=new.shape[1] + 1)
+    found = [session.logits]
+    for step in range(new.shape[1]):
+        session.step(new[:, step])
+        found.append(session.logits)
+    difference, largest = 0.0, 0.0
+    for row, prompt in enumerate((short, long, long)):
+        whole = model(input_ids=torch.cat([prompt, new[row]])[None], use_cache=False).logits[0, len(prompt) - 1 :]
+        steps = torch.stack([logits[row] for logits in found])
+        difference = max(difference, float((steps - whole).abs().max()))
+        largest = max(largest, float(whole.abs().max()))
+    return difference / max(largest, 1e-30)
+
+
+def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy new weights into the model. Raises `RefitError` unless each parameter comes, and no name twice.
+
+    Of tied parameters any one name is enough. After an error the weights are a mixture and must not be used.
+    """
+    targets = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in targets}
+    wanted = {id(parameter): name for name, parameter in targets.items()}
+    seen: set[str] = set()
+    for name, tensor in weights:
+        target = targets.get(name, buffers.get(name))
+        if target is None:
+            raise RefitError(f"{type(model).__name__} has no parameter {name}, but it was sent")
+        if name in seen:
+            raise RefitError(f"{name} was sent twice")
+        if target.shape != tensor.shape:
+            raise RefitError(f"{name} was sent with shape {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
+        with torch.no_grad():
+            target.copy_(tensor)
+        seen.add(name)
+        wanted.pop(id(target), None)
+    if wanted:
+        names = sorted(wanted.values())
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise RefitError(f"{len(names)} parameters were not sent: {', '.join(names[:5])}{more}")

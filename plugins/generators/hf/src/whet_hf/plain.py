@@ -1,0 +1,78 @@
+"""Decoding with the model's own code and `transformers`' cache: for every model that generates at all."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PlainDecoder:
+    """Decodes with a `transformers` causal language model as it is."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def refresh(self) -> None:
+        """Follow new weights: there is nothing derived from them."""
+
+    def free(self) -> None:
+        """Give memory back: none is kept between batches."""
+
+    def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "PlainSession":
+        """Compute the prompts. prompts: [length] each; owner [B], ascending: the prompt of each row."""
+        return PlainSession(self, prompts, owner)
+
+    def forward(self, **arguments: Any) -> Any:
+        """Call the model for the logits of the last position."""
+        return self.model(**arguments, **self._last_only, use_cache=True, return_dict=True)
+
+
+class PlainSession:
+    """A batch under way."""
+
+    def __init__(self, decoder: PlainDecoder, prompts: list[Tensor], owner: Tensor) -> None:
+        from transformers import DynamicCache
+
+        self._decoder, device = decoder, owner.device
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        width = int(lengths.max())
+        tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device=device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, width - len(prompt) :] = prompt
+        self._mask = (torch.arange(width, device=device) >= (width - lengths)[:, None]).long()
+        output = decoder.forward(
+            input_ids=tokens,
+            attention_mask=self._mask,
+            position_ids=(self._mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=DynamicCache(config=decoder.model.config),
+        )
+        self._cache = output.past_key_values
+        self._position = lengths
+        self.logits = output.logits[:, -1]  # [B, V], of the next token
+        self.keep(owner)
+
+    def step(self, tokens: Tensor) -> None:
+        """Append a token to each row. tokens [B]."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        output = self._decoder.forward(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._position[:, None],
+            past_key_values=self._cache,
+        )
+        self._position = self._position + 1
+        self.logits = output.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order; a row may be taken more than once."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self._position, self.logits = self._mask[rows], self._position[rows], self.logits[rows]
