@@ -118,6 +118,19 @@ class ByteCodec:
         return bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
 
 
+class ByteChat(ByteCodec):
+    """The smallest stand-in for a `ChatTokenizer`: `role: text` in lines, a token for each byte."""
+
+    def prompt(self, conversation: Conversation) -> IntArray:
+        """Give the tokens that the model is to continue."""
+        return self.encode("".join(f"{message.role}: {message.text}\n" for message in conversation) + "assistant: ")
+
+    def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
+        """Give the tokens to append after the model's last completion."""
+        end = np.asarray([] if stopped else self.stop_tokens, np.int64)
+        return np.concatenate([end, self.encode("\n"), self.prompt(messages)])
+
+
 class FakeGenerator:
     """A generator that answers by script or by a rule, with made-up logprobs, and keeps the whole contract.
 

@@ -1,0 +1,391 @@
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.data.chat import ChatTokenizer
+from whet.data.messages import Message
+from whet.data.records import Completion, Episode, Request, Sampling, Task
+from whet.errors import WorkerError
+from whet.interfaces.environment import Model, SingleTurn
+from whet.rollout.episode import Assignment, EpisodeFailed, Player
+from whet.rollout.routing import Route
+from whet.testing.fakes import ByteChat, FakeGenerator
+
+END = ByteChat.stop_tokens[0]
+
+
+class Played:
+    """An environment made of one function."""
+
+    reward_weights: Mapping[str, float] = {}
+
+    def __init__(self, play: Callable[[Task, Model], Awaitable[Mapping[str, float]]]) -> None:
+        self.run = play
+
+    def tasks(self, split: str) -> list[Task]:
+        return [Task("hello")]
+
+    def close(self) -> None:
+        pass
+
+
+class AltTokens(FakeGenerator):
+    """Spells its answers in tokens (byte + 300) that no encoder would choose for the same text."""
+
+    async def generate(self, request: Request) -> Completion:
+        made = await super().generate(request)
+        tokens = np.where(made.tokens < 256, made.tokens + 300, made.tokens)
+        return Completion(made.id, tokens, made.logprobs, made.stop, made.versions)
+
+
+class AltChat(ByteChat):
+    def decode(self, tokens: Any, skip_special: bool = True) -> str:
+        return super().decode([t - 300 if t >= 300 else t for t in tokens])
+
+
+def player(generator: Any, chat: Any = None, **changes: Any) -> Player:
+    defaults: dict[str, Any] = {
+        "sampling": Sampling(max_tokens=8),
+        "max_context": 0,
+        "seed": 0,
+        "purpose": "sample",
+        "retries": 0,
+        "deadline_seconds": 5.0,
+    }
+    return Player(generator, chat or ByteChat(), **{**defaults, **changes})
+
+
+def assigned(environment: Any, index: int = 7, task: Task | None = None) -> Assignment:
+    route = Route("puzzle", environment, "train")
+    return Assignment(route, task or Task("hello", {"answer": "yes"}), 3, index)
+
+
+def play(environment: Any, generator: Any, chat: Any = None, **changes: Any) -> Episode:
+    return asyncio.run(player(generator, chat, **changes).episode(assigned(environment), 0))
+
+
+def talk(*turns: str) -> Played:
+    """An environment that says one thing after the other."""
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        for turn in turns:
+            await model.reply(turn)
+        return {"correct": 1.0}
+
+    return Played(run)
+
+
+def test_a_single_turn_is_prompt_then_answer() -> None:
+    generator = FakeGenerator("yes")
+    generator.version = 5
+    environment = SingleTurn({}, {"correct": lambda text, data: float(text == data["answer"])})
+    episode = play(environment, generator)
+    (one,) = episode.trajectories
+    prompt = b"user: hello\nassistant: "
+    assert one.tokens.tolist() == [*prompt, *b"yes", END]
+    assert one.loss_mask.tolist() == [False] * len(prompt) + [True] * 4
+    assert one.versions.tolist() == [-1] * len(prompt) + [5] * 4
+    assert (one.logprobs[: len(prompt)] == 0).all()
+    assert (one.logprobs[len(prompt) :] < 0).all()
+    assert (one.prompt_length, one.stop) == (len(prompt), "stop")
+    assert (episode.rewards, episode.reward, episode.turns) == ({"correct": 1.0}, 1.0, 1)
+    assert (episode.environment, episode.task, episode.sample) == ("puzzle", 3, 0)
+    assert episode.messages == (("user", "hello"), ("assistant", "yes"))
+
+
+def test_rewards_are_weighed() -> None:
+    environment = SingleTurn({}, {"correct": lambda text, data: 1.0, "format": (lambda text, data: 2.0, 0.1)})
+    episode = play(environment, FakeGenerator("x"))
+    assert episode.rewards == {"correct": 1.0, "format": 2.0}
+    assert episode.reward == pytest.approx(1.2)
+
+
+def test_what_the_model_produced_is_never_tokenised_again() -> None:
+    generator = AltTokens(["one", "two"])
+    play(talk("a", "b"), generator, AltChat())
+    first, second = generator.requests
+    history = [*first.tokens.tolist(), *(300 + b for b in b"one"), END]
+    assert second.tokens.tolist() == [*history, *b"\nuser: b\nassistant: "]
+
+
+def test_a_real_tokenizer_would_merge_what_history_keeps_apart(tiny_model_folder: Any) -> None:
+    chat = ChatTokenizer(tiny_model_folder)
+    spelt = np.concatenate([chat.encode(letter) for letter in "Compute"])
+    assert chat.decode(spelt) == "Compute"
+    assert len(chat.encode("Compute")) < len(spelt)
+
+    class Spelling(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            self.requests.append(request)
+            tokens = np.append(spelt, chat.stop_tokens[0])
+            return Completion(request.id, tokens, -np.ones(len(tokens), np.float32), "stop", ((0, 0),))
+
+    generator = Spelling("")
+    episode = play(talk("What?", "And then?"), generator, chat, sampling=Sampling(max_tokens=32))
+    first, second = (request.tokens for request in generator.requests)
+    answer = [*spelt.tolist(), chat.stop_tokens[0]]
+    assert second[: len(first) + len(answer)].tolist() == [*first.tolist(), *answer]
+    after = chat.decode(second[len(first) + len(answer) :], skip_special=False)
+    assert after == "\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    assert episode.trajectories[0].loss_mask.sum() == 2 * len(answer)
+
+
+def test_only_the_models_turns_carry_loss() -> None:
+    (one,) = play(talk("a", "b"), FakeGenerator(["one", "two"])).trajectories
+    learned = [bytes(t for t in one.tokens[one.loss_mask] if t < 256)]
+    assert learned == [b"onetwo"]
+    hidden = bytes(int(t) for t in one.tokens[~one.loss_mask])
+    assert hidden == b"user: a\nassistant: " + b"\nuser: b\nassistant: "
+    assert (one.logprobs[~one.loss_mask] == 0).all()
+    assert (one.versions[~one.loss_mask] == -1).all()
+
+
+def test_a_turn_that_was_cut_is_closed_before_the_next() -> None:
+    generator = FakeGenerator("too long")
+    play(talk("a", "b"), generator, sampling=Sampling(max_tokens=3))
+    first, second = generator.requests
+    assert second.tokens.tolist() == [*first.tokens.tolist(), *b"too", END, *b"\nuser: b\nassistant: "]
+
+
+def test_versions_of_a_completion_are_spread_over_its_tokens() -> None:
+    class Changing(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            made = await super().generate(request)
+            return Completion(made.id, made.tokens, made.logprobs, made.stop, ((0, 3), (1, 4), (3, 9)))
+
+    (one,) = play(talk("a"), Changing("wxyz")).trajectories
+    assert one.versions[one.loss_mask].tolist() == [3, 4, 4, 9, 9]
+
+
+def test_a_fork_has_the_history_as_prompt_and_learns_only_what_is_its_own() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        other = model.fork()
+        model.fork()  # never asked: leaves nothing behind
+        await asyncio.gather(model.reply("b"), other.reply("c"))
+        return {"correct": 1.0}
+
+    generator = FakeGenerator(["one", "two", "three"])
+    episode = play(Played(run), generator)
+    main, fork = episode.trajectories
+    assert bytes(t for t in main.tokens[main.loss_mask] if t < 256) == b"onetwo"
+    assert bytes(t for t in fork.tokens[fork.loss_mask] if t < 256) == b"three"
+    history = [*b"user: a\nassistant: one", END]
+    assert fork.tokens.tolist() == [*history, *b"\nuser: c\nassistant: three", END]
+    assert fork.prompt_length == len(history) + len(b"\nuser: c\nassistant: ")
+    assert episode.turns == 3
+    assert len({request.seed for request in generator.requests}) == 3
+    assert len({request.id for request in generator.requests}) == 3
+
+
+def test_samples_of_a_group_share_the_prompt_they_have_in_common() -> None:
+    class Counting(ByteChat):
+        prompts = 0
+
+        def prompt(self, conversation: Any) -> Any:
+            self.prompts += 1
+            return super().prompt(conversation)
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply(task.prompt)
+        await model.reply("more")
+        return {"correct": 1.0}
+
+    chat, generator = Counting(), FakeGenerator("x")
+    group = asyncio.run(player(generator, chat).group(assigned(Played(run)), 4))
+    first, later = generator.requests[:4], generator.requests[4:]
+    assert len({request.prefix for request in first}) == 1
+    assert first[0].prefix
+    assert all(np.array_equal(request.tokens, first[0].tokens) for request in first)
+    assert not any(request.prefix for request in later)
+    assert [episode.sample for episode in group.episodes] == [0, 1, 2, 3]
+    assert chat.prompts == 1 + 4  # the continuation of the stand-in uses it as well
+
+
+def test_different_prompts_of_a_group_are_told_apart() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply([Message("system", f"s{len(generator.requests) % 2}"), *task.prompt])
+        return {"correct": 1.0}
+
+    generator = FakeGenerator("x")
+    asyncio.run(player(generator).group(assigned(Played(run)), 4))
+    by_prefix: dict[str, set[bytes]] = {}
+    for request in generator.requests:
+        by_prefix.setdefault(request.prefix, set()).add(request.tokens.tobytes())
+    assert len(by_prefix) == 2
+    assert all(len(prompts) == 1 for prompts in by_prefix.values())
+
+
+def test_requests_are_seeded_by_their_position_alone() -> None:
+    def seeds(index: int, purpose: str = "sample", seed: int = 0) -> list[int]:
+        generator = FakeGenerator("x")
+        team = player(generator, purpose=purpose, seed=seed)
+        asyncio.run(team.group(assigned(talk("a", "b"), index), 3))
+        return sorted(request.seed for request in generator.requests)
+
+    assert seeds(7) == seeds(7)
+    every = [*seeds(7), *seeds(8), *seeds(7, "evaluate"), *seeds(7, seed=1)]
+    assert len(set(every)) == len(every) == 24
+
+
+def test_answers_fit_into_the_context() -> None:
+    generator = FakeGenerator("abcdefgh")
+    prompt = len(b"user: a\nassistant: ")
+    (one,) = play(talk("a"), generator, max_context=prompt + 5).trajectories
+    assert generator.requests[0].sampling.max_tokens == 5
+    assert (len(one.tokens), one.stop) == (prompt + 5, "length")
+
+
+def test_a_full_context_gives_empty_replies_that_were_cut() -> None:
+    replies = []
+
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        replies.extend([await model.reply(text) for text in ("a", "b", "c")])
+        return {"correct": 0.0}
+
+    generator = FakeGenerator("xy")
+    prompt = len(b"user: a\nassistant: ")
+    (one,) = play(Played(run), generator, max_context=prompt + 10).trajectories
+    assert [(reply.text, reply.stop) for reply in replies] == [("xy", "stop"), ("", "length"), ("", "length")]
+    assert len(generator.requests) == 1
+    assert (len(one.tokens), one.stop) == (prompt + 3, "length")
+
+
+def test_a_prompt_without_room_for_an_answer_fails() -> None:
+    with pytest.raises(EpisodeFailed, match=r"prompt of 19 tokens leaves no room .* in 19; raise rollout.max_context"):
+        play(talk("a"), FakeGenerator("x"), max_context=19)
+
+
+def test_stop_tokens_and_strings_reach_the_generator() -> None:
+    generator = FakeGenerator("x")
+    play(talk("a"), generator, sampling=Sampling(4, 0.7, stop=("###",)))
+    sampling = generator.requests[0].sampling
+    assert (sampling.stop, sampling.stop_tokens, sampling.temperature) == (("###",), (END,), 0.7)
+
+
+def test_a_failed_episode_is_played_again_with_other_randomness() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        if len(generator.requests) < 3:
+            raise KeyError("grader")
+        return {"correct": 1.0}
+
+    generator = FakeGenerator("x")
+    assignment = assigned(Played(run))
+    episode = asyncio.run(player(generator, retries=2).episode(assignment, 0))
+    assert episode.rewards == {"correct": 1.0}
+    assert len({request.seed for request in generator.requests}) == 3
+    assert assignment.tally == {"retried": 2, "done": 1}
+
+
+async def _no_question(task: Task, model: Model) -> Mapping[str, float]:
+    return {"correct": 1.0}
+
+
+async def _nan(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("a")
+    return {"correct": float("nan")}
+
+
+async def _no_rewards(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("a")
+    return {}
+
+
+async def _bug(task: Task, model: Model) -> Mapping[str, float]:
+    raise ZeroDivisionError("whoops")
+
+
+async def _exit(task: Task, model: Model) -> Mapping[str, float]:
+    raise SystemExit(3)
+
+
+async def _cancelled(task: Task, model: Model) -> Mapping[str, float]:
+    raise asyncio.CancelledError
+
+
+async def _for_ever(task: Task, model: Model) -> Mapping[str, float]:
+    while True:
+        await model.reply("more")
+
+
+async def _at_once(task: Task, model: Model) -> Mapping[str, float]:
+    await asyncio.gather(model.reply("a"), model.reply("b"))
+    return {"correct": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (_no_question, "without asking the model anything"),
+        (_nan, r"reward 'correct' = nan, wanted a finite number"),
+        (_no_rewards, "wanted a mapping of reward names"),
+        (_bug, "ZeroDivisionError: whoops"),
+        (_exit, "SystemExit: 3"),
+        (_cancelled, "CancelledError"),
+        (_for_ever, r"not over after 0.3 seconds \(cluster.deadlines.episode\)"),
+        (_at_once, "use model.fork"),
+    ],
+)
+def test_what_goes_wrong_in_an_episode_is_named(run: Any, message: str) -> None:
+    context = 100 if run is _for_ever else 0
+    with pytest.raises(EpisodeFailed, match=rf"(?s)'puzzle', task 3, sample 0 failed once; last: .*{message}"):
+        play(Played(run), FakeGenerator("x"), deadline_seconds=0.3, max_context=context)
+
+
+def _broken(change: Callable[[Completion], Completion]) -> FakeGenerator:
+    class Broken(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            return change(await super().generate(request))
+
+    return Broken("abc")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: Completion(c.id, c.tokens[:0], c.logprobs[:0], "stop", c.versions), "gave 0 tokens"),
+        (lambda c: Completion(c.id, np.tile(c.tokens, 9), np.tile(c.logprobs, 9), "stop", c.versions), "wanted 1 to 8"),
+        (lambda c: Completion(c.id, c.tokens, c.logprobs[1:], "stop", c.versions), "gave 3 logprobs for the 4 tokens"),
+        (lambda c: Completion(c.id, c.tokens, c.logprobs * np.nan, "stop", c.versions), "wanted a finite one"),
+        (lambda c: Completion(c.id, c.tokens, c.logprobs, "stop", ()), "no weight version"),
+        (lambda c: Completion(c.id, c.tokens, c.logprobs, "abort", c.versions), "was aborted after 4 tokens"),
+    ],
+)
+def test_a_completion_that_breaks_the_contract_is_not_trained_on(change: Any, message: str) -> None:
+    with pytest.raises(EpisodeFailed, match=message):
+        play(talk("a"), _broken(change))
+
+
+def test_a_dead_worker_is_not_the_episodes_fault() -> None:
+    class Dead(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            self.requests.append(request)
+            raise WorkerError("generator", 0, "generate", "it died")
+
+    generator = Dead("x")
+    with pytest.raises(WorkerError, match="generator rank 0 failed in generate"):
+        play(talk("a"), generator, retries=3)
+    assert len(generator.requests) == 1
+
+
+def test_the_first_failure_ends_the_other_samples_of_the_group() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        answer = await model.reply("a")
+        if answer.text == "bad":
+            raise ValueError("bad")
+        await model.reply("b")
+        return {"correct": 1.0}
+
+    class Slow(FakeGenerator):
+        async def generate(self, request: Request) -> Completion:
+            self._delay = 30.0 if len(self.requests) >= 3 else 0.0
+            return await super().generate(request)
+
+    generator = Slow(["good", "bad", "good", "x", "x"])
+    with pytest.raises(EpisodeFailed, match="sample 1"):
+        asyncio.run(player(generator).group(assigned(Played(run)), 3))
+    assert len(generator.cancelled) == 2
