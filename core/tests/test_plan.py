@@ -1,0 +1,162 @@
+"""The plan is a pure function of config, model and facts, and refuses whatever it can know."""
+
+from typing import Any
+
+import attrs
+import pytest
+from attrs import frozen
+
+from whet.component import Component, Facts, Selection
+from whet.config.sections import (
+    ClusterSection,
+    Config,
+    DataFile,
+    DataSection,
+    EnvironmentSection,
+    EvaluationSection,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    selection,
+)
+from whet.model import ModelInfo
+from whet.plan import Machine, gather_facts, make_plan, selections
+
+MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
+
+
+@frozen
+class Plain:
+    """A component without settings."""
+
+
+@frozen
+class Looped:
+    """An algorithm with a loss inside."""
+
+    loss: Selection = selection("losses")
+    """The loss."""
+
+
+def chosen(kind: Any, name: str, config: object = None) -> Selection:
+    return Selection(kind, Component(name, type(config or Plain()), "x:Y"), config or Plain())
+
+
+def make_config(**changes: Any) -> Config:
+    parts = {
+        "run": RunSection("runs/x", 10),
+        "model": ModelSection("models/x"),
+        "algorithm": chosen("algorithms", "loop", Looped(loss=chosen("losses", "pg"))),
+        "backend": chosen("backends", "trainer"),
+        "generator": chosen("generators", "sampler"),
+        "environments": [EnvironmentSection(component=chosen("environments", "sums"))],
+        "rollout": RolloutSection(max_tokens=32),
+    }
+    return Config(**{**parts, **changes})
+
+
+FACTS = {
+    "algorithm": Facts(inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4),
+    "algorithm.loss": Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
+    "backend": Facts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "disk")),
+    "generator": Facts(transports=("shared", "shared-memory", "disk")),
+}
+
+
+def problems(config: Config, facts: dict[str, Facts] = FACTS, machine: Machine = Machine(8)) -> list[str]:
+    plan, found = make_plan(config, MODEL, facts, machine)
+    assert (plan is None) == bool(found)
+    return [str(problem) for problem in found]
+
+
+def test_a_sound_config_gives_a_plan_that_can_be_read():
+    plan, found = make_plan(make_config(), MODEL, FACTS, Machine(8))
+    assert not found
+    assert (plan.transport, plan.feeds_on, plan.max_context) == ("shared", "rollouts", 128)
+    assert plan.role("backend").threads == 8
+    assert plan.role("backend").processes == plan.role("generator").processes == "backend+generator"
+    assert "backend: trainer, 1 rank x 8 threads on cpu" in plan.describe()
+    assert plan.to_dict()["roles"][0]["role"] == "backend"
+
+
+def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
+    config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1))
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.role("backend").processes != plan.role("generator").processes
+    assert (plan.role("backend").threads, plan.role("generator").threads) == (4, 4)
+    assert plan.transport == "shared-memory"
+
+
+def test_gpus_apart_are_numbered_one_after_the_other():
+    config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, share=[]))
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8, gpus=4))
+    assert not found
+    assert plan.role("backend").devices == ("cuda:0", "cuda:1")
+    assert plan.role("generator").devices == ("cuda:2", "cuda:3")
+
+
+def test_facts_are_asked_of_every_component_at_any_depth():
+    paths = [path for path, _ in selections(make_config())]
+    assert paths == ["algorithm", "algorithm.loss", "backend", "generator", "environments[0]"]
+    assert set(gather_facts(make_config(), MODEL)) == set(paths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environments": []}, "environments: loop is fed by rollouts and there is no environment"),
+        ({"generator": None}, "generator: loop is fed by rollouts and there is no generator"),
+        ({"data": DataSection([DataFile("a.jsonl")])}, "data: loop is fed by rollouts and reads no data files"),
+        ({"rollout": RolloutSection(max_tokens=128)}, "rollout.max_tokens: is 128, which leaves no room"),
+        ({"rollout": RolloutSection(max_tokens=8, max_context=256)}, "rollout.max_context: is 256, but the model's"),
+        ({"cluster": ClusterSection(ranks={"bakcend": 2})}, "cluster.ranks.bakcend: there is no such role"),
+        ({"cluster": ClusterSection(threads={"backend": 0})}, "cluster.threads.backend: is 0, wanted at least 1"),
+        ({"cluster": ClusterSection(gpus={"backend": 1})}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
+        ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share[0]: names the role 'x'"),
+        (
+            {"cluster": ClusterSection(workers="inline", ranks={"backend": 2})},
+            "cluster.ranks: inline workers are one rank each",
+        ),
+        (
+            {"environments": [EnvironmentSection(component=chosen("environments", "sums"))] * 2},
+            "environments[1].name: there are two environments named 'sums'",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_path_and_reason(changes, message):
+    assert any(found.startswith(message) for found in problems(make_config(**changes)))
+
+
+def test_evaluation_needs_a_generator():
+    facts = {**FACTS, "algorithm": Facts(inputs=frozenset({"data"}))}
+    evaluation = EvaluationSection([EnvironmentSection(component=chosen("environments", "sums"))])
+    config = make_config(
+        environments=[], generator=None, data=DataSection([DataFile("a.jsonl")]), evaluation=evaluation
+    )
+    assert "generator: evaluation needs a generator; choose one by `use:`" in problems(config, facts)
+
+
+def test_a_loss_gets_only_outputs_and_columns_that_are_there():
+    loss = Facts(outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
+    found = problems(make_config(), {**FACTS, "algorithm.loss": loss})
+    assert any("needs the model output 'values'" in line for line in found)
+    assert any("reads the column 'returns'" in line for line in found)
+
+
+def test_transports_that_do_not_meet_are_refused_with_both_sides_named():
+    found = problems(make_config(), {**FACTS, "generator": Facts(transports=("carrier-pigeon",))})
+    assert any("generator" in line and "carrier-pigeon" in line for line in found)
+
+
+def test_all_problems_are_reported_at_once():
+    config = make_config(
+        environments=[], rollout=RolloutSection(max_tokens=500), cluster=ClusterSection(ranks={"nobody": 1})
+    )
+    assert len(problems(config)) == 3
+
+
+def test_the_plan_does_not_change_the_config():
+    config = make_config()
+    before = attrs.asdict(config, recurse=False)
+    make_plan(config, MODEL, FACTS, Machine(2))
+    assert attrs.asdict(config, recurse=False) == before

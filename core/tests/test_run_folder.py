@@ -1,0 +1,72 @@
+"""The run folder keeps what was written, whatever happens next."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.errors import CheckpointError, WhetError
+from whet.run_folder import RunFolder, disk_errors, read_rows
+
+
+def test_two_runs_cannot_have_one_folder(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.claim()
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        second.claim()
+    first.release()
+    second.claim()
+    second.release()
+    second.release()
+
+
+def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append("metrics.jsonl", [{"step": 1}, {"step": 2}])
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "loss": 0.')
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_rewinding_forgets_later_steps_alone(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append("metrics.jsonl", [{"step": n, "loss": 1 / (n + 1)} for n in range(5)])
+    for n in range(5):
+        run.append(f"rollouts/step-{n:06d}.jsonl", [{"n": n}])
+        run.append(f"evaluations/step-{n:06d}-test.jsonl", [{"n": n}])
+    run.rewind(2)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert len(list((tmp_path / "rollouts").iterdir())) == 3
+    assert len(list((tmp_path / "evaluations").iterdir())) == 3
+
+
+def test_whole_files_are_replaced_whole(tmp_path):
+    run = RunFolder(tmp_path)
+    run.write_json("plan.json", {"a": 1})
+    run.write_json("plan.json", {"a": 2})
+    assert run.read_json("plan.json") == {"a": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    assert run.read_json("nothing.json") is None
+
+
+def test_the_journal_has_an_event_a_line(tmp_path):
+    run = RunFolder(tmp_path)
+    run.journal("opened", after_step=0)
+    run.journal("saved", step=3)
+    events = [json.loads(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert events == ["opened", "saved"]
+
+
+def test_a_full_disk_is_said_in_words():
+    with (
+        pytest.raises(WhetError, match=r"cannot write .*metrics\.jsonl: the disk is full; free some space"),
+        disk_errors(Path("metrics.jsonl")),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WhetError, match="cannot write"):
+        RunFolder(tmp_path / "file" / "run").claim()

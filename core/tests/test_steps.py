@@ -1,0 +1,133 @@
+"""Steps begin after the last checkpoint, write what happened, and end when asked."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from whet.config.sections import RunSection
+from whet.data.batch import from_sequences
+from whet.metrics import largest, mean
+from whet.run_folder import RunFolder, read_rows
+from whet.spans import Spans
+from whet.steps import Interrupted, Sinks, Steps
+
+BATCH = from_sequences([{"tokens": np.arange(3), "loss_mask": [False, True, True]}], prompt_lengths=[1])
+
+
+class Told:
+    """Notes what a run is told."""
+
+    def __init__(self):
+        self.saved, self.logged, self.evaluated, self.records = [], [], [], []
+
+    def sinks(self):
+        return Sinks(
+            records=lambda step, batch: self.records.append(step),
+            evaluate=lambda step: self.evaluated.append(step) or {"evaluation/test/reward": mean(0.5)},
+            log=lambda step, numbers: self.logged.append((step, dict(numbers))),
+            save=self.saved.append,
+            gather=lambda: {"reward/mean": mean(3.0, 4.0)},
+        )
+
+
+def make(tmp_path, told, done=0, evaluate_every=0, **section):
+    section = RunSection(folder=str(tmp_path), **{"steps": 5, **section})
+    return Steps(RunFolder(tmp_path), section, done, evaluate_every, Spans(), told.sinks())
+
+
+def test_every_step_is_written_with_its_merged_metrics(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told, steps=2):
+        step.log({"loss": mean(2.0, 1.0), "gap": largest(1.0)})
+        step.log({"loss": mean(4.0, 2.0), "gap": largest(0.5)})
+        step.finish(BATCH)
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (rows[0]["loss"], rows[0]["gap"], rows[0]["reward/mean"], rows[0]["tokens"]) == (2.0, 1.0, 0.75, 3)
+    assert told.logged[1][0] == 2
+
+
+def test_it_goes_on_after_the_last_checkpoint(tmp_path):
+    numbers = []
+    for step in make(tmp_path, Told(), done=3):
+        numbers.append(step.number)
+        step.finish(BATCH)
+    assert numbers == [4, 5]
+
+
+def test_it_saves_and_evaluates_when_due_and_at_the_end(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told, save_every=2, evaluate_every=3):
+        step.finish(BATCH)
+    assert told.saved == [2, 4, 5]
+    assert told.evaluated == [3, 5]
+    assert told.records == [1, 2, 3, 4, 5]
+
+
+def test_without_an_interval_it_saves_once_at_the_end(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told):
+        step.finish(BATCH)
+    assert told.saved == [5]
+
+
+def test_the_seed_of_a_step_depends_on_run_seed_and_number_alone(tmp_path):
+    def seeds(**section):
+        steps = make(tmp_path, Told(), **section)
+        found = []
+        for step in steps:
+            found.append(step.seed)
+            step.finish(BATCH)
+        return found
+
+    assert seeds(steps=5)[2:] == [*seeds(steps=5, done=2)]
+    assert seeds(seed=1) != seeds(seed=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, number):
+    told = Told()
+    steps = make(tmp_path, told)
+    before = signal.getsignal(number)
+    for step in steps:
+        if step.number == 2:
+            os.kill(os.getpid(), number)
+        step.finish(BATCH)
+    assert (steps.done, steps.stopped_by, told.saved) == (2, number, [2])
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_ends_an_interruptible_wait_at_once(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told)
+    with pytest.raises(Interrupted):
+        for step in steps:
+            with steps.interruptible():
+                if step.number == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    raise AssertionError("the wait went on")
+            step.finish(BATCH)
+    steps.save_now()
+    assert told.saved == [2]
+
+
+def test_a_step_that_is_not_finished_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"step 1 was not finished"):
+        for _ in make(tmp_path, Told()):
+            pass
+
+
+def test_spans_are_written_and_summed(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told, steps=1)
+    for step in steps:
+        with steps._spans.phase("backend", "train"):
+            pass
+        with steps._spans.phase("backend", "train"):
+            pass
+        step.finish(BATCH)
+    spans = list(read_rows(tmp_path / "spans.jsonl"))
+    assert [(s["step"], s["role"], s["phase"]) for s in spans] == [(1, "backend", "train")] * 2
+    assert told.logged[0][1]["seconds/backend.train"] == pytest.approx(sum(s["seconds"] for s in spans), abs=1e-5)

@@ -1,0 +1,81 @@
+"""Loggers and hooks watch a run and can never end it."""
+
+from whet import hookimpl
+from whet.plugins import new_manager
+from whet.run_folder import RunFolder, read_rows
+from whet.watchers import Watchers
+
+
+class Notes:
+    """A logger that notes, and fails when told to."""
+
+    def __init__(self, fail: bool = False):
+        self.fail, self.seen = fail, []
+
+    def log(self, step, metrics):
+        if self.fail:
+            raise ConnectionError("dashboard unreachable")
+        self.seen.append((step, dict(metrics)))
+
+    def status(self, text):
+        self.seen.append(text)
+
+    def close(self, failed):
+        self.seen.append(("closed", failed))
+
+
+def test_a_failing_logger_is_dropped_and_noted(tmp_path):
+    good, bad = Notes(), Notes(fail=True)
+    watchers = Watchers(new_manager(), RunFolder(tmp_path))
+    watchers.add("bad", bad)
+    watchers.add("good", good)
+    watchers.log(1, {"loss": 0.5})
+    watchers.log(2, {"loss": 0.4})
+    watchers.close()
+    watchers.close()
+    assert good.seen == [(1, {"loss": 0.5}), (2, {"loss": 0.4}), ("closed", False)]
+    assert bad.seen == []
+    (row,) = read_rows(tmp_path / "journal.jsonl")
+    assert (row["event"], row["message"]) == ("watcher failed", "dashboard unreachable")
+
+
+def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
+    class Plugin:
+        seen = []  # noqa: RUF012
+
+        @hookimpl
+        def whet_step_finished(self, step, metrics):
+            self.seen.append(step)
+            if step == 2:
+                raise ValueError("no")
+
+    manager = new_manager()
+    manager.register(Plugin())
+    watchers = Watchers(manager, RunFolder(tmp_path))
+    for step in (1, 2, 3):
+        watchers.log(step, {})
+    assert Plugin.seen == [1, 2, 3]
+    (row,) = read_rows(tmp_path / "journal.jsonl")
+    assert "whet_step_finished" in row["who"]
+
+
+def test_a_plugin_can_wrap_the_run(tmp_path):
+    order = []
+
+    class Profiler:
+        @hookimpl(wrapper=True)
+        def whet_run(self, algorithm, parts):
+            order.append("before")
+            result = yield
+            order.append("after")
+            return result
+
+    class Algorithm:
+        def run(self, parts):
+            order.append(parts)
+
+    manager = new_manager()
+    manager.register(Profiler())
+    hooks = Watchers(manager, RunFolder(tmp_path)).hooks
+    hooks.whet_run(algorithm=Algorithm(), parts="the parts")
+    assert order == ["before", "the parts", "after"]
