@@ -63,6 +63,7 @@ def test_there_is_something_to_run():
     assert runnable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", runnable(), ids=name)
 def test_a_page_runs_from_top_to_bottom(page, shell, tmp_path):
     for block in blocks(page):

@@ -132,8 +132,8 @@ def test_the_summary_shares_out_the_seconds_of_steps(tmp_path):
         logger.log(step, seconds)
     logger.close(failed=False)
     assert [row for row in map(str.split, out.getvalue().splitlines()) if "%" in row] == [
-        ["backend.train", "6.0", "75", "%"],
-        ["backend.forward", "2.0", "25", "%"],
+        ["backend.train", "6.00", "75", "%"],
+        ["backend.forward", "2.00", "25", "%"],
     ]
 
 

@@ -91,7 +91,7 @@ def _phases(seconds: dict[str, float], encoding: str) -> Table:
     whole = seconds.get("step") or sum(phases.values())
     for phase, spent in sorted(phases.items(), key=lambda item: -item[1]):
         if spent >= SMALLEST_SHARE * whole:
-            table.add_row(_name(phase, encoding), f"{spent:.1f}", f"{100 * spent / whole:.0f} %")
+            table.add_row(_name(phase, encoding), f"{spent:.2f}", f"{100 * spent / whole:.0f} %")
     return table
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,10 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
         axis.set_xlim(-0.02 * max(last, 1), 1.02 * max(last, 1))
     beside = path.with_name(f".{path.name}.tmp{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(beside)
+    with warnings.catch_warnings():
+        # A letter that the font lacks is drawn as a box; nobody needs to be told while a run ends.
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+        figure.savefig(beside)
     os.replace(beside, path)
 
 
