@@ -1,0 +1,377 @@
+"""What every generator must keep.
+
+    class TestHF(ModelGeneratorContract):
+        transports = ("shared-memory", "disk")
+
+        def make(self, site: Site) -> HfGenerator:
+            return HfGenerator(HfConfig(), site)
+
+`ModelGeneratorContract` is for generators that serve a model folder, which is all but stand-ins: it also compares
+with `transformers`. Override `site` to run the same rules on worker processes.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from attrs import evolve, field, frozen
+
+from whet.cluster.slices import Site
+from whet.data.records import Completion, Request, Sampling
+from whet.errors import RefitError, WhetError, WorkerError
+from whet.interfaces.generator import Generator
+from whet.refit import handover
+from whet.refit.link import Link
+from whet.testing.deadline import deadline
+from whet.testing.models import make_model
+from whet.testing.reference import Reference
+from whet.testing.site import make_site
+
+T = TypeVar("T")
+PROMPTS = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [6, 6], [20, 21, 22, 23])
+TOLERANCE = 1e-4
+"""Largest difference of logprobs to `transformers`, in nats, in float32."""
+
+
+@frozen(eq=False)
+class Subject:
+    """A generator under test with the event loop that it lives in."""
+
+    generator: Generator
+    folder: Path
+    tokenizer: Any
+    scratch: Path
+    deadline_seconds: float
+    _runner: asyncio.Runner
+    _ids: Iterator[int] = field(factory=itertools.count, init=False)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run in the generator's event loop."""
+        with deadline(self.deadline_seconds, "what the generator was asked"):
+            return self._runner.run(coroutine)
+
+    def request(self, tokens: Any = PROMPTS[0], seed: int = 0, prefix: str = "", **sampling: Any) -> Request:
+        """Make a request with a fresh id."""
+        settings = Sampling(**{"max_tokens": 8, **sampling})
+        return Request(f"request-{next(self._ids)}", np.asarray(tokens, np.int64), settings, seed, prefix)
+
+    def ask(self, *requests: Request) -> list[Completion]:
+        """Have requests served that are made in one turn of the event loop."""
+
+        async def together() -> list[Completion]:
+            return await asyncio.gather(*map(self.generator.generate, requests))
+
+        return self.run(together())
+
+    def decode(self, tokens: Any) -> str:
+        """Turn tokens into text."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class GeneratorContract:
+    """Inherit and override `make`."""
+
+    deadline_seconds: float = 60.0
+    """The longest that a few short requests may take."""
+
+    def make(self, site: Site) -> Generator:
+        """Build the generator that is tested."""
+        raise NotImplementedError("override `make` to build the generator")
+
+    def site(self, folder: Path, model_folder: Path) -> Site:
+        """Say where it runs; by default in this process."""
+        return make_site(folder, "generator", model_folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(
+        cls, tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, tiny_tokenizer: Any
+    ) -> Iterator[Subject]:
+        """Build the generator once for all rules, and close it twice."""
+        folder = tmp_path_factory.mktemp("generator")
+        with asyncio.Runner() as runner:
+            generator = cls().make(cls().site(folder, tiny_model_folder))
+            yield Subject(generator, tiny_model_folder, tiny_tokenizer, folder, cls.deadline_seconds, runner)
+            generator.close()
+            generator.close()
+
+    def test_it_is_a_generator(self, subject: Subject) -> None:
+        assert isinstance(subject.generator, Generator)
+
+    def test_a_completion_belongs_to_its_request(self, subject: Subject) -> None:
+        requests = [subject.request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        assert [c.id for c in subject.ask(*requests)] == [r.id for r in requests]
+
+    def test_every_token_has_a_logprob(self, subject: Subject) -> None:
+        for completion in subject.ask(*[subject.request(prompt) for prompt in PROMPTS]):
+            assert completion.tokens.dtype == np.int64
+            assert completion.logprobs.dtype == np.float32
+            assert completion.tokens.shape == completion.logprobs.shape
+            assert len(completion.tokens) > 0
+
+    def test_logprobs_are_finite_and_at_most_0(self, subject: Subject) -> None:
+        for temperature in (0.0, 0.3, 1.0):
+            (completion,) = subject.ask(subject.request(temperature=temperature))
+            assert np.isfinite(completion.logprobs).all()
+            assert (completion.logprobs <= 0).all()
+
+    def test_the_stop_token_is_kept_as_the_last(self, subject: Subject) -> None:
+        stops = tuple(range(0, 384, 4))
+        requests = [subject.request(seed=seed, stop_tokens=stops, max_tokens=32) for seed in range(8)]
+        completions = subject.ask(*requests)
+        assert any(c.stop == "stop" for c in completions)
+        for completion in completions:
+            assert not np.isin(completion.tokens[:-1], stops).any(), "it went on after a stop token"
+            assert np.isin(completion.tokens[-1:], stops).any() == (completion.stop == "stop")
+
+    @pytest.mark.parametrize("most", [1, 2, 7])
+    def test_a_completion_without_stop_is_as_long_as_its_limit(self, subject: Subject, most: int) -> None:
+        for completion in subject.ask(*[subject.request(prompt, max_tokens=most) for prompt in PROMPTS]):
+            assert (len(completion.tokens), completion.stop) == (most, "length")
+
+    def test_requests_of_one_message_may_have_different_limits(self, subject: Subject) -> None:
+        limits = [3, 1, 9, 5]
+        completions = subject.ask(*[subject.request(max_tokens=most, seed=most) for most in limits])
+        assert [len(c.tokens) for c in completions] == limits
+
+    def test_the_same_request_gives_the_same_tokens(self, subject: Subject) -> None:
+        once, twice = (subject.ask(subject.request(seed=3, max_tokens=16))[0] for _ in range(2))
+        assert np.array_equal(once.tokens, twice.tokens)
+        np.testing.assert_allclose(once.logprobs, twice.logprobs, atol=1e-5)
+
+    def test_another_seed_gives_other_tokens(self, subject: Subject) -> None:
+        completions = subject.ask(*[subject.request(seed=seed, max_tokens=16) for seed in range(4)])
+        assert len({tuple(c.tokens) for c in completions}) == 4
+
+    def test_company_changes_nothing(self, subject: Subject) -> None:
+        alone = [subject.ask(subject.request(prompt, seed))[0] for seed, prompt in enumerate(PROMPTS)]
+        company = [subject.request([30 + i] * (i + 1), 100 + i, max_tokens=3 + i) for i in range(6)]
+        requests = [subject.request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        together = subject.ask(*company[:3], *requests, *company[3:])[3:-3]
+        for one, other in zip(alone, together, strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+    def test_a_shared_prefix_changes_nothing(self, subject: Subject) -> None:
+        apart = subject.ask(*[subject.request(seed=seed) for seed in range(4)])
+        shared = subject.ask(*[subject.request(seed=seed, prefix="p") for seed in range(4)])
+        for one, other in zip(apart, shared, strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+    def test_temperature_0_does_not_depend_on_the_seed(self, subject: Subject) -> None:
+        completions = subject.ask(*[subject.request(seed=seed, temperature=0.0) for seed in range(3)])
+        assert len({tuple(c.tokens) for c in completions}) == 1
+
+    def test_versions_cover_all_tokens(self, subject: Subject) -> None:
+        for completion in subject.ask(*[subject.request(prompt) for prompt in PROMPTS]):
+            starts = [start for start, _ in completion.versions]
+            versions = [version for _, version in completion.versions]
+            assert starts[0] == 0
+            assert starts == sorted(set(starts))
+            assert starts[-1] < len(completion.tokens)
+            assert versions == sorted(versions)
+
+    def test_many_requests_at_a_time_are_all_served(self, subject: Subject) -> None:
+        requests = [subject.request(PROMPTS[i % 5], i, max_tokens=1 + i % 4) for i in range(64)]
+        assert [len(c.tokens) for c in subject.ask(*requests)] == [1 + i % 4 for i in range(64)]
+
+    def test_a_cancelled_request_leaves_the_others_alone(self, subject: Subject) -> None:
+        expected = subject.ask(subject.request(seed=1), subject.request(seed=2))
+
+        async def cancel_the_first() -> list[Completion]:
+            first, *rest = (
+                asyncio.ensure_future(subject.generator.generate(request))
+                for request in (subject.request(max_tokens=200), subject.request(seed=1), subject.request(seed=2))
+            )
+            for _ in range(20):
+                await asyncio.sleep(0)
+            first.cancel()
+            found = await asyncio.gather(*rest)
+            assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ in (
+                asyncio.CancelledError, Completion,
+            )  # fmt: skip
+            return found
+
+        found = subject.run(cancel_the_first())
+        assert [c.tokens.tolist() for c in found] == [c.tokens.tolist() for c in expected]
+        (later,) = subject.ask(subject.request(seed=1))
+        assert np.array_equal(later.tokens, expected[0].tokens)
+
+    def test_after_sleep_and_wake_it_serves_as_before(self, subject: Subject) -> None:
+        (before,) = subject.ask(subject.request(seed=5))
+        subject.generator.sleep()
+        subject.generator.wake()
+        (after,) = subject.ask(subject.request(seed=5))
+        assert np.array_equal(before.tokens, after.tokens)
+
+
+class ModelGeneratorContract(GeneratorContract):
+    """For generators that serve a model folder. Inherit and override `make`."""
+
+    transports: tuple[str, ...] = ("disk",)
+    """Ways to hand weights over, as in its facts, that work where `site` puts it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, tiny_model_folder: Path) -> Reference:
+        """Load the same model with `transformers`."""
+        return Reference(tiny_model_folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other(cls, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Reference:
+        """Make the same architecture with other weights."""
+        return Reference(make_model(tmp_path_factory.mktemp("other-model"), tiny_tokenizer, seed=7))
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_logprobs_are_those_of_a_full_forward(
+        self, subject: Subject, reference: Reference, temperature: float
+    ) -> None:
+        requests = [subject.request(p, i, temperature=temperature, max_tokens=24) for i, p in enumerate(PROMPTS)]
+        for request, completion in zip(requests, subject.ask(*requests), strict=True):
+            assert _gap(reference, request, completion, temperature) < TOLERANCE
+
+    def test_temperature_0_takes_the_likeliest_token_with_its_logprob_at_1(
+        self, subject: Subject, reference: Reference
+    ) -> None:
+        request = subject.request(temperature=0.0, max_tokens=16)
+        (completion,) = subject.ask(request)
+        follows = _follows(reference, request, completion, 1.0)
+        chosen = np.take_along_axis(follows, completion.tokens[:, None], -1)[:, 0]
+        assert (chosen >= follows.max(-1) - TOLERANCE).all()
+        assert _gap(reference, request, completion, 1.0) < TOLERANCE
+
+    def test_tokens_are_drawn_with_their_probabilities(self, subject: Subject, reference: Reference) -> None:
+        requests = [subject.request(seed=seed, temperature=0.1, max_tokens=1, prefix="p") for seed in range(1024)]
+        drawn = np.array([reply.tokens[0] for reply in subject.ask(*requests)])
+        follows = reference.likelihoods(PROMPTS[0], 0.1)[-1]
+        entropy = -(np.exp(follows) * follows).sum()
+        spread = np.sqrt((np.exp(follows) * (follows + entropy) ** 2).sum() / len(drawn))
+        assert abs(follows[drawn].mean() + entropy) < 5 * spread
+        likeliest = np.exp(follows.max())
+        share = (drawn == follows.argmax()).mean()
+        assert abs(share - likeliest) < 5 * np.sqrt(likeliest * (1 - likeliest) / len(drawn))
+
+    def test_top_k_keeps_to_the_likeliest(self, subject: Subject, reference: Reference) -> None:
+        request = subject.request(top_k=3, max_tokens=24)
+        (completion,) = subject.ask(request)
+        follows = _follows(reference, request, completion, 1.0)
+        third = np.sort(follows, -1)[:, -3]
+        assert (np.take_along_axis(follows, completion.tokens[:, None], -1)[:, 0] >= third - TOLERANCE).all()
+
+    def test_top_p_keeps_to_the_nucleus(self, subject: Subject, reference: Reference) -> None:
+        request = subject.request(top_p=0.3, max_tokens=24)
+        (completion,) = subject.ask(request)
+        follows = _follows(reference, request, completion, 1.0)
+        chosen = np.take_along_axis(follows, completion.tokens[:, None], -1)
+        likelier = np.where(follows > chosen + TOLERANCE, np.exp(follows), 0).sum(-1)
+        assert (likelier < 0.3 + 1e-3).all(), "a token came although likelier ones have the probability already"
+
+    def test_tokens_up_to_the_one_that_completes_a_stop_string_are_kept(self, subject: Subject) -> None:
+        for request, tokens, stop in _stop_strings(subject):
+            again = evolve(request, id=f"{request.id}-again", sampling=evolve(request.sampling, stop=(stop, "never")))
+            (completion,) = subject.ask(again)
+            assert completion.stop == "stop"
+            assert completion.tokens.tolist() == tokens.tolist(), f"stop string {stop!r}"
+
+    def test_a_stop_string_of_the_prompt_does_not_count(self, subject: Subject) -> None:
+        prompt = subject.tokenizer.encode("42 42", add_special_tokens=False)
+        (completion,) = subject.ask(subject.request(prompt, stop=("42",), max_tokens=4))
+        assert (completion.stop == "stop") == ("42" in subject.decode(completion.tokens))
+
+    @pytest.mark.parametrize("length", [0, 300])
+    def test_a_request_that_cannot_be_served_fails_alone(self, subject: Subject, length: int) -> None:
+        async def both() -> list[Any]:
+            requests = [subject.request([5] * length), subject.request(seed=4)]
+            return await asyncio.gather(*map(subject.generator.generate, requests), return_exceptions=True)
+
+        bad, good = subject.run(both())
+        assert isinstance(bad, WhetError), f"a prompt of {length} tokens for a model of 256 positions gave {bad!r}"
+        assert isinstance(good, Completion)
+
+    def test_weights_handed_over_are_used_from_then_on(
+        self, subject: Subject, reference: Reference, other: Reference
+    ) -> None:
+        for number, transport in enumerate(self.transports, start=1):
+            for version, model in ((10 * number, other), (10 * number + 1, reference)):
+                self._hand_over(subject, self._link(subject, transport, version), model.weights())
+                request = subject.request(seed=version, max_tokens=16)
+                (completion,) = subject.ask(request)
+                assert completion.versions == ((0, version),)
+                assert _gap(model, request, completion, 1.0) < TOLERANCE
+
+    def test_a_hand_over_that_lacks_a_weight_is_refused(
+        self, subject: Subject, reference: Reference, other: Reference
+    ) -> None:
+        for number, transport in enumerate(self.transports, start=1):
+            link = self._link(subject, transport, 100 * number)
+            with pytest.raises((RefitError, WorkerError)):
+                self._hand_over(subject, link, other.weights()[:-1])
+            self._serves_old_weights_or_none(subject, reference)
+            self._hand_over(subject, self._link(subject, transport, 100 * number + 1), reference.weights())
+            self._serves_old_weights_or_none(subject, reference)
+
+    def test_a_hand_over_of_another_version_is_refused(self, subject: Subject, reference: Reference) -> None:
+        for number, transport in enumerate(self.transports, start=1):
+            sent = evolve(self._link(subject, transport, 1000 * number), timeout_seconds=1.0)
+            handover.send(sent, reference.weights())
+            with pytest.raises((RefitError, WorkerError)):
+                self._receive(subject, evolve(sent, version=1000 * number + 1))
+            self._hand_over(subject, self._link(subject, transport, 1000 * number + 2), reference.weights())
+            self._serves_old_weights_or_none(subject, reference)
+
+    def _link(self, subject: Subject, transport: str, version: int) -> Link:
+        folder = subject.scratch / f"refit-{transport}"
+        folder.mkdir(exist_ok=True)
+        return Link(transport, str(folder), f"session-{version}", version, timeout_seconds=30.0)
+
+    def _hand_over(self, subject: Subject, link: Link, weights: list[tuple[str, Any]]) -> None:
+        handover.send(link, weights)
+        self._receive(subject, link)
+
+    def _receive(self, subject: Subject, link: Link) -> None:
+        with deadline(subject.deadline_seconds, "a hand-over of weights"):
+            subject.generator.receive_weights(link, link.version).result()
+
+    def _serves_old_weights_or_none(self, subject: Subject, reference: Reference) -> None:
+        request = subject.request(seed=9)
+        try:
+            (completion,) = subject.ask(request)
+        except WhetError:
+            return
+        assert _gap(reference, request, completion, 1.0) < TOLERANCE, "half of the new weights are in use"
+
+
+def _follows(reference: Reference, request: Request, completion: Completion, temperature: float) -> Any:
+    """Compute log_softmax(logits / temperature) that each token of the completion was drawn from. -> [L, V]."""
+    tokens = np.concatenate([request.tokens, completion.tokens])
+    return reference.likelihoods(tokens, temperature)[len(request.tokens) - 1 : -1]
+
+
+def _gap(reference: Reference, request: Request, completion: Completion, temperature: float) -> float:
+    """Find the largest difference between the completion's logprobs and a full forward's, in nats."""
+    expected = reference.logprobs(np.concatenate([request.tokens, completion.tokens]), temperature)
+    return float(np.abs(expected[len(request.tokens) :] - completion.logprobs).max())
+
+
+def _stop_strings(subject: Subject) -> list[tuple[Request, Any, str]]:
+    """Find (request, tokens up to the one that completes it, stop string): within a token, and across two."""
+    found = []
+    for seed in range(20):
+        request = subject.request(seed=seed, max_tokens=32)
+        (completion,) = subject.ask(request)
+        for end in range(3, len(completion.tokens)):
+            before, token = subject.decode(completion.tokens[:end]), subject.decode(completion.tokens[end : end + 1])
+            last = subject.decode(completion.tokens[end - 1 : end])
+            for stop in (token, last[-1:] + token[:1]):
+                plain = len(stop) > 1 and stop.isascii() and stop.isprintable() and before + token != before
+                if plain and stop not in before and stop in before + token:
+                    found.append((request, completion.tokens[: end + 1], stop))
+        if len(found) >= 4:
+            return found[:4]
+    raise AssertionError("no completion held printable text, so stop strings cannot be tested")
