@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = "run.steps=2 algorithm.prompts_per_step=2 algorithm.group_size=4 evaluation.environments.0.limit=8 cluster.workers=inline"
+SMALL = (
+    "run.steps=2 run.export=false algorithm.prompts_per_step=2 algorithm.group_size=4 "
+    "evaluation.environments.0.limit=8 cluster.workers=inline"
+)
 
 
 def test_the_package_has_at_most_a_hundred_lines():
@@ -28,7 +31,7 @@ def test_a_single_file_environment_trains(shell, tiny_model_folder, tmp_path):
 
 
 def check_trains(shell, recipe: Path, model: Path, folder: Path, environment: str) -> None:
-    shell(f"whet run {recipe} model.path={model} run.folder=run run.export=false {SMALL}", folder)
+    shell(f"whet run {recipe} model.path={model} run.folder=run {SMALL}", folder)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(f"evaluation/{environment}/reward" in row for row in (rows[0], rows[-1]))

@@ -16,6 +16,9 @@ from whet_plot.series import SMOOTHED_FROM, Panel, Series, smooth
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d3a9b", "#4d4d4d")
 """Told apart by colour-blind readers too (Okabe and Ito 2008, darkest first)."""
 
+LONGEST = 60
+"""Longer names are cut."""
+
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
     """Draw the panels, two in a row or three where that is all, and write the image in one move."""
@@ -73,5 +76,6 @@ def _curve(axis: Any, series: Series, colour: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """Keep matplotlib from reading names as formulas or as something to hide."""
+    """Keep matplotlib from reading names as formulas or as something to hide, and short enough to leave room."""
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return text.replace("\\", "/").replace("$", r"\$").lstrip("_")

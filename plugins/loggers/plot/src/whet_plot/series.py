@@ -20,6 +20,9 @@ USUAL = (
 SMOOTHED_FROM = 40
 """Points from which a curve also gets a running mean."""
 
+LARGEST = 1e30
+"""Numbers beyond are left out like those that are not finite: an axis up to there shows nothing else."""
+
 
 @frozen(eq=False)
 class Series:
@@ -87,7 +90,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _series(rows: dict[int, dict[str, float]], name: str) -> Series:
-    points = [(step, row) for step, row in rows.items() if math.isfinite(row.get(name, math.nan))]
+    points = [(step, row) for step, row in rows.items() if abs(row.get(name, math.nan)) < LARGEST]
     steps = np.array([step for step, _ in points], np.int64)
     values = np.array([row[name] for _, row in points], np.float64)
     sparse = name.startswith(("evaluation/", "validation/"))
