@@ -63,8 +63,8 @@ FACTS = {
 }
 
 
-def problems(config: Config, facts: dict[str, Facts] = FACTS, machine: Machine = Machine(8)) -> list[str]:
-    plan, found = make_plan(config, MODEL, facts, machine)
+def problems(config: Config, facts: dict[str, Facts] = FACTS) -> list[str]:
+    plan, found = make_plan(config, MODEL, facts, Machine(8))
     assert (plan is None) == bool(found)
     return [str(problem) for problem in found]
 
