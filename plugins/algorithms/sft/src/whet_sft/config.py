@@ -1,0 +1,50 @@
+"""The sections of SFT and its loss, and what planning needs to know of them."""
+
+from typing import Any, Literal
+
+from attrs import field, frozen, validators
+
+from whet.component import Facts, Selection
+from whet.config.sections import selection
+from whet.model import ModelInfo
+
+FIELDS = ("messages", "prompt", "completion", "text")
+"""What a record may have: `messages`, or `prompt` and `completion`, or `text`."""
+
+
+def _known_fields(instance: object, attribute: Any, value: dict[str, str]) -> None:
+    unknown = [name for name in value if name not in FIELDS]
+    if unknown:
+        raise ValueError(f"names {', '.join(unknown)}, wanted {', '.join(FIELDS)}: what a field is, then its name")
+
+
+@frozen
+class SftConfig:
+    """Supervised fine-tuning: learn to write what the data holds."""
+
+    batch_size: int = field(default=64, validator=validators.ge(1))
+    """Records that one step consumes."""
+    train_on: Literal["all", "last"] = "all"
+    """Which of the assistant's turns: `all`, or only the `last`."""
+    fields: dict[str, str] = field(factory=dict, validator=_known_fields)
+    """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`; e.g.
+    `{prompt: question, completion: answer}`."""
+    loss: Selection = selection("losses", "nll")
+    """What is minimised."""
+    validate_every: int = field(default=0, validator=validators.ge(0))
+    """Steps between validation losses; 0: only after the last step."""
+
+
+@frozen
+class NllConfig:
+    """The negative log-likelihood of the data, as the mean over all trained tokens of a batch."""
+
+
+def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the algorithm."""
+    return Facts(inputs=frozenset({"data"}), data_format="conversations")
+
+
+def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loss."""
+    return Facts(outputs_needed=frozenset({"logprobs"}))

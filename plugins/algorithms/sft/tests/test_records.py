@@ -1,0 +1,97 @@
+import pytest
+
+from whet.config.sections import DataFile
+from whet.data.chat import ChatTokenizer
+from whet.data.readers import read
+from whet.errors import DataError
+from whet_sft.config import SftConfig
+from whet_sft.records import encode
+
+USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return ChatTokenizer(tiny_model_folder)
+
+
+def trained(chat, record, **options) -> str:
+    (sequence,) = encode(record, chat, SftConfig(**options))
+    assert sequence["prompt_length"] == sequence["loss_mask"].argmax()
+    return chat.decode(sequence["tokens"][sequence["loss_mask"]], skip_special=False)
+
+
+def text(chat, record, **options) -> str:
+    (sequence,) = encode(record, chat, SftConfig(**options))
+    return chat.decode(sequence["tokens"], skip_special=False)
+
+
+def test_conversations_are_trained_on_every_turn_or_the_last(chat):
+    record = {"messages": [USER, ONE, MORE, TWO]}
+    assert trained(chat, record) == "42<|im_end|>48<|im_end|>"
+    assert trained(chat, record, train_on="last") == "48<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "6*7?", "completion": "42"},
+        {"prompt": [USER], "completion": [ONE]},
+        {"prompt": [USER], "completion": "42", "messages": None},
+    ],
+)
+def test_prompt_and_completion_are_the_same_as_a_conversation(chat, record):
+    assert text(chat, record) == text(chat, {"messages": [USER, ONE]})
+    assert trained(chat, record) == "42<|im_end|>"
+
+
+def test_answers_in_the_prompt_carry_no_loss(chat):
+    assert trained(chat, {"prompt": [USER, ONE, MORE], "completion": "48"}) == "48<|im_end|>"
+    assert trained(chat, {"prompt": [USER], "completion": [ONE, MORE, TWO]}) == "42<|im_end|>48<|im_end|>"
+
+
+def test_plain_text_is_trained_on_without_a_template(chat):
+    assert text(chat, {"text": "6*7=42"}) == "6*7=42<|im_end|>"
+    assert trained(chat, {"text": "6*7=42"}) == "*7=42<|im_end|>"
+
+
+def test_fields_may_have_other_names(chat):
+    record = {"question": "6*7?", "answer": "42", "prompt": 7}
+    assert trained(chat, record, fields={"prompt": "question", "completion": "answer"}) == "42<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        (
+            {"question": "x"},
+            "fields question; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
+        ),
+        ({}, "fields none"),
+        ({"prompt": "x"}, "fields prompt"),
+        ({"messages": [USER]}, "no message of the assistant"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": 7}, "found 7"),
+        ({"prompt": "x", "completion": []}, "no message of the assistant"),
+        ({"prompt": "x", "completion": 7}, "found 7"),
+        ({"text": ""}, "not empty"),
+        ({"text": ["x"]}, "must be a string"),
+    ],
+)
+def test_records_that_will_not_do_are_refused(chat, record, complaint):
+    with pytest.raises(DataError, match=complaint):
+        encode(record, chat, SftConfig())
+
+
+def test_unknown_fields_in_the_config_are_refused():
+    with pytest.raises(ValueError, match="names question, wanted messages, prompt, completion, text"):
+        SftConfig(fields={"question": "prompt"})
+
+
+def test_gsm8k_can_be_trained_on(chat, shared_data):
+    config = SftConfig(fields={"prompt": "question", "completion": "answer"})
+    rows = list(read(DataFile(str(shared_data / "gsm8k_train.jsonl"), limit=50)))
+    for row in rows:
+        (sequence,) = encode(row.record, chat, config)
+        assert chat.decode(sequence["tokens"][sequence["loss_mask"]]) == row.record["answer"]

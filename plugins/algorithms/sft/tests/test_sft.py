@@ -1,0 +1,98 @@
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from whet.component import Spec
+from whet.config.sections import DataFile, DataSection
+from whet.data.chat import ChatTokenizer
+from whet.data.offline import OfflineData
+from whet.metrics import mean, plain
+from whet.testing.fakes import FakeBackend
+from whet_sft.config import SftConfig
+from whet_sft.sft import Sft, validate, with_perplexity
+
+
+class Recorded:
+    """Steps that remember what they are told."""
+
+    def __init__(self, number: int, last: int, events: list) -> None:
+        self.number, self._last, self._events = number, last, events
+        self.metrics: dict[str, float] = {}
+
+    def log(self, metrics) -> None:
+        self.metrics |= plain(metrics)
+
+    def due(self, every: int) -> bool:
+        return self.number == self._last or (every > 0 and self.number % every == 0)
+
+    def finish(self, batch) -> None:
+        self._events.append(f"finish {self.number}")
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model_folder):
+    def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0):
+        for name, size in (("train", count), ("validation", 5)):
+            rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in range(size)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        section = DataSection(*[[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")])
+        events: list[str] = []
+        steps = [Recorded(n, end, events) for n in range(begin, end + 1)]
+        parts = SimpleNamespace(
+            backend=FakeBackend(),
+            data=OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0),
+            steps=steps,
+            loss=Spec("whet_sft.losses:Nll"),
+            config=SimpleNamespace(evaluation=SimpleNamespace(every=evaluate_every)),
+            refit=lambda version: events.append(f"refit {version}"),
+        )
+        Sft(config).run(parts)
+        return SimpleNamespace(steps=steps, batches=parts.backend.trained, events=events)
+
+    return run
+
+
+def test_every_step_takes_one_optimizer_step_on_its_batch(run):
+    found = run(20, SftConfig(batch_size=4))
+    assert [batch.sequences for batch in found.batches] == [4] * 6
+    assert [step.metrics["epoch"] for step in found.steps] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.2])
+    assert [event for event in found.events if "finish" in event] == [f"finish {n}" for n in range(1, 7)]
+
+
+def test_a_resumed_run_sees_the_batches_it_would_have_seen(run):
+    whole, rest = run(20, SftConfig(batch_size=4)), run(20, SftConfig(batch_size=4), begin=4)
+    for one, two in zip(whole.batches[3:], rest.batches, strict=True):
+        assert np.array_equal(one["tokens"], two["tokens"])
+
+
+def test_validation_comes_when_due_and_after_the_last_step(run):
+    found = run(20, SftConfig(batch_size=4, validate_every=4))
+    assert [step.number for step in found.steps if "validation/loss" in step.metrics] == [4, 6]
+
+
+def test_the_generator_gets_the_weights_before_it_is_evaluated(run):
+    found = run(20, SftConfig(batch_size=4), evaluate_every=3)
+    order = ["refit 3", "finish 3", "refit 6", "finish 6"]
+    assert [event for event in found.events if event in order] == order
+    assert sum("refit" in event for event in found.events) == 2
+
+
+def test_the_validation_loss_is_the_mean_over_tokens_of_all_batches():
+    class Backend(FakeBackend):
+        def evaluate(self, batch, loss):
+            number = float(batch["value"][0])
+            return {"loss": mean(number), "nll": mean(number * batch["loss_mask"].sum(), batch["loss_mask"].sum())}
+
+    batches = [{"loss_mask": np.ones(30, bool), "value": [1.0]}, {"loss_mask": np.ones(10, bool), "value": [3.0]}]
+    found = plain(validate(Backend(), batches, Spec("")))
+    assert found == pytest.approx(
+        {"validation/loss": 1.5, "validation/nll": 1.5, "validation/perplexity": math.exp(1.5)}
+    )
+
+
+def test_perplexity_is_given_only_of_a_likelihood_and_never_overflows():
+    assert with_perplexity({"loss": mean(2.0)}) == {"loss": mean(2.0)}
+    assert math.isfinite(with_perplexity({"nll": mean(1e9)})["perplexity"].number())
