@@ -241,11 +241,10 @@ class Worker:
         kept = [unit for unit in units if live[unit].any()] or units[:1]
         return batch.take(np.concatenate(kept))
 
-    def _plan(self, batch: Batch) -> Iterator[Any]:
+    def _plan(self, batch: Batch) -> list[Any]:
         """Give the sequences of each micro-batch; None where only other ranks have one left."""
         parts = plan(batch, self._layout, self._config.micro_batch_tokens) if batch.sequences else []
-        yield from parts
-        yield from [None] * (self._ranks.max(len(parts)) - len(parts))
+        return [*parts, *[None] * (self._ranks.max(len(parts)) - len(parts))]
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch | None]:
         for chosen in self._plan(batch):
