@@ -119,7 +119,7 @@ class Registry:
         self, key: str, plugin: Any, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any
     ) -> list[Any]:
         """Call a hook of one plugin; give the items that are as they should be, and record the rest as broken."""
-        good, bad = [], []
+        good, bad = list[Any](), list[str]()
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             if implementation.plugin is not plugin:
                 continue

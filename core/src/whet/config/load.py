@@ -1,5 +1,6 @@
-"""Loads a config: class default < `extends:` file < file < `key.path=value`, then structure, then the plugins' checks."""
+"""Loads a config: class default < `extends:` file < file < `key.path=value`; then structure and the plugins' checks."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[dict[str, Any],
         raise ConfigError(f"extends: wanted the path of a config file, found {found_words(extends)}, in {path}")
     chain = (*children, path)
     parent = path.parent / extends
-    if parent.resolve() in [file.resolve() for file in chain]:
+    if os.path.abspath(parent) in map(os.path.abspath, chain):
         raise ConfigError(
             f"extends: the files extend each other in a circle: {' -> '.join(map(str, (*chain, parent)))}"
         )
@@ -128,14 +129,9 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 def _locate_plugins(document: dict[str, Any], path: Path) -> None:
     """Make the paths under `plugins:` absolute: they are relative to the file that names them."""
-    if isinstance(document.get("plugins"), list):
-        document["plugins"] = [
-            str((path.parent / file).resolve()) if _is_path(file) else file for file in document["plugins"]
-        ]
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and "\0" not in value
+    files = document.get("plugins")
+    if isinstance(files, list):
+        document["plugins"] = [os.path.abspath(path.parent / file) if isinstance(file, str) else file for file in files]
 
 
 def _load_files(files: object, registry: Registry) -> Iterable[str]:
@@ -143,10 +139,11 @@ def _load_files(files: object, registry: Registry) -> Iterable[str]:
     if not isinstance(files, list):
         return
     for index, file in enumerate(files):
-        if not _is_path(file):
+        if not isinstance(file, str):
             continue
         if not Path(file).is_file():
             yield f"plugins.{index}: there is no file {file!r}"
             continue
         registry.load_file(Path(file))
-        yield from (f"plugins.{index}: {broken}" for broken in registry.broken if broken.distribution == file)
+        source = str(Path(file).resolve())
+        yield from (f"plugins.{index}: {broken}" for broken in registry.broken if broken.distribution == source)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, cast
 
 import attrs
 import cattrs
@@ -40,11 +40,13 @@ def structure(document: object, cls: type[T], registry: "Registry | None", also:
     that were read already, for the sake of "did you mean". Raises `ConfigError` with all problems, a line each:
     `path: what was wrong`.
     """
-    try:
-        made: T = _Structurer(registry).attrs_class(document, cls, also)
-    except _StructureError as wrong:
-        raise ConfigError([str(problem) for problem in wrong.problems]) from None
-    return made
+    problems = list[Problem]()
+    made: Any = None
+    with _under(None, problems):
+        made = _Structurer(registry).attrs_class(document, cls, also)
+    if problems:
+        raise ConfigError([str(problem) for problem in problems])
+    return cast(T, made)
 
 
 def unstructure(value: Any, *, portable: bool = False) -> Any:
@@ -71,7 +73,7 @@ def _unstructure_fields(value: Any, portable: bool) -> dict[str, Any]:
     for field in attrs.fields(type(value)):
         if field.init:
             plain = unstructure(getattr(value, field.name), portable=portable)
-            fields.update(plain if _is_inline(field) and not portable else {field.alias: plain})
+            fields.update(plain if _is_inline(field) and not portable else {_key(field): plain})
     return fields
 
 
@@ -110,9 +112,10 @@ class _Structurer:
         self.converter = cattrs.Converter(detailed_validation=False)
         register = self.converter.register_structure_hook_factory
         for plain, hook in _PLAIN.items():
-            self.converter.register_structure_hook_func(lambda wanted, plain=plain: wanted is plain, hook)
+            self.converter.register_structure_hook(plain, hook)
+        self.converter.register_structure_hook_func(lambda wanted: wanted is object, lambda value, _: value)
         register(lambda wanted: isinstance(wanted, type) and issubclass(wanted, Enum), lambda wanted: _enum)
-        register(lambda wanted: typing.get_origin(wanted) is Literal, lambda wanted: _literal)
+        register(_is_literal, lambda wanted: _literal)
         register(_is_union, lambda wanted: self._union)
         register(_is_list, lambda wanted: self._list)
         register(_is_mapping, lambda wanted: self._mapping)
@@ -174,31 +177,32 @@ class _Structurer:
         if not isinstance(value, Mapping):
             raise _wrong(f"wanted a mapping, found {found_words(value)}")
         if inline is not None:
-            own = [field.alias for field in fields if field is not inline]
+            own = [_key(field) for field in fields if field is not inline]
             rest = {key: item for key, item in value.items() if key not in own}
-            value = {key: item for key, item in value.items() if key in own} | {inline.alias: rest}
+            value = {key: item for key, item in value.items() if key in own} | {_key(inline): rest}
         problems, arguments = list[Problem](), dict[str, Any]()
-        known = [field.alias for field in fields]
-        missing = [f.alias for f in fields if f.alias not in value and f.default is attrs.NOTHING and not _default(f)]
+        known = [_key(field) for field in fields]
+        missing = [_key(f) for f in fields if _key(f) not in value and f.default is attrs.NOTHING and not _default(f)]
         for key in value:
             if key not in known:
                 meant = nearest(key, [*known, *also])
                 missing = [name for name in missing if name != meant]  # one mistake, one line
                 problems.append(Problem(path_segment(key), f"unknown key{choice_words(key, [*known, *also])}"))
         for field in fields:
-            if field.alias in value or _default(field):
-                with _under(None if field is inline else field.alias, problems):
-                    arguments[field.alias] = self._field(value.get(field.alias, _ABSENT), field, known)
-            elif field.alias in missing:
-                problems.append(Problem(field.alias, f"missing; wanted {type_words(field.type)}"))
-        _raise(problems)
+            if _key(field) in value or _default(field):
+                with _under(None if field is inline else _key(field), problems):
+                    arguments[_key(field)] = self._field(value.get(_key(field), _ABSENT), field, known)
+            elif _key(field) in missing:
+                problems.append(Problem(_key(field), f"missing; wanted {type_words(field.type)}"))
+        if problems:
+            raise _StructureError(*problems, *_objections(cls, arguments))
         return _make(cls, arguments)
 
     def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
         kind = field.metadata.get("kind")
         if kind is None or self.registry is None:
             return self.structure(value, field.type)
-        reserved = [name for name in known if name != field.alias] if _is_inline(field) else []
+        reserved = [name for name in known if name != _key(field)] if _is_inline(field) else []
         return self._selected(value, field.type, _Use(kind, _default(field)), reserved)
 
     def _selected(self, value: object, wanted: Any, use: _Use, reserved: Sequence[str] = ()) -> Any:
@@ -242,7 +246,7 @@ class _Structurer:
             raise _StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
         try:
             offer = self.registry.find(use.kind, name)
-            taken = [field.alias for field in _fields(offer.component.config) if field.alias in reserved]
+            taken = [_key(field) for field in _fields(offer.component.config) if _key(field) in reserved]
         except PluginError as error:
             raise _StructureError(Problem("use" if "use" in value else "", str(error))) from None
         if taken:
@@ -273,12 +277,15 @@ def _strict(wanted: type) -> Hook:
 
 
 def _number(value: object, _: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong(f"wanted a number, found {found_words(value)}")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:
-        raise _wrong(f"wanted a number, found {found_words(value)}, which is too large") from None
+        raise _wrong("wanted a number, found an integer that is too large") from None
+    if math.isnan(number):
+        raise _wrong("wanted a number, found nan")
+    return number
 
 
 def _path(value: object, _: Any) -> Path:
@@ -314,8 +321,11 @@ _PLAIN: dict[Any, Hook] = {
     type(None): _strict(type(None)),
     float: _number,
     Path: _path,
-    object: lambda value, _: value,
 }
+
+
+def _is_literal(wanted: Any) -> bool:
+    return typing.get_origin(wanted) is Literal
 
 
 def _is_union(wanted: Any) -> bool:
@@ -334,6 +344,10 @@ def _is_list(wanted: Any) -> bool:
 def _is_mapping(wanted: Any) -> bool:
     origin = typing.get_origin(wanted) or wanted
     return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _key(field: "attrs.Attribute[Any]") -> str:
+    return field.alias or field.name
 
 
 def _is_inline(field: "attrs.Attribute[Any]") -> bool:
@@ -388,6 +402,7 @@ def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
+    """Ask the validators of the keys that were given."""
     try:
         with attrs.validators.disabled():
             made = cls(**arguments)
@@ -396,10 +411,10 @@ def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
     problems = []
     for field in attrs.fields(cls):
         try:
-            if field.validator is not None:
+            if field.validator is not None and _key(field) in arguments:
                 field.validator(made, field, getattr(made, field.name))
         except (ValueError, TypeError) as error:
-            problems.append(Problem(field.alias, _one_line(error).removeprefix(f"{field.name!r} ")))
+            problems.append(Problem(_key(field), _one_line(error).removeprefix(f"{field.name!r} ")))
     return problems
 
 

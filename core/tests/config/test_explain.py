@@ -1,0 +1,92 @@
+"""The string under a field is its documentation."""
+
+from typing import Any, Literal
+
+from attrs import Factory, field, frozen
+
+from whet.config.explain import FieldDoc, describe, field_docs, markdown, sections, selections, summary
+from whet.config.sections import Config, RunSection
+from whet.plugins import Registry
+
+
+@frozen
+class Parent:
+    first: int
+    """Of the parent,
+    on two lines."""
+    undocumented: str = ""
+
+
+@frozen
+class Child(Parent):
+    """A child.
+
+    With more to say.
+    """
+
+    second: Literal["a", "b"] = "a"
+    """Of the child."""
+    hidden: int = field(default=1, init=False)
+    """Cannot be given."""
+    things: list[float] = Factory(lambda: [1.0])
+    """A list."""
+    derived: int = field(default=Factory(lambda self: self.first, takes_self=True))
+    """Follows the first."""
+    either: int | None = None
+    """One | the other."""
+    inner: Parent | None = None
+    """Inside."""
+
+
+def test_every_key_has_its_type_default_and_meaning() -> None:
+    assert describe(Child) == [
+        FieldDoc("first", "an integer", "required", "Of the parent, on two lines."),
+        FieldDoc("undocumented", "text", "''", ""),
+        FieldDoc("second", "one of 'a', 'b'", "a", "Of the child."),
+        FieldDoc("things", "a list of numbers", "[1.0]", "A list."),
+        FieldDoc("derived", "an integer", "computed", "Follows the first."),
+        FieldDoc("either", "an integer or null", "null", "One | the other."),
+        FieldDoc("inner", "a mapping or null", "null", "Inside."),
+        FieldDoc("inner.first", "an integer", "required", "Of the parent, on two lines."),
+        FieldDoc("inner.undocumented", "text", "''", ""),
+    ]
+    assert summary(Child) == "A child."
+
+
+def test_components_are_described_by_their_kind(offers: Registry) -> None:
+    loop = offers.find("algorithms", "loop").component.config
+    by_name = {doc.name: doc for doc in describe(loop)}
+    assert by_name["loss"] == FieldDoc("loss", "a loss", "clip", "What is minimised.", "losses")
+    assert by_name["filters"] == FieldDoc("filters", "a list of filters", "[]", "What is dropped.", "filters")
+    trainer = offers.find("backends", "trainer").component.config
+    assert [(doc.name, doc.default) for doc in describe(trainer)] == [("optimizer", ""), ("optimizer.lr", "1.0e-06")]
+
+
+def test_every_key_of_core_is_documented() -> None:
+    assert [doc.name for doc in describe(Config) if not doc.doc] == []
+
+
+def test_inline_components_are_shown_by_use() -> None:
+    docs = {doc.name: doc for doc in describe(Config)}
+    assert docs["environments.N.use"].type == "an environment"
+    assert docs["generator"].type == "a generator or null"
+    assert docs["run.folder"].default == "required"
+
+
+def test_sections_are_found_by_their_paths() -> None:
+    found = sections()
+    assert found["run"] is RunSection
+    assert {"cluster.deadlines", "environments", "data.train"} <= set(found)
+    assert selections()["algorithm"] == "algorithms"
+
+
+def test_markdown_is_a_table_in_which_bars_are_escaped() -> None:
+    table = markdown(describe(Child))
+    assert table.startswith("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
+    assert "| `either` | an integer or null | `null` | One \\| the other. |" in table
+
+
+def test_a_class_without_a_source_has_no_docs() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from attrs import frozen\n@frozen\nclass Made:\n    x: int = 1", namespace)
+    assert field_docs(namespace["Made"]) == {}
