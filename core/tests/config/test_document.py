@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.config.document import read_file, read_text
+from whet.config.document import read_file, read_text, to_text
 from whet.errors import ConfigError
 
 
@@ -117,8 +117,22 @@ builtins = st.recursive(
 
 
 @given(builtins)
-def test_what_pyyaml_writes_is_read_back(value: object) -> None:
-    assert read(yaml.safe_dump(value)) == value
+def test_what_is_written_is_read_back(value: object) -> None:
+    assert read(to_text(value)) == value
+    assert yaml.safe_load(to_text(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1e5", "0x1F", "no", "2024-01-01", "null", "1:30", "0o7", "", "<<", "=", "a\x85b", "ä"]
+)
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    assert read(to_text({text: [text]})) == {text: [text]}
+    assert yaml.safe_load(to_text([text])) == [text]
+
+
+def test_a_list_in_two_places_is_written_twice() -> None:
+    same = [1]
+    assert to_text({"a": same, "b": same}) == "a:\n- 1\nb:\n- 1\n"
 
 
 def test_a_date_stays_text() -> None:

@@ -1,4 +1,4 @@
-"""Reads YAML files into plain builtins: numbers as people write them, no key twice, every error with its place.
+"""Reads and writes YAML: numbers as people write them, no key twice, and every error with its place.
 
 Scalars are those of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
 """
@@ -54,6 +54,14 @@ def read_text(text: str, source: str) -> Document:
         if loader is not None:
             loader.dispose()
     return Document(value, tuple(f"{source}, {twice}" for twice in loader.twice))
+
+
+def to_text(value: object) -> str:
+    """Write builtins as YAML that `read_text` and other readers take for the same: the text `1e5` is quoted."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if any(odd in text for odd in "\x85\u2028\u2029\ufeff"):  # line breaks to YAML, and PyYAML does not quote them
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
+    return str(text)
 
 
 def _place(error: yaml.MarkedYAMLError) -> str:
@@ -134,3 +142,15 @@ _Loader.yaml_constructors = {
     "tag:yaml.org,2002:seq": _Loader.sequence,
     None: _Loader.unknown,
 }  # fmt: skip
+
+
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that quotes text which YAML 1.1 or 1.2 would take for something else, and repeats instead of
+    pointing.
+    """
+
+    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}  # noqa: RUF012 - as in PyYAML
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a list that stands in two places twice."""
+        return True
