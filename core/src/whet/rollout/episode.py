@@ -11,7 +11,7 @@ what an environment says is tokenised once, when it says it.
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -37,8 +37,21 @@ from whet.rollout.loop import gather_or_cancel
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
-    from whet.data.chat import ChatTokenizer
     from whet.interfaces.generator import Generator
+
+
+class Chat(Protocol):
+    """What an episode needs of a `whet.data.chat.ChatTokenizer`, which says what each does."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...  # noqa: D102 - as there
+
+    def prompt(self, conversation: Conversation) -> IntArray: ...  # noqa: D102
+
+    def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray: ...  # noqa: D102
+
+    def decode(self, tokens: IntArray) -> str: ...  # noqa: D102
+
 
 Prompts = dict[Conversation, tuple[str, IntArray]]
 """Opening messages of a group -> the name under which requests share their computation, and the tokens."""
@@ -69,7 +82,7 @@ class Player:
     """Plays episodes: what those of one stream, or of one evaluation, have in common."""
 
     generator: "Generator"
-    chat: "ChatTokenizer"
+    chat: Chat
     sampling: Sampling
     """Of each turn. The chat template's stop tokens are added to it."""
     max_context: int

@@ -13,13 +13,12 @@ from whet.data.records import Episode, Group, Sampling
 from whet.errors import WhetError
 from whet.metrics import Metric, mean, total
 from whet.rollout.collate import record, response_length, reward_names
-from whet.rollout.episode import Assignment, EpisodeFailed, Player
+from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player
 from whet.rollout.loop import EpisodeLoop, gather_or_cancel
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
     from whet.config.sections import EvaluationSection, RolloutSection
-    from whet.data.chat import ChatTokenizer
     from whet.interfaces.generator import Generator
 
 NORMAL_95 = 1.959963984540054
@@ -79,7 +78,7 @@ class Evaluator:
         self,
         routes: Sequence[Route],
         generator: "Generator",
-        chat: "ChatTokenizer",
+        chat: Chat,
         section: "EvaluationSection",
         rollout: "RolloutSection",
         *,
@@ -119,7 +118,7 @@ class Evaluator:
 def evaluate(
     routes: Sequence[Route],
     generator: "Generator",
-    chat: "ChatTokenizer",
+    chat: Chat,
     sampling: Sampling,
     seed: int,
     *,

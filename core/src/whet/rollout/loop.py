@@ -56,12 +56,15 @@ class EpisodeLoop:
 
         return self.run(calling())
 
+    def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
+        """Run a coroutine that cleans up; whether it came to its end within a few seconds."""
+        return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
+
     def close(self) -> None:
         """Cancel everything that runs and end the thread. Safe to call twice."""
         if self._loop.is_closed() or not self._thread.is_alive():
             return
-        cancelling = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
-        if not _done(cancelling, CLOSE_SECONDS):
+        if not self.try_run(_cancel_all()):
             return  # a daemon thread that never comes back ends with the process
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

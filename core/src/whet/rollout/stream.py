@@ -36,13 +36,12 @@ from whet.data.records import Group, Sampling
 from whet.errors import CheckpointError, WhetError, WorkerError
 from whet.metrics import Metric, largest, total
 from whet.rollout.collate import collate, rollout_metrics
-from whet.rollout.episode import Assignment, Player
+from whet.rollout.episode import Assignment, Chat, Player
 from whet.rollout.loop import EpisodeLoop
 from whet.rollout.routing import Route, choose, shuffled
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection
-    from whet.data.chat import ChatTokenizer
     from whet.interfaces.generator import Generator
 
 Filter = Callable[[Group], bool]
@@ -75,7 +74,7 @@ class RolloutStream:
         self,
         routes: Sequence[Route],
         generator: "Generator",
-        chat: "ChatTokenizer",
+        chat: Chat,
         section: "RolloutSection",
         *,
         group_size: int,
@@ -166,7 +165,7 @@ class RolloutStream:
         if self._own_loop:
             self.loop.close()
         else:
-            self.loop.run(self._cancel())
+            self.loop.try_run(self._cancel())
 
     async def _take(self, size: int) -> tuple[Group, ...]:
         if size < 1 or (self._size not in (0, size) and self._section.max_staleness):
