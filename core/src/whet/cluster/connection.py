@@ -18,9 +18,14 @@ from typing import Any
 from attrs import define, field
 
 from whet.cluster.channel import receive, send
-from whet.cluster.process import Child, describe_end, last_words
+from whet.cluster.process import Child, describe_end, last_words, printable
 from whet.cluster.wire import Buffer, WireError, decode, encode
 from whet.errors import WorkerError
+
+_PATIENCE_FOR_STACKS = 0.1
+_DEEPEST_STACK = 20
+_IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
+"""Where a thread of a worker process waits for something to do."""
 
 
 @define(eq=False)
@@ -113,6 +118,12 @@ class Connection:
         """Whether the process is gone, or about to be."""
         return bool(self._cause)
 
+    @property
+    def pid(self) -> int:
+        """Of the process, once it is started; 0 where it could not be."""
+        self._started.wait()
+        return 0 if self._child is None else self._child.pid
+
     def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
         """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
         with self._lock:
@@ -183,8 +194,8 @@ class Connection:
         if not late:
             self._clock.watch(self, number, call.expires)
             return
-        self._ask_for_stacks()
-        error = call.error(f"no answer within {call.timeout_seconds:g} s", self._words())
+        words = "\n".join(filter(None, (self._words(), self._stacks())))
+        error = call.error(f"no answer within {call.timeout_seconds:g} s", words)
         call.done(None, error)
         call.missed(error)
 
@@ -193,11 +204,20 @@ class Connection:
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
 
-    def _ask_for_stacks(self) -> None:
-        """Let the process write into its log where each of its threads is, if it can."""
-        if self._child is not None:
-            self._child.signal(signal.SIGUSR1)
-            time.sleep(0.1)
+    def _stacks(self) -> str:
+        """Say what each busy thread of the process is doing, as far as it can still tell."""
+        if self._child is None:
+            return ""
+        begin = self._log.stat().st_size
+        self._child.signal(signal.SIGUSR1)  # `whet.cluster.host` answers it into the log
+        time.sleep(_PATIENCE_FOR_STACKS)
+        with self._log.open("rb") as file:
+            file.seek(begin)
+            threads = printable(file.read(), lines=1000).split("\n\n")
+        busy = [
+            thread.splitlines() for thread in threads if not any(place in thread.split(" in ")[0] for place in _IDLE)
+        ]
+        return "\n".join(line for thread in busy for line in thread[:_DEEPEST_STACK])
 
     def _words(self) -> str:
         return last_words(self._log, self._log_begin)

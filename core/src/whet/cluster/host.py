@@ -238,7 +238,7 @@ def main() -> None:
     die_with(parent)
     os.set_inheritable(descriptor, False)
     sys.argv = ["whet-worker", sys.argv[3]]
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
     connection = socket.socket(fileno=descriptor)
     sys.path[:] = decode(receive(connection))["path"]

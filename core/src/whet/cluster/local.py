@@ -99,7 +99,8 @@ class LocalCluster:
 
     def deadline(self, phase: str) -> float:
         """Give the seconds that a phase may take: as configured, or the longest where it is not one of those."""
-        return float(getattr(self._deadlines, phase, 0.0) or max(attrs.astuple(self._deadlines)))
+        seconds: dict[str, float] = attrs.asdict(self._deadlines)
+        return seconds.get(phase, max(seconds.values()))
 
     def rendezvous(self, role: str, slot: int) -> str:
         """Give a fresh URL at which the ranks of one spawn meet."""

@@ -173,12 +173,12 @@ class _Writer:
                     "columns": [self.items(column) for column in zip(*values, strict=True)],
                 }
         elif kind is dict:
-            keys = first.keys()
-            if keys and TAG not in keys and all(value.keys() == keys for value in values):
+            keys = list(first)
+            if keys and TAG not in first and all(list(value) == keys for value in values):
                 if not all(type(key) is str for key in keys):
                     raise _UnsendableError
                 columns = [self.items([value[key] for value in values]) for key in keys]
-                return {TAG: "rows", "of": "dict", "keys": list(keys), "columns": columns}
+                return {TAG: "rows", "of": "dict", "keys": keys, "columns": columns}
         elif RECORDS.get(kind.__name__) == kind.__module__:
             fields = _record(kind.__name__)[1]
             columns = [self.items([getattr(value, field) for value in values]) for field in fields]
