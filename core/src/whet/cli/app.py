@@ -39,8 +39,14 @@ def main() -> None:
         code = error.exit_code
     except click.Abort:  # what click makes of Ctrl-C
         code = 128 + signal.SIGINT
+    except Terminated:
+        code = 128 + signal.SIGTERM
     sys.exit(code)
 
 
+class Terminated(BaseException):
+    """SIGTERM, as Ctrl-C is KeyboardInterrupt: nothing that handles errors or SystemExit may swallow it."""
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+    raise Terminated

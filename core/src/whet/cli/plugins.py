@@ -1,6 +1,7 @@
 """`whet plugins`: what is installed, and what of it cannot be used."""
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,7 +50,7 @@ def _print(registry: "Registry") -> None:
     from whet.component import KINDS
     from whet.config.explain import summary
 
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, pad_edge=False)
     for heading in ("kind", "use", "distribution", "what it is"):
         table.add_column(heading, overflow="fold")

@@ -1,0 +1,5 @@
+"""`python -m whet.cli` is the command `whet`."""
+
+from whet.cli import main
+
+main()

@@ -1,0 +1,56 @@
+"""`whet check` says what is wrong with a config, and what its run would do, without anything heavy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def test_a_good_config_is_planned(command: Any, config: Path) -> None:
+    done = command("check", str(config))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("structure: ok\nproblems: none\nplan:\n")
+    assert "backend: trainer" in done.stdout
+
+
+def test_it_imports_no_torch_transformers_or_ray(command: Any, config: Path) -> None:
+    code = (
+        "import sys; from whet.cli.app import group; code = group.main(standalone_mode=False);"
+        "print(code, [m for m in ('torch', 'ray', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = command("check", str(config), code=code)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_the_plan_is_json_where_it_is_asked_for(command: Any, config: Path) -> None:
+    found = json.loads(command("check", str(config), "--json").stdout)
+    assert (found["ok"], found["problems"]) == (True, [])
+    assert found["plan"]["roles"][0]["component"] == "trainer"
+
+
+def test_problems_are_a_line_each(command: Any, config: Path) -> None:
+    done = command("check", str(config), "run.stesp=1", "run.seed=x")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "Error: 2 problems in the config",
+        "  run.stesp: unknown key (did you mean 'steps'?)",
+        "  run.seed: wanted an integer, found the text 'x'",
+    ]
+    found = command("check", str(config), "run.stesp=1", "run.seed=x", "--json")
+    assert found.returncode == 1
+    problems = [line.strip() for line in done.stderr.splitlines()[1:]]
+    assert json.loads(found.stdout) == {"ok": False, "problems": problems, "plan": None}
+
+
+def test_a_broken_plugin_is_a_warning(command: Any, config: Path, install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "1 / 0"})
+    done = command("check", str(config))
+    assert done.returncode == 0
+    assert "warning: not usable: whet-bad (plugin 'bad_hooks'): ZeroDivisionError" in done.stderr
+
+
+def test_a_broken_plugin_is_quoted_where_it_might_be_missing(command: Any, config: Path, install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "1 / 0"})
+    done = command("check", str(config), "backend=other")
+    assert done.returncode == 1
+    assert "there is no backend 'other'" in done.stderr
+    assert "whet-bad (plugin 'bad_hooks'): ZeroDivisionError: division by zero" in done.stderr
