@@ -1,36 +1,36 @@
 """Turns a document of builtins into attrs classes and back, strictly, with every problem of the document at once."""
 
-import math
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import cattrs
 from attrs import frozen
 
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
-from whet.config.words import (
-    a_kind,
-    choice_words,
-    found_words,
-    kind_word,
-    nearest,
-    path_segment,
-    type_words,
-    value_words,
-)
+from whet.config.values import (
+    PLAIN,
+    StructureError,
+    enum_member,
+    is_list,
+    is_literal,
+    is_mapping,
+    is_union,
+    literal,
+    one_line,
+    refused,
+)  # fmt: skip
+from whet.config.words import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
 from whet.errors import ConfigError, PluginError
 
 if typing.TYPE_CHECKING:
     from whet.plugins import Registry
 
 T = TypeVar("T")
-Hook = Callable[[Any, Any], Any]
 
 
 def structure(document: object, cls: type[T], registry: "Registry | None", also: Sequence[str] = ()) -> T:
@@ -86,18 +86,6 @@ def _portable(selection: Selection) -> dict[str, Any]:
     }
 
 
-class _StructureError(Exception):
-    """The problems of a part of the document, with paths from there."""
-
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__()
-        self.problems = problems
-
-
-def _wrong(message: str) -> _StructureError:
-    return _StructureError(Problem("", message))
-
-
 @frozen
 class _Use:
     """What a field says about the component in it."""
@@ -111,14 +99,14 @@ class _Structurer:
         self.registry = registry
         self.converter = cattrs.Converter(detailed_validation=False)
         register = self.converter.register_structure_hook_factory
-        for plain, hook in _PLAIN.items():
+        for plain, hook in PLAIN.items():
             self.converter.register_structure_hook(plain, hook)
         self.converter.register_structure_hook_func(lambda wanted: wanted is object, lambda value, _: value)
-        register(lambda wanted: isinstance(wanted, type) and issubclass(wanted, Enum), lambda wanted: _enum)
-        register(_is_literal, lambda wanted: _literal)
-        register(_is_union, lambda wanted: self._union)
-        register(_is_list, lambda wanted: self._list)
-        register(_is_mapping, lambda wanted: self._mapping)
+        register(lambda wanted: isinstance(wanted, type) and issubclass(wanted, Enum), lambda wanted: enum_member)
+        register(is_literal, lambda wanted: literal)
+        register(is_union, lambda wanted: self._union)
+        register(is_list, lambda wanted: self._list)
+        register(is_mapping, lambda wanted: self._mapping)
         register(attrs.has, lambda wanted: self.attrs_class)
         register(lambda wanted: wanted is Selection, lambda wanted: self._from_portable)
 
@@ -134,21 +122,21 @@ class _Structurer:
         for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 is an integer before it is a number
             try:
                 return self.structure(value, arm)
-            except _StructureError as wrong:
+            except StructureError as wrong:
                 wrongs.append(wrong)
         inside = [wrong for wrong in wrongs if any(problem.path for problem in wrong.problems)]
         if len(wrongs) == 1 or len(inside) == 1:
             raise (inside or wrongs)[0]
-        raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+        raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
 
     def _list(self, value: object, wanted: Any) -> Any:
         origin, arguments = typing.get_origin(wanted) or wanted, typing.get_args(wanted)
         if not isinstance(value, (list, tuple)):
-            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+            raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
         items: Sequence[Any] = [arguments[0] if arguments else Any] * len(value)
         if origin is tuple and arguments and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
-                raise _wrong(f"wanted {len(arguments)} items, found {len(value)}")
+                raise refused(f"wanted {len(arguments)} items, found {len(value)}")
             items = arguments
         made, problems = [], list[Problem]()
         for index, (item, type_) in enumerate(zip(value, items, strict=True)):
@@ -159,7 +147,7 @@ class _Structurer:
 
     def _mapping(self, value: object, wanted: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
+            raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
         key_type, item_type = typing.get_args(wanted) or (Any, Any)
         made, problems = {}, list[Problem]()
         for key, item in value.items():
@@ -175,7 +163,7 @@ class _Structurer:
         if inline is not None and isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            raise _wrong(f"wanted a mapping, found {found_words(value)}")
+            raise refused(f"wanted a mapping, found {found_words(value)}")
         if inline is not None:
             own = [_key(field) for field in fields if field is not inline]
             rest = {key: item for key, item in value.items() if key not in own}
@@ -195,7 +183,7 @@ class _Structurer:
             elif _key(field) in missing:
                 problems.append(Problem(_key(field), f"missing; wanted {type_words(field.type)}"))
         if problems:
-            raise _StructureError(*problems, *_objections(cls, arguments))
+            raise StructureError(*problems, *_objections(cls, arguments))
         return _make(cls, arguments)
 
     def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
@@ -210,13 +198,13 @@ class _Structurer:
         arguments = typing.get_args(wanted)
         if wanted is Selection or value is _ABSENT:
             return self._component({} if value is _ABSENT else value, use, reserved)
-        if _is_union(wanted):
+        if is_union(wanted):
             arms = [arm for arm in arguments if arm is not type(None)]
             return None if value is None and len(arms) < len(arguments) else self._selected(value, arms[0], use)
         problems = list[Problem]()
-        if _is_list(wanted):
+        if is_list(wanted):
             if not isinstance(value, (list, tuple)):
-                raise _wrong(f"wanted a list of {kind_word(use.kind)}s, found {found_words(value)}")
+                raise refused(f"wanted a list of {kind_word(use.kind)}s, found {found_words(value)}")
             made = []
             for index, item in enumerate(value):
                 with _under(index, problems):
@@ -224,7 +212,7 @@ class _Structurer:
             _raise(problems)
             return tuple(made) if typing.get_origin(wanted) is tuple else made
         if not isinstance(value, Mapping):
-            raise _wrong(f"wanted a mapping of names to {kind_word(use.kind)}s, found {found_words(value)}")
+            raise refused(f"wanted a mapping of names to {kind_word(use.kind)}s, found {found_words(value)}")
         named = {}
         for key, item in value.items():
             with _under(key, problems):
@@ -237,20 +225,20 @@ class _Structurer:
         if isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            raise _wrong(f"wanted the name of {a_kind(use.kind)} or `use:` and its keys, found {found_words(value)}")
+            raise refused(f"wanted the name of {a_kind(use.kind)} or `use:` and its keys, found {found_words(value)}")
         name = value.get("use", use.default)
         if name is None:
             names = ", ".join(self.registry.offers(use.kind)) or "none is installed"
-            raise _wrong(f"missing `use:`, the name of the {kind_word(use.kind)}; known: {names}")
+            raise refused(f"missing `use:`, the name of the {kind_word(use.kind)}; known: {names}")
         if not isinstance(name, str):
-            raise _StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
+            raise StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
         try:
             offer = self.registry.find(use.kind, name)
             taken = [_key(field) for field in _fields(offer.component.config) if _key(field) in reserved]
         except PluginError as error:
-            raise _StructureError(Problem("use" if "use" in value else "", str(error))) from None
+            raise StructureError(Problem("use" if "use" in value else "", str(error))) from None
         if taken:
-            raise _wrong(f"{name!r} of {offer.distribution} has its own key {taken[0]!r}, which every"
+            raise refused(f"{name!r} of {offer.distribution} has its own key {taken[0]!r}, which every"
                          f" {kind_word(use.kind)} has already; its author must rename it")  # fmt: skip
         rest = {key: item for key, item in value.items() if key != "use"}
         config = self.attrs_class(rest, offer.component.config, reserved)
@@ -258,92 +246,13 @@ class _Structurer:
 
     def _from_portable(self, value: Any, _: Any) -> Selection:
         if self.registry is not None:
-            raise _wrong("its class must declare it with whet.config.sections.selection(kind)")
+            raise refused("its class must declare it with whet.config.sections.selection(kind)")
         component = Component(**value["component"] | {"config": resolve(value["component"]["config"])})
         config = self.structure(value["config"], component.config)
         return Selection(value["kind"], component, config, value["distribution"])
 
 
 _ABSENT = object()
-
-
-def _strict(wanted: type) -> Hook:
-    def check(value: object, _: Any) -> Any:
-        if type(value) is not wanted:
-            raise _wrong(f"wanted {type_words(wanted)}, found {found_words(value)}")
-        return value
-
-    return check
-
-
-def _number(value: object, _: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong(f"wanted a number, found {found_words(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise _wrong("wanted a number, found an integer that is too large") from None
-    if math.isnan(number):
-        raise _wrong("wanted a number, found nan")
-    return number
-
-
-def _path(value: object, _: Any) -> Path:
-    if not isinstance(value, (str, Path)):
-        raise _wrong(f"wanted a path, found {found_words(value)}")
-    return Path(value)
-
-
-def _enum(value: Any, wanted: type[Enum]) -> Enum:
-    for member in wanted:
-        if member.value == value and type(member.value) is type(value):
-            return member
-    raise _not_one_of(value, [member.value for member in wanted])
-
-
-def _literal(value: object, wanted: Any) -> object:
-    choices = typing.get_args(wanted)
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise _not_one_of(value, choices)
-    return value
-
-
-def _not_one_of(value: object, choices: Sequence[object]) -> _StructureError:
-    match = nearest(value, [choice for choice in choices if isinstance(choice, str)])
-    hint = f" (did you mean {match!r}?)" if match else ""
-    return _wrong(f"wanted one of {', '.join(map(value_words, choices))}, found {found_words(value)}{hint}")
-
-
-_PLAIN: dict[Any, Hook] = {
-    bool: _strict(bool),
-    int: _strict(int),
-    str: _strict(str),
-    type(None): _strict(type(None)),
-    float: _number,
-    Path: _path,
-}
-
-
-def _is_literal(wanted: Any) -> bool:
-    return typing.get_origin(wanted) is Literal
-
-
-def _is_union(wanted: Any) -> bool:
-    return typing.get_origin(wanted) in (Union, types.UnionType)
-
-
-def _is_list(wanted: Any) -> bool:
-    origin = typing.get_origin(wanted) or wanted
-    return (
-        isinstance(origin, type)
-        and issubclass(origin, (list, tuple, set, frozenset, Sequence))
-        and origin not in (str, bytes)
-    )
-
-
-def _is_mapping(wanted: Any) -> bool:
-    origin = typing.get_origin(wanted) or wanted
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _key(field: "attrs.Attribute[Any]") -> str:
@@ -375,7 +284,7 @@ def _under(key: object, problems: list[Problem]) -> Iterator[None]:
     segment = "" if key is None else path_segment(key)
     try:
         yield
-    except _StructureError as wrong:
+    except StructureError as wrong:
         problems.extend(
             Problem(".".join(filter(None, (segment, problem.path))), problem.message) for problem in wrong.problems
         )
@@ -384,12 +293,12 @@ def _under(key: object, problems: list[Problem]) -> Iterator[None]:
     except cattrs.StructureHandlerNotFoundError as error:
         problems.append(Problem(segment, f"no config can hold a value of the type {error.type_!r:.80}"))
     except (ValueError, TypeError) as error:  # hooks of cattrs for further types, such as dates
-        problems.append(Problem(segment, _one_line(error)))
+        problems.append(Problem(segment, one_line(error)))
 
 
 def _raise(problems: Sequence[Problem]) -> None:
     if problems:
-        raise _StructureError(*problems)
+        raise StructureError(*problems)
 
 
 def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
@@ -397,8 +306,8 @@ def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
     try:
         return cls(**arguments)
     except (ValueError, TypeError) as error:
-        objections = _objections(cls, arguments) or [Problem("", _one_line(error))]
-        raise _StructureError(*objections) from error
+        objections = _objections(cls, arguments) or [Problem("", one_line(error))]
+        raise StructureError(*objections) from error
 
 
 def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
@@ -414,10 +323,5 @@ def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
             if field.validator is not None and _key(field) in arguments:
                 field.validator(made, field, getattr(made, field.name))
         except (ValueError, TypeError) as error:
-            problems.append(Problem(_key(field), _one_line(error).removeprefix(f"{field.name!r} ")))
+            problems.append(Problem(_key(field), one_line(error).removeprefix(f"{field.name!r} ")))
     return problems
-
-
-def _one_line(error: Exception) -> str:
-    words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
-    return " ".join(words.split()) or type(error).__name__
