@@ -1,0 +1,171 @@
+"""A run that is killed anywhere and resumed gives, bit for bit, what an uninterrupted one gives."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+STEPS = 12
+CONFIG = {
+    "algorithm": {"use": "grpo", "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "loss": "clipped-pg"},
+    "backend": {"use": "fsdp2", "optimizer": {"lr": 1e-3}},
+    "generator": {"use": "hf"},
+    "rollout": {"max_tokens": 12},
+    "cluster": {"threads": {"backend": 1, "generator": 1}},
+}
+EVEN_DIGITS = '''
+"""Rewards every even digit: something that a random model can learn a little of at once."""
+from attrs import frozen
+from whet import hookimpl
+from whet.component import Component
+from whet.data.records import Task
+from whet.interfaces.environment import SingleTurn
+
+
+@frozen
+class EvenConfig:
+    """Nothing to set."""
+
+
+def share(text, data):
+    return sum(c in "02468" for c in text) / 12
+
+
+def build(config):
+    return SingleTurn({"train": [Task(f"Say {n}") for n in range(50)]}, {"even": share})
+
+
+@hookimpl
+def whet_environments():
+    return [Component("even", EvenConfig, "even_digits:build")]
+'''
+
+
+def write_config(folder: Path, model: Path) -> Path:
+    (folder / "even_digits.py").write_text(EVEN_DIGITS)
+    config = {
+        "run": {"folder": str(folder / "run"), "steps": STEPS, "save_every": 1, "seed": 3},
+        "model": {"path": str(model)},
+        **CONFIG,
+        "environments": [{"use": "even"}],
+        "plugins": ["./even_digits.py"],
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "whet.cli", "run", str(config), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=config.parent)
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def numbers(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny_model_folder):
+    folder = tmp_path_factory.mktemp("whole")
+    finish(start(write_config(folder, tiny_model_folder)))
+    return folder / "run"
+
+
+def same(run: Path, whole: Path) -> None:
+    assert numbers(run) == numbers(whole)
+    assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    for step in range(1, STEPS + 1):
+        name = f"rollouts/step-{step:06d}.jsonl"
+        assert (run / name).read_text() == (whole / name).read_text()
+
+
+def test_training_moves(uninterrupted):
+    rows = numbers(uninterrupted)
+    assert len(rows) == STEPS
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, uninterrupted, no_orphans):
+    config, draw = write_config(tmp_path, tiny_model_folder), random.Random(7)
+    run, kills = tmp_path / "run", 0
+    while kills < 10:
+        process = start(config)
+        # A third of the kills hit the start; the others wait for a step of this sitting, and then some.
+        before = len(list(run.glob("rollouts/*"))) if draw.random() > 0.3 else None
+        deadline = time.time() + 60
+        while before is not None and process.poll() is None and time.time() < deadline:
+            if len(list(run.glob("rollouts/*"))) > before:
+                break
+            time.sleep(0.005)
+        time.sleep(draw.random() * (0.4 if before is not None else 4.0))
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    finish(start(config))
+    assert kills >= 5
+    same(run, uninterrupted)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupted, no_orphans):
+    config = write_config(tmp_path, tiny_model_folder)
+    process = start(config, "run.save_every=100")
+    while not (tmp_path / "run/rollouts/step-000003.jsonl").exists():
+        time.sleep(0.01)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "continues" in output
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+    finish(start(config))
+    same(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("algorithm.group_size=8", "algorithm.group_size: the run has 4, the config gives 8"),
+        ("algorithm.loss.clip_high=0.3", "algorithm.loss.clip_high: the run has 0.2, the config gives 0.3"),
+        ("run.seed=4", "run.seed: the run has 3, the config gives 4"),
+        ("rollout.temperature=0.7", "rollout.temperature: the run has 1.0, the config gives 0.7"),
+    ],
+)
+def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, override, shown):
+    process = start(uninterrupted.parent / "run.yaml", override)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert shown in output
+    assert "Traceback" not in output
+
+
+def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer):
+    from whet.testing.models import make_model
+
+    other = make_model(tmp_path / "other", tiny_tokenizer, seed=99)
+    process = start(uninterrupted.parent / "run.yaml", f"model.path={other}")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "model files.weights" in output
+
+
+def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    assert "finished 12 steps" in finish(start(uninterrupted.parent / "run.yaml"))
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
