@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-import attrs
-from attrs import frozen
+from attrs import field, frozen, validators
 
 from whet.component import Facts, Selection
 from whet.config.sections import selection
@@ -14,17 +13,17 @@ from whet.model import ModelInfo
 class GrpoConfig:
     """Group relative policy optimisation: reward each answer relative to others of the same prompt."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: int = field(default=32, validator=validators.ge(1))
     """Groups that one step consumes."""
-    group_size: int = 8
+    group_size: int = field(default=8, validator=validators.ge(2))
     """Answers to each prompt, compared with each other."""
-    minibatches: int = 1
+    minibatches: int = field(default=1, validator=validators.ge(1))
     """Optimizer steps taken on each batch."""
     advantages: Selection = selection("advantages", "group-mean")
     """How rewards become advantages."""
     loss: Selection = selection("losses", "clipped-pg")
     """What is minimised."""
-    filters: list[Selection] = attrs.field(
+    filters: list[Selection] = field(
         factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
     )
     """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
@@ -39,9 +38,9 @@ class GrpoConfig:
 class ClippedPgConfig:
     """The clipped policy gradient of PPO, per token."""
 
-    clip_low: float = 0.2
+    clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
     """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = 0.2
+    clip_high: float = field(default=0.2, validator=validators.ge(0))
     """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
     aggregation: Literal["token", "sequence"] = "token"
     """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean, as in
@@ -58,7 +57,7 @@ class GroupMeanConfig:
     """Divide by the standard deviation of the group's rewards, of the whole batch's, or by nothing."""
     unbiased: bool = True
     """Standard deviation with n - 1 rather than n in the denominator."""
-    epsilon: float = 1.0e-4
+    epsilon: float = field(default=1.0e-4, validator=validators.ge(0))
     """Added to the standard deviation."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""

@@ -1,0 +1,184 @@
+"""The loop: what it does in which order, and that it learns a bandit whose optimum is known."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from whet.component import Component, Selection
+from whet.config.build import build_selection
+from whet.config.sections import RolloutSection
+from whet.config.structure import structure
+from whet.data.records import Completion, Request, Task
+from whet.interfaces.environment import SingleTurn
+from whet.metrics import Metric, merge
+from whet.plugins import load_plugins
+from whet.rollout.routing import Route
+from whet.rollout.stream import RolloutStream
+from whet.testing.fakes import ByteChat
+from whet_grpo.config import ClippedPgConfig, GrpoConfig, UnequalRewardsConfig
+from whet_grpo.grpo import Grpo, choose_old_logprobs
+from whet_grpo.losses import ClippedPg
+
+LETTERS = b"abcd"
+
+
+class Step:
+    """A step that keeps what it is told."""
+
+    def __init__(self, number: int, said: list[str]) -> None:
+        self.number, self.seed, self.said = number, number, said
+        self.metrics: dict[str, Metric] = {}
+
+    def log(self, metrics: Mapping[str, Metric]) -> None:
+        self.metrics = merge([self.metrics, metrics])
+
+    def finish(self, batch: Any) -> None:
+        self.said.append("finish")
+
+
+class Table:
+    """A policy over four letters, as backend and generator in one: real gradients, real sampling."""
+
+    def __init__(self, learning_rate: float, said: list[str]) -> None:
+        self.logits = torch.zeros(4, requires_grad=True)
+        self.acting = self.logits.detach().clone()
+        self.version = 0
+        self._optimizer = torch.optim.SGD([self.logits], lr=learning_rate)
+        self._said = said
+        self.advantages: list[Any] = []
+        """Of each batch trained on."""
+
+    async def generate(self, request: Request) -> Completion:
+        logprobs = torch.log_softmax(self.acting, 0)
+        letter = int(np.random.default_rng(request.seed).choice(4, p=torch.softmax(self.acting.double(), 0).numpy()))
+        tokens = np.array([LETTERS[letter], 256])
+        return Completion(
+            request.id, tokens, np.array([logprobs[letter], 0.0], np.float32), "stop", ((0, self.version),)
+        )
+
+    def _outputs(self, batch: Any) -> dict[str, Any]:
+        tokens = torch.as_tensor(batch["tokens"])
+        chosen = tokens.clamp(LETTERS[0], LETTERS[-1]) - LETTERS[0]
+        kept = torch.as_tensor(batch["loss_mask"]) & (tokens != 256)
+        return {"logprobs": torch.where(kept, torch.log_softmax(self.logits, 0)[chosen], 0.0)}
+
+    def train(self, batch: Any, loss: Any, count_over: Any = None) -> Mapping[str, Metric]:
+        self._said.append("train")
+        self.advantages.append(batch["advantages"])
+        torched = batch.map(torch.as_tensor)
+        result = loss(self._outputs(torched), torched)
+        self._optimizer.zero_grad()
+        (result.terms["policy"] / loss.counts(torched)["policy"]).backward()
+        self._optimizer.step()
+        return dict(result.metrics)
+
+    def score(self, batch: Any, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
+        self._said.append("score")
+        return {name: values.detach().numpy() for name, values in self._outputs(batch).items()}
+
+    def refit(self, version: int) -> None:
+        self._said.append("refit")
+        self.acting, self.version = self.logits.detach().clone(), version
+
+
+def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int = 0, **changes: Any) -> Any:
+    """Run GRPO on the bandit: `c` is right."""
+    config: GrpoConfig = evolve(structure({}, GrpoConfig, load_plugins()), **changes)
+    policy = Table(learning_rate, said)
+    environment = SingleTurn({"train": [Task("?")] * 10}, {"right": lambda text, data: float(text == "c")})
+    section = RolloutSection(max_tokens=4, max_staleness=staleness)
+    filters = [build_selection(chosen) for chosen in config.filters]
+    rollouts = RolloutStream(
+        [Route("bandit", environment, "train")], policy, ByteChat(), section,  # type: ignore[arg-type]
+        group_size=config.group_size, seed=0, filters=filters,
+    )  # fmt: skip
+
+    def refit(version: int) -> None:
+        policy.refit(version)
+        rollouts.set_version(version)
+
+    numbers = [Step(n, said) for n in range(1, steps + 1)]
+    parts = SimpleNamespace(
+        config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers, refit=refit,
+        loss=ClippedPg(ClippedPgConfig()), build=build_selection,
+    )  # fmt: skip
+    try:
+        Grpo(config).run(parts)  # type: ignore[arg-type]
+    finally:
+        rollouts.close()
+    return policy, numbers
+
+
+def chance(policy: Table) -> float:
+    """Probability of the right letter."""
+    return float(torch.softmax(policy.logits.detach(), 0)[2])
+
+
+@pytest.mark.parametrize(
+    ("staleness", "changes"),
+    [
+        (0, {}),
+        (0, {"minibatches": 2}),
+        (2, {}),
+        (2, {"minibatches": 2}),
+        (0, {"old_logprobs": "sampler"}),
+    ],
+)
+def test_it_learns_what_is_right(staleness: int, changes: Any) -> None:
+    policy, _ = run(25, [], staleness=staleness, prompts_per_step=4, **changes)
+    assert chance(policy) > 0.9
+
+
+def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:
+    component = Component("unequal-rewards", UnequalRewardsConfig, "whet_grpo.filters:UnequalRewards")
+    unequal = Selection("filters", component, UnequalRewardsConfig())
+    policy, steps = run(8, [], prompts_per_step=4, group_size=4, learning_rate=1.0, filters=[unequal])
+    assert chance(policy) > 0.4
+    assert all(advantages.all() for advantages in policy.advantages)
+    assert all(len(advantages) == 16 for advantages in policy.advantages)
+
+
+def test_the_order_of_a_step() -> None:
+    said: list[str] = []
+    run(2, said, prompts_per_step=2)
+    assert said == ["train", "refit", "finish"] * 2
+    said.clear()
+    run(1, said, prompts_per_step=2, minibatches=3)
+    assert said == ["score", "train", "train", "train", "refit", "finish"]
+
+
+def test_on_policy_the_trainer_agrees_with_the_sampler_and_nothing_is_clipped() -> None:
+    _, steps = run(3, [], prompts_per_step=4)
+    for step in steps:
+        assert step.metrics["logprob_gap/max"].number() < 1e-6
+        assert step.metrics["ratio/mean"].number() == 1.0
+        assert step.metrics["clip_fraction"].number() == 0.0
+
+
+def test_stale_weights_are_corrected_for_by_the_samplers_logprobs() -> None:
+    _, steps = run(6, [], prompts_per_step=4, staleness=2)
+    assert max(step.metrics["logprob_gap/max"].number() for step in steps) > 0.01
+    assert any(abs(step.metrics["ratio/mean"].number() - 1) > 1e-3 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "minibatches", "staleness", "source"),
+    [
+        ("auto", 1, 0, "current"),
+        ("auto", 2, 0, "score"),
+        ("auto", 1, 1, "sampler"),
+        ("auto", 2, 1, "sampler"),
+        ("trainer", 1, 3, "current"),
+        ("trainer", 4, 3, "score"),
+        ("sampler", 1, 0, "sampler"),
+        ("sampler", 4, 0, "sampler"),
+    ],
+)
+def test_old_logprobs_follow_the_rule(wanted: Any, minibatches: int, staleness: int, source: str) -> None:
+    config = structure({"old_logprobs": wanted, "minibatches": minibatches}, GrpoConfig, load_plugins())
+    assert choose_old_logprobs(config, staleness) == source
