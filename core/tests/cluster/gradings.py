@@ -1,0 +1,85 @@
+"""Functions that graders call in `test_pool.py`."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def multiply(factor: int) -> Callable[[int], int]:
+    return lambda value: value * factor
+
+
+def slowly_made() -> Callable[[], int]:
+    time.sleep(1000.0)
+    return lambda: 0
+
+
+def obey(what: str, *args: Any) -> Any:
+    return _ORDERS[what](*args)
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _die(code: int, words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def _fail(words: str) -> None:
+    raise ValueError(words)
+
+
+def _noise(size: int) -> int:
+    return sys.stderr.write("x" * size) + sys.stdout.write("y" * size)
+
+
+def _write(path: str) -> None:
+    with open(path, "w") as file:
+        file.write("x")
+
+
+def _open_many(count: int) -> int:
+    return len([open("/dev/null") for _ in range(count)])
+
+
+def _children() -> list[int]:
+    return [subprocess.Popen(["sleep", "1000"], start_new_session=own).pid for own in (False, True)]
+
+
+def _recurse(depth: int) -> int:
+    return 0 if not depth else 1 + _recurse(depth - 1)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+_ORDERS: dict[str, Callable[..., Any]] = {
+    "same": lambda a, b: a == b,
+    "echo": lambda value: value,
+    "sleep": time.sleep,
+    "spin": _spin,
+    "crash": _crash,
+    "die": _die,
+    "fail": _fail,
+    "noise": _noise,
+    "write": _write,
+    "files": _open_many,
+    "memory": lambda size: len(bytearray(size)),
+    "children": _children,
+    "recurse": _recurse,
+    "environment": lambda: dict(os.environ),
+    "folder": lambda: [os.getcwd(), os.listdir()],
+    "pid": os.getpid,
+    "unsendable": lambda: object(),
+    "record": lambda: __import__("whet.data.records", fromlist=["Sampling"]).Sampling(),
+    "forge": lambda: Path,
+}

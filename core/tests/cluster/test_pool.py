@@ -1,0 +1,242 @@
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.cluster.pool import GraderCrash, GraderPool, GraderTimeout
+from whet.errors import WhetError
+from whet.testing.contracts.workers import alive, wait_until
+
+GRADINGS = f"file:{Path(__file__).with_name('gradings.py')}"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    pool = GraderPool(f"{GRADINGS}:obey", timeout_seconds=5.0)
+    yield pool
+    pool.close()
+
+
+def call(pool: GraderPool, *args: Any) -> Any:
+    return asyncio.run(pool.call(*args))
+
+
+def test_builtins_go_in_and_come_out(pool: GraderPool) -> None:
+    assert call(pool, "same", "4", "4") is True
+    value = {"a": [1, 2.5, None, ("x", b"y")]}
+    assert call(pool, "echo", value) == value
+
+
+def test_a_call_takes_less_than_three_tenths_of_a_millisecond(pool: GraderPool) -> None:
+    async def run() -> float:
+        best = 1.0
+        for _ in range(300):
+            begin = time.perf_counter()
+            await pool.call("same", "a", "b")
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    assert asyncio.run(run()) < 0.3e-3
+
+
+def test_many_calls_at_once_from_several_loops_come_back_to_their_callers(pool: GraderPool) -> None:
+    results: dict[int, list[Any]] = {}
+
+    async def run(thread: int) -> None:
+        results[thread] = await asyncio.gather(*[pool.call("echo", [thread, n]) for n in range(50)])
+
+    threads = [threading.Thread(target=lambda n=n: asyncio.run(run(n))) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert results == {thread: [[thread, n] for n in range(50)] for thread in range(4)}
+
+
+def test_an_exception_is_told_and_the_grader_lives(pool: GraderPool) -> None:
+    pid, crashes = call(pool, "pid"), pool.crashes
+    with pytest.raises(GraderCrash, match="obey failed: ValueError: what a mess"):
+        call(pool, "fail", "what a mess")
+    assert pool.crashes == crashes + 1
+    assert call(pool, "pid") == pid
+
+
+def test_deep_recursion_is_an_error_like_any_other(pool: GraderPool) -> None:
+    with pytest.raises(GraderCrash, match="RecursionError"):
+        call(pool, "recurse", 100_000)
+
+
+@pytest.mark.parametrize("what", ["unsendable", "forge"])
+def test_a_result_that_cannot_cross_is_told(pool: GraderPool, what: str) -> None:
+    with pytest.raises(GraderCrash, match="WireError"):
+        call(pool, what)
+
+
+def test_a_record_is_not_taken_from_a_grader(pool: GraderPool) -> None:
+    with pytest.raises(GraderCrash, match="Sampling"):
+        call(pool, "record")
+
+
+def test_an_argument_that_cannot_cross_is_refused(pool: GraderPool) -> None:
+    with pytest.raises(WhetError, match=r"the value\[0\] is .*object"):
+        call(pool, object())
+
+
+@pytest.mark.parametrize(
+    ("order", "how"),
+    [
+        (("crash",), "killed by SIGSEGV"),
+        (("die", 3, "my last words"), "exited with code 3\nIts last words:\nmy last words"),
+        (("memory", 1 << 40), "MemoryError"),
+    ],
+)
+def test_a_crash_is_told_and_the_next_call_works(pool: GraderPool, order: tuple[Any, ...], how: str) -> None:
+    with pytest.raises(GraderCrash, match=how):
+        call(pool, *order)
+    assert call(pool, "same", 1, 1)
+
+
+def test_much_output_neither_blocks_nor_shows(pool: GraderPool, capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(pool, "noise", 1_000_000) == 2_000_000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_written_to_files(pool: GraderPool, tmp_path: Path) -> None:
+    with pytest.raises(GraderCrash, match="File too large"):
+        call(pool, "write", str(tmp_path / "x"))
+
+
+def test_open_files_are_few(pool: GraderPool) -> None:
+    with pytest.raises(GraderCrash, match="Too many open files"):
+        call(pool, "files", 100)
+
+
+def test_the_environment_is_stripped(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    with pytest.raises(GraderCrash):
+        call(pool, "die", 1, "so that another one starts")
+    assert "SECRET_TOKEN" not in call(pool, "environment")
+
+
+def test_the_folder_is_empty_and_not_the_driver_s(pool: GraderPool) -> None:
+    folder, files = call(pool, "folder")
+    assert folder != os.getcwd()
+    assert files == []
+
+
+@pytest.mark.usefixtures("no_orphans")
+@pytest.mark.parametrize("order", [("sleep", 1000.0), ("spin",)])
+def test_a_late_call_is_killed_and_the_next_one_works(order: tuple[Any, ...]) -> None:
+    pool = GraderPool(f"{GRADINGS}:obey", timeout_seconds=0.3)
+    try:
+        call(pool, "same", 1, 1)
+        begin = time.monotonic()
+        with pytest.raises(GraderTimeout, match=r"obey gave no answer within 0\.3 s"):
+            call(pool, *order)
+        assert 0.3 <= time.monotonic() - begin < 3.0
+        assert (pool.timeouts, pool.crashes) == (1, 0)
+        assert call(pool, "same", 1, 1)
+    finally:
+        pool.close()
+
+
+def test_calls_behind_a_late_or_crashing_one_are_not_lost(pool: GraderPool) -> None:
+    async def run() -> list[Any]:
+        orders = [("echo", 0), ("die", 1, ""), ("echo", 1), ("fail", ""), ("echo", 2)]
+        return await asyncio.gather(*[pool.call(*order) for order in orders], return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [results[i] for i in (0, 2, 4)] == [0, 1, 2]
+    assert isinstance(results[1], GraderCrash)
+    assert isinstance(results[3], GraderCrash)
+
+
+def test_a_cancelled_call_does_not_disturb_others(pool: GraderPool) -> None:
+    async def run() -> Any:
+        cancelled = [asyncio.create_task(pool.call("sleep", 0.05)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        for task in cancelled:
+            task.cancel()
+        return await pool.call("echo", 1)
+
+    assert asyncio.run(run()) == 1
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_several_workers_work_at_one_time() -> None:
+    pool = GraderPool(f"{GRADINGS}:obey", workers=2)
+    pool.warm()
+    try:
+
+        async def run() -> set[int]:
+            await asyncio.gather(pool.call("sleep", 0.3), pool.call("sleep", 0.3))
+            begin = time.monotonic()
+            await asyncio.gather(pool.call("sleep", 0.3), pool.call("sleep", 0.3))
+            assert time.monotonic() - begin < 0.55
+            return set(await asyncio.gather(*[pool.call("pid") for _ in range(40)]))
+
+        assert asyncio.run(run())
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_with_a_setup_the_target_makes_the_function() -> None:
+    pool = GraderPool(f"{GRADINGS}:multiply", setup={"factor": 3})
+    try:
+        assert call(pool, 4) == 12
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_grader_that_cannot_be_imported_fails_every_call_with_the_reason() -> None:
+    pool = GraderPool("no_such_module:grade")
+    try:
+        for _ in range(2):
+            with pytest.raises(GraderCrash, match=r"(?s)could not be started.*no_such_module"):
+                call(pool, 1)
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_grader_that_does_not_get_ready_fails_at_its_deadline() -> None:
+    pool = GraderPool(f"{GRADINGS}:slowly_made", setup={}, start_seconds=0.5)
+    try:
+        with pytest.raises(GraderCrash, match=r"not ready within 0\.5 s"):
+            call(pool)
+    finally:
+        pool.close()
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_close_ends_graders_and_what_they_started_and_fails_calls_under_way() -> None:
+    pool = GraderPool(f"{GRADINGS}:obey")
+    pids = [call(pool, "pid"), *call(pool, "children")]
+
+    async def run() -> None:
+        waiting = [asyncio.create_task(pool.call("sleep", 1000.0)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        await asyncio.to_thread(pool.close)
+        assert time.monotonic() - begin < 2.0
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, WhetError)
+            assert "closed" in str(result)
+
+    asyncio.run(run())
+    wait_until(lambda: not any(map(alive, pids)), "the grader and its children are gone")
+    pool.close()
+    with pytest.raises(WhetError, match="closed"):
+        call(pool, "same", 1, 1)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_pool_that_was_never_used_starts_nothing() -> None:
+    GraderPool(f"{GRADINGS}:obey").close()
