@@ -137,7 +137,7 @@ def test_it_learns_what_is_right(staleness: int, changes: Any) -> None:
 def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:
     component = Component("unequal-rewards", UnequalRewardsConfig, "whet_grpo.filters:UnequalRewards")
     unequal = Selection("filters", component, UnequalRewardsConfig())
-    policy, steps = run(8, [], prompts_per_step=4, group_size=4, learning_rate=1.0, filters=[unequal])
+    policy, _ = run(8, [], prompts_per_step=4, group_size=4, learning_rate=1.0, filters=[unequal])
     assert chance(policy) > 0.4
     assert all(advantages.all() for advantages in policy.advantages)
     assert all(len(advantages) == 16 for advantages in policy.advantages)
