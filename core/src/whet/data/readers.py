@@ -76,8 +76,11 @@ def _local(file: DataFile) -> Path | None:
         found = [path / f"{file.split}{suffix}" for suffix in SUFFIXES if (path / f"{file.split}{suffix}").is_file()]
         if len(found) == 1:
             return found[0]
-        names = ", ".join(one.name for one in found) or ", ".join(f"{file.split}{suffix}" for suffix in SUFFIXES)
-        raise DataError(f"the folder {file.path} must hold exactly one of {names} for the split {file.split!r}")
+        if found:
+            names = " and ".join(one.name for one in found)
+            raise DataError(f"the folder {file.path} has {names} for the split {file.split!r}; wanted one of them")
+        held = ", ".join(sorted(one.name for one in path.iterdir() if one.name.endswith(SUFFIXES))) or "no data file"
+        raise DataError(f"the folder {file.path} has no file for the split {file.split!r}; it has {held}")
     if path.name.endswith(SUFFIXES):
         return path
     if path.exists() or not HUB_NAME.fullmatch(file.path):

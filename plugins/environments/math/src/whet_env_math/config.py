@@ -1,5 +1,7 @@
 """The configs of the environments `arithmetic` and `math`."""
 
+from typing import Any
+
 from attrs import field, frozen, validators
 
 
@@ -19,3 +21,42 @@ class ArithmeticConfig:
     """Tasks in the split `test`: of the tenth of all expressions that `train` never shows."""
     seed: int = 0
     """Another seed gives other tasks."""
+
+
+def _has_question(instance: object, attribute: Any, value: str) -> None:
+    if "{question}" not in value:
+        raise ValueError(f"is {value!r:.80}, wanted a text with {{question}} in it")
+
+
+@frozen
+class MathConfig:
+    """Questions from a data set, with answers that math-verify compares."""
+
+    dataset: str | dict[str, str]
+    """A file, a folder with a file for each split, or a name on the Hugging Face hub; or a file for each split, e.g.
+    `{train: a.jsonl, test: b.jsonl}`. A single file makes up whatever split is asked for."""
+    subset: str = ""
+    """Of a hub data set that has several, e.g. `main`."""
+    question: str = "question"
+    """Name of the field with the question."""
+    answer: str = "answer"
+    """Name of the field with the right answer."""
+    answer_pattern: str = ""
+    r"""Regular expression whose first group is the right answer within that field. Empty: what stands after the last
+    `####`, else in the last `\boxed{}`, else the whole field."""
+    prompt: str = field(default="{question}\n\nPut your final answer within \\boxed{}.", validator=_has_question)
+    """What the model is asked; `{question}` stands for the question."""
+    system: str = ""
+    """A system message before it; empty: none."""
+    boxed_only: bool = False
+    r"""Count only answers in `\boxed{}`; else the last number or formula of an answer without one is taken."""
+    format_weight: float = field(default=0.0, validator=validators.ge(0))
+    r"""Weight of the reward `format`, which is 1 for an answer with a `\boxed{}`; 0: there is no such reward."""
+    limit: int = field(default=0, validator=validators.ge(0))
+    """Use only the first so many records of a split; 0: all."""
+    max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
+    """Share of records that may be left out because they lack a question or an answer that can be graded."""
+    graders: int = field(default=1, validator=validators.ge(1))
+    """Processes that compare answers which are more than plain numbers."""
+    timeout_seconds: float = field(default=5.0, validator=validators.gt(0))
+    """Longest comparison. An episode whose answer takes longer fails; it is played again, and counted."""

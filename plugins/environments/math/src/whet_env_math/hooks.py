@@ -1,13 +1,16 @@
-"""What this plugin offers: the environment `arithmetic`."""
+"""What this plugin offers: the environments `arithmetic` and `math`."""
 
 from collections.abc import Iterable
 
 from whet import hookimpl
 from whet.component import Component
-from whet_env_math.config import ArithmeticConfig
+from whet_env_math.config import ArithmeticConfig, MathConfig
 
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer `arithmetic`."""
-    return [Component("arithmetic", ArithmeticConfig, "whet_env_math.arithmetic:Arithmetic")]
+    """Offer generated arithmetic, and data sets."""
+    return [
+        Component("arithmetic", ArithmeticConfig, "whet_env_math.arithmetic:Arithmetic"),
+        Component("math", MathConfig, "whet_env_math.dataset:MathDataset"),
+    ]
