@@ -20,42 +20,15 @@ CONFIG = {
     "rollout": {"max_tokens": 12},
     "cluster": {"threads": {"backend": 1, "generator": 1}},
 }
-EVEN_DIGITS = '''
-"""Rewards every even digit: something that a random model can learn a little of at once."""
-from attrs import frozen
-from whet import hookimpl
-from whet.component import Component
-from whet.data.records import Task
-from whet.interfaces.environment import SingleTurn
-
-
-@frozen
-class EvenConfig:
-    """Nothing to set."""
-
-
-def share(text, data):
-    return sum(c in "02468" for c in text) / 12
-
-
-def build(config):
-    return SingleTurn({"train": [Task(f"Say {n}") for n in range(50)]}, {"even": share})
-
-
-@hookimpl
-def whet_environments():
-    return [Component("even", EvenConfig, "even_digits:build")]
-'''
 
 
 def write_config(folder: Path, model: Path) -> Path:
-    (folder / "even_digits.py").write_text(EVEN_DIGITS)
     config = {
         "run": {"folder": str(folder / "run"), "steps": STEPS, "save_every": 1, "seed": 3},
         "model": {"path": str(model)},
         **CONFIG,
         "environments": [{"use": "even"}],
-        "plugins": ["./even_digits.py"],
+        "plugins": [str(Path(__file__).parent / "even_digits.py")],
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -131,9 +131,9 @@ def test_differences_are_shown_by_path_and_may_be_allowed():
     now = {"algorithm": {"use": "grpo", "group_size": 16}, "run": {"seed": 0}, "environments": [{"use": "b"}]}
     assert checkpoint.differences(saved, now, []) == [
         "algorithm.group_size: the run has 8, the config gives 16",
-        "environments[0].use: the run has 'a', the config gives 'b'",
+        "environments.0.use: the run has 'a', the config gives 'b'",
     ]
     assert checkpoint.differences(saved, now, ["environments", "algorithm.group_size"]) == []
     assert checkpoint.differences(saved, {**saved, "data": [1]}, []) == [
-        "data[0]: the run has nothing, the config gives 1"
+        "data.0: the run has nothing, the config gives 1"
     ]

@@ -97,7 +97,7 @@ def test_gpus_apart_are_numbered_one_after_the_other():
 
 def test_facts_are_asked_of_every_component_at_any_depth():
     paths = [path for path, _ in selections(make_config())]
-    assert paths == ["algorithm", "algorithm.loss", "backend", "generator", "environments[0]"]
+    assert paths == ["algorithm", "algorithm.loss", "backend", "generator", "environments.0"]
     assert set(gather_facts(make_config(), MODEL)) == set(paths)
 
 
@@ -112,14 +112,14 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         ({"cluster": ClusterSection(ranks={"bakcend": 2})}, "cluster.ranks.bakcend: there is no such role"),
         ({"cluster": ClusterSection(threads={"backend": 0})}, "cluster.threads.backend: is 0, wanted at least 1"),
         ({"cluster": ClusterSection(gpus={"backend": 1})}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
-        ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share[0]: names the role 'x'"),
+        ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share.0: names the role 'x'"),
         (
             {"cluster": ClusterSection(workers="inline", ranks={"backend": 2})},
             "cluster.ranks: inline workers are one rank each",
         ),
         (
             {"environments": [EnvironmentSection(component=chosen("environments", "sums"))] * 2},
-            "environments[1].name: there are two environments named 'sums'",
+            "environments.1.name: there are two environments named 'sums'",
         ),
     ],
 )

@@ -90,7 +90,9 @@ def read(folder: Path) -> Checkpoint:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return Checkpoint(folder, int(state["step"]), state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; delete it to resume from an older") from error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {error}; delete it to resume from an older"
+        ) from error
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: list[str]) -> list[str]:
@@ -98,7 +100,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: l
     before, now = _flat(saved), _flat(current)
     lines = []
     for path in sorted(before.keys() | now.keys()):
-        if any(path == a or path.startswith((a + ".", a + "[")) for a in allowed):
+        if any(path == a or path.startswith(a + ".") for a in allowed):
             continue
         if before.get(path) != now.get(path):
             old, new = (repr(d[path]) if path in d else "nothing" for d in (before, now))
@@ -110,7 +112,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
         return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else key).items()}
     if isinstance(value, list) and value:
-        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}[{i}]").items()}
+        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}.{i}").items()}
     return {path: value}
 
 

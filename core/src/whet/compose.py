@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import yaml
 from attrs import frozen
 
 from whet import checkpoint
 from whet.cluster.slices import Site
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
+from whet.config.document import to_text
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
 from whet.errors import CheckpointError, ConfigError
@@ -223,7 +223,7 @@ class Builder:
         folder.rewind(saved.step if saved else -1)
         shutil.rmtree(folder.scratch, ignore_errors=True)
         folder.scratch.mkdir(parents=True, exist_ok=True)
-        folder.write_text("config.yaml", yaml.safe_dump(unstructure(config), sort_keys=False, allow_unicode=True))
+        folder.write_text("config.yaml", to_text(unstructure(config)))
         folder.write_json("identity.json", identity)
         folder.write_json("versions.json", versions())
         folder.write_json("plan.json", self.plan.to_dict())

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from whet.component import Facts, Problem, Selection, resolve
 from whet.config.sections import Config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, PluginError
 from whet.model import ModelInfo
 from whet.refit.handover import choose_transport
 
@@ -98,7 +98,7 @@ def facts_of(selection: Selection, model: ModelInfo) -> Facts:
         return Facts()
     facts = resolve(selection.component.facts)(selection.config, model)
     if not isinstance(facts, Facts):
-        raise TypeError(f"{selection.component.facts} returned {type(facts).__name__}, wanted whet.component.Facts")
+        raise PluginError(f"{selection.component.facts} returned {type(facts).__name__}, wanted whet.component.Facts")
     return facts
 
 
@@ -109,7 +109,7 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
         yield from selections(value.config, path)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from selections(item, f"{path}[{i}]")
+            yield from selections(item, f"{path}.{i}")
     elif attrs.has(type(value)):
         for field in attrs.fields(type(value)):
             inline = field.metadata.get("inline")
@@ -206,7 +206,7 @@ def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
         for i, entry_name in enumerate(names):
             if entry_name in names[:i]:
                 yield Problem(
-                    f"{where}[{i}].name", f"there are two environments named {entry_name!r}; give one another name"
+                    f"{where}.{i}.name", f"there are two environments named {entry_name!r}; give one another name"
                 )
 
 
@@ -245,7 +245,7 @@ def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
     for i, group in enumerate(config.cluster.share or []):
         for role in group:
             if role not in ("backend", "generator"):
-                yield Problem(f"cluster.share[{i}]", f"names the role {role!r}; there are backend, generator")
+                yield Problem(f"cluster.share.{i}", f"names the role {role!r}; there are backend, generator")
     wanted = (
         sum(config.cluster.gpus.get(role, 0) for role in known)
         if not share_groups(config)

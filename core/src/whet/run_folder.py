@@ -1,10 +1,10 @@
 """The run folder: a public contract of plain files, written so that a kill at any moment loses nothing.
 
-    config.yaml  identity.json  versions.json  plan.json     what ran
-    journal.jsonl                                            what happened, an event a line
-    metrics.jsonl  spans.jsonl                               a line per step, a line per phase
-    rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
-    checkpoints/step-000020/    model/    logs/ROLE-RANK.log
+config.yaml  identity.json  versions.json  plan.json     what ran
+journal.jsonl                                            what happened, an event a line
+metrics.jsonl  spans.jsonl                               a line per step, a line per phase
+rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
+checkpoints/step-000020/    model/    logs/ROLE-RANK.log
 """
 
 import errno

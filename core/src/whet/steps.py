@@ -1,9 +1,9 @@
 """The steps of a run: where to begin, when to stop, and all that happens between two optimizer steps.
 
-    for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
-        ...
-        step.log(metrics)            as often as needed; metrics merge by their kind
-        step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
+for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
+    ...
+    step.log(metrics)            as often as needed; metrics merge by their kind
+    step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
 """
 
 import signal
@@ -124,7 +124,13 @@ class Steps:
         numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
         rows = [
-            {"step": number, "role": s.role, "phase": s.phase, "begin": round(s.begin, 6), "seconds": round(s.seconds, 6)}
+            {
+                "step": number,
+                "role": s.role,
+                "phase": s.phase,
+                "begin": round(s.begin, 6),
+                "seconds": round(s.seconds, 6),
+            }
             for s in spans
         ]
         self._run.append("spans.jsonl", rows)

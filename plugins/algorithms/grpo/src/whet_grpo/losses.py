@@ -48,7 +48,7 @@ class ClippedPg:
         # `where` rather than a product: whatever stands at a masked token must not reach the sum.
         loss = torch.where(mask, tokens.loss, 0.0)
         total = loss.sum() if self.config.aggregation == "token" else segment_mean(loss, lengths, mask).sum()
-        count, gap = mask.sum(), (logprobs.detach() - batch["sampler_logprobs"]).abs()[mask]
+        count, gap = mask.sum(), _gap(logprobs, old, batch["sampler_logprobs"])[mask]
         metrics: dict[str, Metric] = {
             "ratio/mean": mean(tokens.ratio[mask].sum(), count),
             "clip_fraction": mean(tokens.clipped[mask].sum(), count),
@@ -58,3 +58,13 @@ class ClippedPg:
         if self.config.entropy:
             metrics["entropy"] = mean(outputs["entropy"].detach()[mask].sum(), count)
         return LossResult({"policy": total}, metrics)
+
+
+def _gap(logprobs: torch.Tensor, old: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """Give the distance [N] of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
+
+    `old` are those, unless they are the sampler's own: then the policy's of this moment stand for them, which from
+    the second minibatch on have moved.
+    """
+    trainer = logprobs.detach() if torch.equal(old, sampler) else old
+    return (trainer - sampler).abs()

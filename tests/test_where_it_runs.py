@@ -1,0 +1,56 @@
+"""Where a run runs does not matter: in this process or in worker processes, every bit is the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+def train(folder: Path, model: Path, **cluster: object) -> Path:
+    """Run ten steps of GRPO on arithmetic in a process of their own; give the run folder."""
+    config = {
+        "run": {"folder": str(folder / "run"), "steps": 10, "seed": 1},
+        "model": {"path": str(model)},
+        "algorithm": {"use": "grpo", "prompts_per_step": 4, "group_size": 4, "minibatches": 2},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}},
+        "generator": {"use": "hf"},
+        "rollout": {"max_tokens": 8, "temperature": 0.7},
+        "environments": [{"use": "even"}],
+        "plugins": [str(Path(__file__).parent / "even_digits.py")],
+        "cluster": {"threads": {"backend": 1, "generator": 1}, **cluster},
+        "loggers": [],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "whet.cli", "run", str(folder / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def numbers(run: Path) -> list[dict]:
+    """Metrics of each step, timings aside."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory, tiny_model_folder):
+    return train(tmp_path_factory.mktemp("inline"), tiny_model_folder, workers="inline")
+
+
+@pytest.mark.parametrize("share", [[["backend", "generator"]], []], ids=["one process", "two processes"])
+def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_folder, inline, share):
+    run = train(tmp_path, tiny_model_folder, share=share)
+    assert numbers(run) == numbers(inline)
+    assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
+    transport = {True: "shared", False: "shared-memory"}[bool(share)]
+    assert json.loads((run / "plan.json").read_text())["transport"] == transport
+
+
+def test_it_learns_and_the_engines_agree_at_temperature_07(inline):
+    rows = numbers(inline)
+    assert any(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-4
