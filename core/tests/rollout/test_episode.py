@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
 from whet.errors import WorkerError
 from whet.interfaces.environment import Model, SingleTurn
-from whet.rollout.episode import Assignment, EpisodeFailed, Player
+from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.routing import Route
 from whet.testing.fakes import ByteChat, FakeGenerator
 
@@ -55,7 +56,8 @@ def player(generator: Any, chat: Any = None, **changes: Any) -> Player:
         "retries": 0,
         "deadline_seconds": 5.0,
     }
-    return Player(generator, chat or ByteChat(), **{**defaults, **changes})
+    made = Player(generator, chat or ByteChat(), **{**defaults, **changes})
+    return evolve(made, sampling=with_stop_tokens(made.sampling, made.chat))
 
 
 def assigned(environment: Any, index: int = 7, task: Task | None = None) -> Assignment:

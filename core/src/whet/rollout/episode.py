@@ -20,7 +20,6 @@ from whet.data.messages import Conversation, Message, conversation
 from whet.data.records import (
     Completion,
     Episode,
-    FloatArray,
     Group,
     IntArray,
     Reply,
@@ -84,7 +83,7 @@ class Player:
     generator: "Generator"
     chat: Chat
     sampling: Sampling
-    """Of each turn. The chat template's stop tokens are added to it."""
+    """Of each turn, with the chat's stop tokens; see `with_stop_tokens`."""
     max_context: int
     """Longest sequence, prompt included, in tokens; 0: no limit."""
     seed: int
@@ -143,7 +142,7 @@ class Player:
                 f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
             ) from None
         rewards = checked_rewards(given, route.name)
-        sequences = [sequence for sequence in model.family if sequence.asked]
+        sequences = [sequence for sequence in model.family if sequence.turns]
         if not sequences:
             raise WhetEnvironmentError("it ended without asking the model anything")
         return Episode(
@@ -156,6 +155,11 @@ class Player:
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.text) for message in sequences[0].messages),
         )
+
+
+def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:
+    """Let a turn end at the tokens that end it in the chat template."""
+    return evolve(sampling, stop_tokens=(*chat.stop_tokens, *sampling.stop_tokens))
 
 
 def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -177,17 +181,10 @@ class RecordedModel:
         self.family.append(self)
         self.messages: Conversation = parent.messages if parent else ()
         """The conversation so far, for the chat template and for readers."""
-        self.turns = 0
-        """Completions of this sequence."""
-        # What the parent's sequence trains already is not trained again: a fork begins as prompt.
-        self._history: Trajectory = _append(_EMPTY, parent._history.tokens) if parent else _EMPTY
+        self._tokens: IntArray = parent._tokens if parent else _NO_TOKENS
+        self._completions: list[tuple[int, Completion]] = []  # with the position of its first token
         self._full: bool = parent._full if parent else False
         self._busy = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether the model produced any token of this sequence itself."""
-        return bool(self._history.loss_mask.any())
 
     def fork(self) -> "RecordedModel":
         """Start another sequence of the same episode with the history so far.
@@ -195,6 +192,11 @@ class RecordedModel:
         The model's tokens up to here count for the loss in the sequence that they were produced in, and there only.
         """
         return RecordedModel(self._player, self._assignment, self._seat, self)
+
+    @property
+    def turns(self) -> int:
+        """Completions of this sequence. One that the model never added to leaves no trajectory."""
+        return len(self._completions)
 
     async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
         """Append messages to the history and let the model answer.
@@ -211,37 +213,31 @@ class RecordedModel:
             self._busy = False
 
     async def _reply(self, messages: Conversation) -> Reply:
-        prefix, appended = ("", _NO_TOKENS) if self._full else self._tokens_for(messages)
-        length, player = len(self._history.tokens) + len(appended), self._player
-        room = player.max_context - length if player.max_context else player.sampling.max_tokens
+        player, sampling = self._player, self._player.sampling
+        prefix, tokens = ("", self._tokens) if self._full else self._tokens_with(messages)
+        room = player.max_context - len(tokens) if player.max_context else sampling.max_tokens
         if self._full or room < 1:
-            return await self._out_of_room(length)
-        history = _append(self._history, appended)
-        position = (self._assignment.index, *self._seat, self._fork, self.turns)
+            return await self._out_of_room(len(tokens))
+        position = (self._assignment.index, *self._seat, self._fork, len(self._completions))
         request = Request(
             id=f"{player.purpose}-" + "-".join(map(str, position)),
-            tokens=history.tokens,
-            sampling=evolve(
-                player.sampling,
-                max_tokens=min(player.sampling.max_tokens, room),
-                stop_tokens=(*player.chat.stop_tokens, *player.sampling.stop_tokens),
-            ),
+            tokens=tokens,
+            sampling=sampling if room >= sampling.max_tokens else evolve(sampling, max_tokens=room),
             seed=derive_seed(player.seed, player.purpose, *position),
             prefix=prefix,
         )
         completion = checked_completion(await player.generator.generate(request), request)
         text = player.chat.decode(completion.tokens)
-        self._history = _append_completion(history, completion)
+        self._completions.append((len(tokens), completion))
+        self._tokens = np.concatenate([tokens, completion.tokens])
         self.messages = (*self.messages, *messages, Message("assistant", text))
-        self.turns += 1
         return Reply(text, tuple(completion.tokens.tolist()), completion.stop)
 
-    def _tokens_for(self, messages: Conversation) -> tuple[str, IntArray]:
-        """Tokenise what is to be appended, with a name for a prompt that all samples of the group share."""
-        tokens = self._history.tokens
-        if len(tokens):
-            ended = int(tokens[-1]) in self._player.chat.stop_tokens
-            return "", self._player.chat.continuation(self.messages, ended, messages)
+    def _tokens_with(self, messages: Conversation) -> tuple[str, IntArray]:
+        """Give the tokens to continue once messages are appended, and the name of a prompt that samples share."""
+        if len(self._tokens):
+            chat, ended = self._player.chat, int(self._tokens[-1]) in self._player.chat.stop_tokens
+            return "", np.concatenate([self._tokens, chat.continuation(self.messages, ended, messages)])
         prompts = self._assignment.prompts
         if messages not in prompts:
             name = f"{self._player.purpose}-{self._assignment.index}-{len(prompts)}"
@@ -249,19 +245,28 @@ class RecordedModel:
         return prompts[messages]
 
     async def _out_of_room(self, length: int) -> Reply:
-        if not len(self._history.tokens):
+        if not len(self._tokens):
             raise WhetEnvironmentError(
                 f"its prompt of {length} tokens leaves no room for an answer in {self._player.max_context}; "
                 "raise rollout.max_context or leave the task out"
             )
         self._full = True
-        self._history = evolve(self._history, stop="length")
         await asyncio.sleep(0)  # an environment that asks for ever must still meet its deadline
         return Reply("", (), "length")
 
     def trajectory(self) -> Trajectory:
-        """Give what was recorded."""
-        return evolve(self._history, prompt_length=int(self._history.loss_mask.argmax()))
+        """Give what was recorded. A fork begins as prompt: what its parent's sequence trains is not trained again."""
+        length = len(self._tokens)
+        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
+        versions = np.full(length, -1, np.int32)
+        for begin, completion in self._completions:
+            end = begin + len(completion.tokens)
+            mask[begin:end] = True
+            logprobs[begin:end] = completion.logprobs
+            for first, version in completion.versions:
+                versions[begin + first : end] = version
+        prompt_length, stop = self._completions[0][0], self._completions[-1][1].stop
+        return Trajectory(self._tokens, mask, logprobs, versions, prompt_length, "length" if self._full else stop)
 
 
 def checked_completion(completion: Completion, request: Request) -> Completion:
@@ -282,31 +287,3 @@ def checked_completion(completion: Completion, request: Request) -> Completion:
 
 
 _NO_TOKENS: IntArray = np.zeros(0, np.int64)
-_EMPTY = Trajectory(_NO_TOKENS, np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32), 0, "stop")
-
-
-def _append(history: Trajectory, tokens: IntArray) -> Trajectory:
-    """Append tokens that the model did not produce."""
-    count = len(tokens)
-    return _join(history, tokens, np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32))
-
-
-def _append_completion(history: Trajectory, completion: Completion) -> Trajectory:
-    """Append what the model produced."""
-    count = len(completion.tokens)
-    begins, versions = zip(*completion.versions, strict=True)
-    spread = np.repeat(np.asarray(versions, np.int32), np.diff([*begins, count]))
-    grown = _join(history, completion.tokens, np.ones(count, np.bool_), completion.logprobs, spread)
-    return evolve(grown, stop=completion.stop)
-
-
-def _join(
-    history: Trajectory, tokens: IntArray, mask: np.ndarray, logprobs: FloatArray, versions: np.ndarray
-) -> Trajectory:
-    return evolve(
-        history,
-        tokens=np.concatenate([history.tokens, np.asarray(tokens, np.int64)]),
-        loss_mask=np.concatenate([history.loss_mask, mask]),
-        logprobs=np.concatenate([history.logprobs, np.asarray(logprobs, np.float32)]),
-        versions=np.concatenate([history.versions, versions]),
-    )

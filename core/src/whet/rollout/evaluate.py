@@ -13,7 +13,7 @@ from whet.data.records import Episode, Group, Sampling
 from whet.errors import WhetError
 from whet.metrics import Metric, mean, total
 from whet.rollout.collate import record, response_length, reward_names
-from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player
+from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.loop import EpisodeLoop, gather_or_cancel
 from whet.rollout.routing import Route
 
@@ -152,7 +152,8 @@ def evaluate(
 
     def player(route: Route) -> Player:
         purpose = f"evaluate {route.name}"
-        return Player(generator, chat, sampling, max_context, seed, purpose, retries, deadline_seconds)
+        turn = with_stop_tokens(sampling, chat)
+        return Player(generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds)
 
     try:
         return EvaluationResult(tuple(running.run(play(), tick=report)))

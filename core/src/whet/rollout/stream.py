@@ -36,7 +36,7 @@ from whet.data.records import Group, Sampling
 from whet.errors import CheckpointError, WhetError, WorkerError
 from whet.metrics import Metric, largest, total
 from whet.rollout.collate import collate, rollout_metrics
-from whet.rollout.episode import Assignment, Chat, Player
+from whet.rollout.episode import Assignment, Chat, Player, with_stop_tokens
 from whet.rollout.loop import EpisodeLoop
 from whet.rollout.routing import Route, choose, shuffled
 
@@ -98,7 +98,9 @@ class RolloutStream:
         self._player = Player(
             generator=generator,
             chat=chat,
-            sampling=Sampling(section.max_tokens, section.temperature, stop=tuple(section.stop)),
+            sampling=with_stop_tokens(
+                Sampling(section.max_tokens, section.temperature, stop=tuple(section.stop)), chat
+            ),
             max_context=section.max_context,
             seed=seed,
             purpose="sample",
