@@ -1,0 +1,35 @@
+"""Where the workers of a backend or generator under test run: in this process, or in processes of their own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whet.cluster.inline import InlineSlice
+from whet.cluster.local import LocalCluster
+from whet.cluster.slices import Site, Slice
+from whet.testing.site import make_site
+
+Slices = Callable[[str], Slice]
+"""Gives a role its slice."""
+
+
+class Placed:
+    """What contracts of components with workers have in common."""
+
+    processes: int = 0
+    """Worker processes, a rank for each; 0: one rank in the test's own process, so that a debugger works."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def slices(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slices]:
+        """Share the processes among all rules of a class, for they take seconds to start."""
+        if not cls.processes:
+            yield InlineSlice
+            return
+        with LocalCluster(tmp_path_factory.mktemp("logs")) as cluster:
+            yield lambda role: cluster.slice(role, size=cls.processes)
+
+    def site(self, folder: Path, role: str, model_folder: Path, slices: Slices) -> Site:
+        """Make the site that `make` gets."""
+        return make_site(folder, role, model_folder, slices(role))

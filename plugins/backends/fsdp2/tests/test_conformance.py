@@ -1,0 +1,25 @@
+import pytest
+
+from whet.cluster.slices import Site
+from whet.testing.contracts.backend import BackendContract
+from whet.testing.contracts.component import ComponentContract
+from whet_fsdp2.backend import Fsdp2Backend
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_fsdp2.hooks"
+
+
+class TestFsdp2(BackendContract):
+    transports = ("shared", "shared-memory", "disk")
+    has_reference = True
+
+    def make(self, site: Site) -> Fsdp2Backend:
+        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), reference=True), site)
+
+
+@pytest.mark.slow
+class TestFsdp2OnTwoProcesses(TestFsdp2):
+    processes = 2
+    transports = ("shared-memory", "disk")
