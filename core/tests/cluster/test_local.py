@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,15 @@ def test_roles_that_share_live_in_one_process_and_on_one_thread(tmp_path: Path) 
         assert second.call("remember", 0)[0] == first.call("remember", 0)[0]
         first.close()
         assert second.call("add", 1) == [1]
+
+
+def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
+        first, second = cluster.slice("backend").spawn(TARGET, {}), cluster.slice("generator").spawn(TARGET, {})
+        threading.Timer(0.2, second.close).start()
+        with pytest.raises(WorkerError, match="generator rank 0 failed in count: it was cancelled"):
+            collect(second.stream(0, "count", 2, -1, 1000.0))
+        assert first.call("add", 1) == [1]
 
 
 def test_output_goes_to_the_log_of_the_role_and_of_those_that_share(tmp_path: Path) -> None:
@@ -97,7 +107,7 @@ def test_a_constructor_that_hangs_misses_the_deadline_of_the_start(tmp_path: Pat
         LocalCluster(tmp_path, DeadlinesSection(start=0.3)) as cluster,
         pytest.raises(WorkerError, match=r"failed in start: no answer within 0\.3 s"),
     ):
-        cluster.slice("backend").spawn("time:sleep", {})
+        cluster.slice("backend").spawn(TARGET, {"hang": True})
 
 
 def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> None:
@@ -161,7 +171,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path: Path) ->
 
 
 DRIVER = """
-import os, sys, time
+import asyncio, os, sys, time
 from pathlib import Path
 from whet.cluster.local import LocalCluster
 from whet.cluster.pool import GraderPool
@@ -171,6 +181,8 @@ cluster = LocalCluster(Path(sys.argv[1]))
 workers = cluster.slice("backend", 2).spawn(TARGET, {})
 pids = [state["pid"] for state in workers.call("state")]
 pids += workers.call("start_child") + workers.call("start_child", True)
+graders = GraderPool("os:getpid")
+pids.append(asyncio.run(graders.call()))
 hanging = workers.start("hang")
 print(*pids, flush=True)
 if sys.argv[2] == "raise":
@@ -192,7 +204,7 @@ def test_nothing_outlives_a_driver_however_it_ends(tmp_path: Path, how: str) -> 
     assert driver.stdout is not None
     with driver.stdout:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert len(pids) == 6
+        assert len(pids) == 7
         assert all(map(alive, pids)) or how == "raise"
         if how != "raise":
             driver.send_signal(signal.Signals[how])

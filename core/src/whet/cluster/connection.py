@@ -5,8 +5,7 @@ write     sends, so that nobody blocks on a process that does not read
 read      takes answers to the calls that wait for them
 """
 
-import heapq
-import itertools
+import math
 import queue
 import signal
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 from attrs import define, field
 
 from whet.cluster.channel import receive, send
-from whet.cluster.process import Child, describe_end, last_words, printable
+from whet.cluster.process import Child, describe_end, last_words
 from whet.cluster.wire import Buffer, WireError, decode, encode
 from whet.errors import WorkerError
 
@@ -59,21 +58,26 @@ class Clock:
     """One thread that watches the deadlines of all calls of a cluster."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, Connection, int]] = []
-        self._order = itertools.count()
+        self._connections: set[Connection] = set()
+        self._next = math.inf
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def watch(self, connection: "Connection", number: int, expires: float) -> None:
-        """Look at a call of a connection when its deadline passes."""
+    def watch(self, connection: "Connection", expires: float) -> None:
+        """Look at a connection's calls when that time comes, at the latest."""
         with self._changed:
-            heapq.heappush(self._due, (expires, next(self._order), connection, number))
+            self._connections.add(connection)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="whet-deadlines", daemon=True)
                 self._thread.start()
-            elif self._due[0][0] == expires:
+            elif expires < self._next:
                 self._changed.notify()
+
+    def forget(self, connection: "Connection") -> None:
+        """Look at it no longer."""
+        with self._changed:
+            self._connections.discard(connection)
 
     def stop(self) -> None:
         """End the thread."""
@@ -84,12 +88,15 @@ class Clock:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._stopped and (not self._due or self._due[0][0] > time.monotonic()):
-                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                self._next = min((c.next_deadline() for c in self._connections), default=math.inf)
+                wait = self._next - time.monotonic()
+                if wait > 0:
+                    self._changed.wait(None if wait == math.inf else wait)
                 if self._stopped:
                     return
-                _, _, connection, number = heapq.heappop(self._due)
-            connection.overdue(number)
+                connections = list(self._connections)
+            for connection in connections:
+                connection.end_overdue()
 
 
 class Connection:
@@ -97,7 +104,8 @@ class Connection:
 
     def __init__(self, name: str, log: Path, environment: Mapping[str, str], clock: Clock) -> None:
         self.name, self._log, self._environment, self._clock = name, log, environment, clock
-        self._log_begin = log.stat().st_size if log.exists() else 0
+        log.touch()
+        self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
         self._slots: set[int] = set()
         self._outbox: queue.SimpleQueue[Sequence[Buffer] | None] = queue.SimpleQueue()
@@ -134,7 +142,7 @@ class Connection:
         if cause:
             call.done(None, call.error(cause, self._words()))
         else:
-            self._clock.watch(self, number, call.expires)
+            self._clock.watch(self, call.expires)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""
@@ -182,22 +190,24 @@ class Connection:
             self._cause = self._cause or f"its process was ended because {str(reason).splitlines()[0]}"
         self._kill()
 
-    def overdue(self, number: int) -> None:
-        """Look whether a call has missed its deadline, and end it and the process if so."""
+    def next_deadline(self) -> float:
+        """Give the time at which the first of the calls under way must have been answered."""
         with self._lock:
-            call = self._calls.get(number)
-            late = call is not None and call.expires <= time.monotonic()
-            if late:
-                del self._calls[number]
-        if call is None:
-            return
-        if not late:
-            self._clock.watch(self, number, call.expires)
+            return min((call.expires for call in self._calls.values()), default=math.inf)
+
+    def end_overdue(self) -> None:
+        """Fail the calls that have missed their deadlines, and end the processes that they were made of."""
+        now = time.monotonic()
+        with self._lock:
+            numbers = [number for number, call in self._calls.items() if call.expires <= now]
+            calls = [self._calls.pop(number) for number in numbers]
+        if not calls:
             return
         words = "\n".join(filter(None, (self._words(), self._stacks())))
-        error = call.error(f"no answer within {call.timeout_seconds:g} s", words)
-        call.done(None, error)
-        call.missed(error)
+        for call in calls:
+            error = call.error(f"no answer within {call.timeout_seconds:g} s", words)
+            call.done(None, error)
+            call.missed(error)
 
     def _kill(self) -> None:
         self._started.wait(10.0)
@@ -211,13 +221,9 @@ class Connection:
         begin = self._log.stat().st_size
         self._child.signal(signal.SIGUSR1)  # `whet.cluster.host` answers it into the log
         time.sleep(_PATIENCE_FOR_STACKS)
-        with self._log.open("rb") as file:
-            file.seek(begin)
-            threads = printable(file.read(), lines=1000).split("\n\n")
-        busy = [
-            thread.splitlines() for thread in threads if not any(place in thread.split(" in ")[0] for place in _IDLE)
-        ]
-        return "\n".join(line for thread in busy for line in thread[:_DEEPEST_STACK])
+        threads = [thread.splitlines() for thread in last_words(self._log, begin, lines=1000).split("\n\n")]
+        busy = [lines for lines in threads if not any(place in line for place in _IDLE for line in lines[1:2])]
+        return "\n".join(line for lines in busy for line in lines[:_DEEPEST_STACK])
 
     def _words(self) -> str:
         return last_words(self._log, self._log_begin)
@@ -247,6 +253,7 @@ class Connection:
         with self._lock:
             self._cause = self._cause or cause
             calls, self._calls = list(self._calls.values()), {}
+        self._clock.forget(self)
         for call in calls:
             call.done(None, call.error(self._cause, self._words()))
         self._gone.set()
@@ -266,8 +273,8 @@ class Connection:
                 self._take(decode(receive(self._child.socket)))
         except (EOFError, OSError):
             cause = "its process closed the connection to the driver"
-        except WireError as error:
-            cause = str(error)
+        except (WireError, LookupError, TypeError) as error:
+            cause = f"its process sent no proper answer: {error}"
         if not self._exited.wait(1.0):  # it lives on, deaf
             with self._lock:
                 self._cause = self._cause or cause

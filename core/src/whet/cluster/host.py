@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
@@ -105,7 +105,7 @@ class Host:
         self._sending = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -137,12 +137,13 @@ class Host:
                 self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
                 steps = self._stream(number, message["slot"], message["method"], message["args"])
-                self._loop.call_soon_threadsafe(self._begin, number, steps)
+                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
             case "cancel":
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
                 self._compute.submit(self._answer, number, lambda: self._build(message))
             case "close":
+                self._loop.call_soon_threadsafe(self._cancel_slot, message["slot"])
                 self._compute.submit(self._answer, number, lambda: self._close(message["slot"]))
             case "import":
                 self._compute.submit(_import, message["modules"])
@@ -158,7 +159,7 @@ class Host:
             self._fail(number, error)
             return
         if inspect.iscoroutinefunction(function):
-            self._loop.call_soon_threadsafe(self._begin, number, self._run(number, function, args))
+            self._loop.call_soon_threadsafe(self._begin, number, slot, self._run(number, function, args))
         else:
             self._compute.submit(self._answer, number, lambda: function(*args))
 
@@ -176,14 +177,19 @@ class Host:
         except BaseException as error:
             self._fail(number, error)
 
-    def _begin(self, number: int, steps: Any) -> None:
+    def _begin(self, number: int, slot: int, steps: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(steps)
-        self._tasks[number] = task
+        self._tasks[number] = slot, task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _cancel(self, number: int) -> None:
         if number in self._tasks:
-            self._tasks[number].cancel()
+            self._tasks[number][1].cancel()
+
+    def _cancel_slot(self, slot: int) -> None:
+        for owner, task in self._tasks.values():
+            if owner == slot:
+                task.cancel()
 
     async def _run(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -197,17 +203,16 @@ class Host:
                 async for item in items:
                     self._say(number, "part", item)
             self._say(number, "done", None)
-        except asyncio.CancelledError:
-            self._say(number, "done", None)
-            raise
         except BaseException as error:
             self._fail(number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):  # by the driver, who knows, or because the workers close
+            self._say(number, "failed", {"cause": "it was cancelled", "details": ""})
+            return
         details = "".join(traceback.format_exception(error))
         print(details, file=sys.stderr, flush=True)
-        cause = f"{type(error).__name__}: {error}"
-        self._say(number, "failed", {"cause": cause, "details": details})
+        self._say(number, "failed", {"cause": f"{type(error).__name__}: {error}", "details": details})
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})

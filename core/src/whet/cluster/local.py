@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import attrs
 
 from whet.cluster.connection import Call, Clock, Connection
+from whet.cluster.process import import_folders
 from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import encode
@@ -93,7 +93,7 @@ class LocalCluster:
             found = self._connections.get(name)
             if found is None or found.dead:
                 found = Connection(name, self._log_file(name), self._environment_of(name), self.clock)
-                found.tell({"path": sys.path})
+                found.tell({"path": import_folders()})
                 self._connections[name] = found
             return found
 

@@ -12,7 +12,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any, Final
 from attrs import field, frozen
 
 from whet.cluster.channel import receive, send
-from whet.cluster.process import Child, describe_end, printable
+from whet.cluster.process import Child, describe_end, import_folders, printable
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError
@@ -96,7 +95,7 @@ class GraderPool:
         self.crashes = 0
         """Calls that raised or killed their process."""
         self._order = {
-            "path": sys.path, "target": target, "setup": None if setup is None else dict(setup),
+            "path": import_folders(), "target": target, "setup": None if setup is None else dict(setup),
             "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds,
         }  # fmt: skip
         self._workers, self._start_seconds = workers, start_seconds

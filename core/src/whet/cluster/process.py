@@ -92,6 +92,11 @@ class Child:
                 os.kill(self.pid, number)
 
 
+def import_folders() -> list[str]:
+    """Give the folders from which this process imports, so that another one imports the same modules."""
+    return [os.path.abspath(folder) for folder in sys.path]
+
+
 def describe_end(code: int) -> str:
     """Say in words how a process ended."""
     if code >= 0:

@@ -51,7 +51,10 @@ class Watchdog:
 
     def _start(self) -> None:
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.family]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
+        null = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, env={}, cwd="/"
+        )
         for line in sorted(self._guarded):
             self._say(line)
 

@@ -21,7 +21,11 @@ TARGET = "whet.testing.obedient:ObedientWorker"
 class ObedientWorker:
     """Its methods are what can be asked of it."""
 
-    def __init__(self, rank: WorkerRank, offset: int = 0, fail: bool = False, trace: str = "") -> None:
+    def __init__(
+        self, rank: WorkerRank, offset: int = 0, fail: bool = False, hang: bool = False, trace: str = ""
+    ) -> None:
+        if hang:
+            time.sleep(1000.0)
         if fail:
             raise ValueError(f"rank {rank.rank} was told not to start")
         self.rank, self.offset, self.trace = rank, offset, trace
