@@ -61,6 +61,8 @@ class Facts:
     """Of an algorithm fed by rollouts: groups that one step consumes."""
     memory_bytes: int | None = None
     """Of backends and generators: memory for weights and optimizer, for each rank, as far as it is known."""
+    imports: tuple[str, ...] = ()
+    """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
     notes: tuple[str, ...] = ()
     """Anything else that `whet check` should print, a sentence each."""
 

@@ -6,7 +6,7 @@ load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
@@ -122,13 +122,14 @@ def open(path: str | Path, *overrides: str) -> Iterator[Parts]:
     folder = RunFolder(prepared.config.run.folder)
     with closing_all([]) as closers:
         folder.claim()
-        closers.append(folder.release)
+        closers += [folder.release, lambda: shutil.rmtree(folder.scratch, ignore_errors=True)]
         builder = Builder(prepared, folder, closers)
         try:
             yield builder.parts()
         except BaseException as error:
             builder.watchers.failed = True
-            folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
+            with suppress(WhetError):  # a full disk must not hide what failed
+                folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
             raise
         folder.journal("closed")
 
@@ -144,18 +145,18 @@ class Builder:
         self.watchers = Watchers(self.prepared.loaded.registry.manager, folder)
 
     def parts(self) -> Parts:
-        """Build everything: what is cheap and can be wrong first, workers last."""
+        """Build everything. Worker processes start to import while the driver prepares data and environments."""
         config = self.config
+        cluster = self.cluster()
         chat = self.chat()
         data = self._data(chat)
         environments = [
             self.routes(config.environments, "train"),
             self.routes(config.evaluation.environments, "test"),
         ]
-        saved = self._resume(data)
+        saved = self._resume(data, environments[0])
         done = saved.step if saved else 0
         self._open_loggers(done)
-        cluster = self.cluster()
         backend: Backend = TimedBackend(self.handle("backend", cluster), self.spans)
         generator = self.handle("generator", cluster) if config.generator else None
         if saved:
@@ -205,9 +206,9 @@ class Builder:
             )
         return routes
 
-    def _resume(self, data: "OfflineData | None") -> "Checkpoint | None":
+    def _resume(self, data: "OfflineData | None", routes: "list[Route]") -> "Checkpoint | None":
         config, folder = self.config, self.folder
-        identity = identity_of(config, self.prepared.model, data.fingerprint() if data else "")
+        identity = identity_of(config, self.prepared.model, data, routes)
         before = folder.read_json("identity.json")
         if before is not None and config.run.resume == "never":
             raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
@@ -251,12 +252,9 @@ class Builder:
 
         cluster = LocalCluster(self.folder.logs, deadlines, share=share_groups(self.config))
         self.closers.append(cluster.close)
-
-        def slice_of(role: str) -> "Slice":
-            planned = self.plan.role(role)
-            return cluster.slice(role, planned.ranks, planned.threads, planned.devices)
-
-        return slice_of
+        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in self.plan.roles}
+        cluster.warm(slices.values(), self.plan.imports)
+        return slices.__getitem__
 
     def handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
         """Build the driver's handle of a role, which starts its workers."""
@@ -269,6 +267,7 @@ class Builder:
             status=self.watchers.status,
             max_context=self.plan.max_context,
         )
+        self.watchers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
             handle = build_selection(getattr(self.config, role), site)
         self.closers.append(handle.close)

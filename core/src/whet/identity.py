@@ -1,8 +1,10 @@
 """What makes a run this run: a resume that would mix two of them is refused with the difference shown."""
 
+import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import whet
@@ -11,7 +13,9 @@ from whet.model import fingerprint
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
+    from whet.data.offline import OfflineData
     from whet.model import ModelInfo
+    from whet.rollout.routing import Route
 
 FREE = {
     "run": ("folder", "steps", "save_every", "keep", "resume", "export", "allow_changed"),
@@ -22,15 +26,36 @@ FREE = {
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")
 """Sections that decide what a run computes; the others say where it runs and who watches."""
 
+SAMPLED_TASKS = 64
 
-def identity_of(config: "Config", model: "ModelInfo", data_fingerprint: str) -> dict[str, Any]:
-    """Collect what decides a run's numbers: config, model files, tokenizer and data."""
+
+def identity_of(
+    config: "Config", model: "ModelInfo", data: "OfflineData | None", routes: "Sequence[Route]"
+) -> dict[str, Any]:
+    """Collect what decides a run's numbers: config, model files, tokenizer, data files and tasks."""
     plain = unstructure(config)
     chosen = {
         name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
     }
-    files = fingerprint(model.path)
-    return {**chosen, "model files": files, "data files": data_fingerprint}
+    files: dict[str, Any] = {"model files": fingerprint(model.path)}
+    if config.model.chat_template:
+        files["model files"]["chat template"] = _hash(Path(config.model.chat_template).read_text(encoding="utf-8"))
+    if data is not None:
+        files["data files"] = data.fingerprint()
+    if routes:
+        files["tasks"] = {f"{route.name} ({route.split})": _tasks(route) for route in routes}
+    return {**chosen, **files}
+
+
+def _tasks(route: "Route") -> str:
+    """Hash the number of tasks and a sample spread evenly over them: generated splits may be endless."""
+    tasks = route.tasks()
+    positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
+    return _hash(repr((len(tasks), [(tasks[i].prompt, sorted(tasks[i].data.items())) for i in positions])))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -59,6 +59,8 @@ class Plan:
     """`rollouts` or `data`."""
     max_context: int
     """Longest sequence, in tokens; 0: no limit is known."""
+    imports: tuple[str, ...] = ()
+    """Modules that worker processes import while the driver still prepares."""
     notes: tuple[str, ...] = ()
 
     def role(self, name: str) -> RolePlan:
@@ -147,7 +149,8 @@ def make_plan(
     roles = tuple(_role(config, name, facts, machine) for name in _roles(config))
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
-    return Plan(config.cluster.launcher, inline, roles, transport, feeds_on, context, tuple(notes)), []
+    imports = tuple(dict.fromkeys(module for name in _roles(config) for module in facts[name].imports))
+    return Plan(config.cluster.launcher, inline, roles, transport, feeds_on, context, imports, tuple(notes)), []
 
 
 def shares(config: Config, one: str, other: str) -> bool:
