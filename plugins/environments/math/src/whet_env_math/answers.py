@@ -7,7 +7,7 @@ is handed on.
 import re
 from fractions import Fraction
 
-from whet_env_math.boxed import last_boxed
+from whet.data.boxed import last_boxed
 
 LONGEST = 1000
 """Characters of an answer that is handed on."""

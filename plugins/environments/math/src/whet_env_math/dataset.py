@@ -21,7 +21,7 @@ from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, plain_number
-from whet_env_math.boxed import last_boxed
+from whet.data.boxed import last_boxed
 from whet_env_math.config import MathConfig
 
 

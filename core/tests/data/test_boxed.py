@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from whet_env_math.boxed import is_integer, last_boxed
+from whet.data.boxed import is_integer, last_boxed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+r"""The environment `calculator`: the model may call it in one turn and must box the product in a later one.
+
+    user       Compute 47*83.
+    assistant  calc 47*83
+    user       3901                 the environment's text: in the sequence, but never trained on
+    assistant  \boxed{3901}
+
+The reward is for the product alone; that calling pays is for the model to find out. One product in ten is held out
+by its hash for the split `test`.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, overload
+
+from whet.data.boxed import is_integer, last_boxed
+from whet.data.messages import Conversation, Message
+from whet.data.records import Task
+from whet.errors import DataError
+from whet.interfaces.environment import Model
+from whet.randomness import derive_seed
+from whet_env_tools.calculation import CALL, called
+from whet_env_tools.config import CalculatorConfig
+
+QUESTION = "Compute {}*{}."
+MOST_DRAWS = 10_000
+FEW_FACTORS = 200
+
+
+class Calculator:
+    """The environment `calculator`."""
+
+    def __init__(self, config: CalculatorConfig) -> None:
+        self._config = config
+        self._splits = {"train": TrainProducts(config), "test": _test_products(config)}
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """`correct` is the reward; `calls` is only recorded."""
+        return {"correct": 1.0, "calls": 0.0}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Give the tasks of `train` or `test`."""
+        if split not in self._splits:
+            raise DataError(f"there is no split {split!r}; there are {', '.join(self._splits)}")
+        return self._splits[split]
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        """Ask; answer calls until there is none, or no turn is left; grade the last answer."""
+        answer, calls = await model.reply(task.prompt), 0
+        while calls + 1 < self._config.turns and (result := called(answer.text)) is not None:
+            answer, calls = await model.reply(Message(self._config.reply_role, result)), calls + 1
+        boxed = last_boxed(answer.text)
+        correct = boxed is not None and is_integer(boxed, task.data["answer"])
+        return {"correct": float(correct), "calls": float(calls)}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TrainProducts(Sequence[Task]):
+    """The tasks of `train`, each made when it is asked for."""
+
+    def __init__(self, config: CalculatorConfig) -> None:
+        self._config = config
+
+    def __len__(self) -> int:
+        return self._config.train_tasks
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        draw = random.Random(derive_seed(self._config.seed, "calculator-train", range(len(self))[index]))
+        return _task(*draw_factors(draw, self._config), self._config)
+
+
+def draw_factors(draw: random.Random, config: CalculatorConfig) -> tuple[int, int]:
+    """Draw two factors whose product is not held out. Raises `DataError` where there seems to be none."""
+    for _ in range(MOST_DRAWS):
+        a, b = (draw.randint(config.smallest, config.largest) for _ in range(2))
+        if not held_out(a, b):
+            return a, b
+    raise DataError(f"no product of factors from {config.smallest} to {config.largest} is left to train on")
+
+
+def held_out(a: int, b: int) -> bool:
+    """Say whether a product is kept for the split `test`; one in ten is."""
+    return blake2b(f"{a}*{b}".encode(), digest_size=2).digest()[0] % 10 == 0
+
+
+def demonstrations(
+    count: int, seed: int = 0, direct_share: float = 0.5, config: CalculatorConfig | None = None
+) -> Iterator[dict[str, Any]]:
+    """Give records for supervised fine-tuning, `{"messages": [...]}`: a share that states the product at once, and a
+    rest that calls the calculator.
+    """
+    draw, config = random.Random(derive_seed(seed, "calculator-demonstrations")), config or CalculatorConfig()
+    for _ in range(count):
+        a, b = draw_factors(draw, config)
+        messages = list(_task(a, b, config).prompt)
+        if draw.random() >= direct_share:
+            messages += [Message("assistant", f"{CALL}{a}*{b}"), Message(config.reply_role, str(a * b))]
+        messages.append(Message("assistant", f"\\boxed{{{a * b}}}"))
+        yield {"messages": [{"role": message.role, "content": message.text} for message in messages]}
+
+
+def _task(a: int, b: int, config: CalculatorConfig) -> Task:
+    system: Conversation = (Message("system", config.system),) if config.system else ()
+    return Task((*system, Message("user", QUESTION.format(a, b))), {"answer": str(a * b)}, id=f"{a}*{b}")
+
+
+def _test_products(config: CalculatorConfig) -> Sequence[Task]:
+    """Draw different products that are held out; from all there are where the factors are few."""
+    factors = range(config.smallest, config.largest + 1)
+    draw = random.Random(derive_seed(config.seed, "calculator-test"))
+    if len(factors) <= FEW_FACTORS:
+        every = [(a, b) for a in factors for b in factors if held_out(a, b)]
+        found = draw.sample(every, min(config.test_tasks, len(every)))
+    else:
+        pairs = ((draw.choice(factors), draw.choice(factors)) for _ in range(100 * config.test_tasks))
+        distinct = dict.fromkeys(pair for pair in pairs if held_out(*pair))
+        found = list(itertools.islice(distinct, config.test_tasks))
+    if not found:
+        raise DataError(f"no product of factors from {config.smallest} to {config.largest} is held out for `test`")
+    return tuple(_task(a, b, config) for a, b in found)

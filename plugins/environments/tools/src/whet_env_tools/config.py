@@ -1,0 +1,27 @@
+"""The config of the environment `calculator`."""
+
+from typing import Literal
+
+from attrs import field, frozen, validators
+
+
+@frozen
+class CalculatorConfig:
+    """Products such as `Compute 47*83.`, with a calculator that is called by writing `calc 47*83`."""
+
+    smallest: int = field(default=11, validator=validators.ge(0))
+    """Smallest factor."""
+    largest: int = field(default=99, validator=validators.le(999_999))
+    """Largest factor."""
+    turns: int = field(default=2, validator=validators.ge(1))
+    """Most answers of the model in an episode; the last one is the final answer whatever it says."""
+    reply_role: Literal["user", "tool"] = "user"
+    """Role of the calculator's messages; `tool` needs a chat template that knows it."""
+    system: str = ""
+    """A system message that explains the calculator; empty: none."""
+    train_tasks: int = field(default=1_000_000, validator=validators.ge(1))
+    """Tasks in the split `train`."""
+    test_tasks: int = field(default=256, validator=validators.ge(1))
+    """Most tasks in the split `test`: of the tenth of all products that `train` never shows."""
+    seed: int = 0
+    """Another seed gives other tasks."""
