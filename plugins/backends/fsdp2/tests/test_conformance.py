@@ -12,7 +12,7 @@ class TestPlugin(ComponentContract):
 
 
 class TestFsdp2(BackendContract):
-    transports = ("shared", "shared-memory", "disk")
+    transports: tuple[str, ...] = ("shared", "shared-memory", "disk")
     has_reference = True
 
     def make(self, site: Site) -> Fsdp2Backend:
@@ -22,4 +22,4 @@ class TestFsdp2(BackendContract):
 @pytest.mark.slow
 class TestFsdp2OnTwoProcesses(TestFsdp2):
     processes = 2
-    transports = ("shared-memory", "disk")
+    transports: tuple[str, ...] = ("shared-memory", "disk")

@@ -63,10 +63,11 @@ class Part:
     query_back: Tensor
     """Where each row's query went: rows in order, of all tokens or of those that have a prefix."""
     key_rows: Tensor
-    key_real: Tensor
-    """Positions among the gathered keys that are no padding."""
-    key_target: Tensor
-    """Rows of k and v that those came from."""
+    """Row of k and v that each gathered key comes from; padding as above."""
+    key_back: Tensor
+    """Where each key row went: of all tokens, or of the prefixes."""
+    key_target: Tensor | None
+    """Rows of k and v that `key_back` speaks of; None: all of them, in order."""
     blocks: tuple[Block, ...]
 
 
@@ -174,13 +175,17 @@ class _Builder:
         back[all_rows[all_real] - first_token * self.heads] = np.flatnonzero(all_real)
         keys_real = np.flatnonzero(np.concatenate(key_real))
         all_keys = np.concatenate(key_rows)
+        targets = all_keys[keys_real]
+        every = len(targets) == self.tokens * self.kv_heads
+        if every:
+            keys_real = keys_real[np.argsort(targets)]
         return Part(
             self.tensor(all_rows),
             self.tensor(all_real[:, None].astype(np.float32)),
             self.tensor(back),
             self.tensor(all_keys),
             self.tensor(keys_real),
-            self.tensor(all_keys[keys_real]),
+            None if every else self.tensor(targets),
             tuple(blocks),
         )
 
@@ -290,14 +295,14 @@ class _SegmentAttention(torch.autograd.Function):
             )[:, None]
             tail = out[plan.tail :]
             tail.copy_(torch.lerp(behind.index_select(0, plan.prefix.query_back), tail, weight))
-        ctx.plan, ctx.run, ctx.sizes = plan, run, (len(kept_own), k.shape)
+        ctx.plan, ctx.run, ctx.count = plan, run, len(kept_own)
         ctx.save_for_backward(out, weight, *kept_own, *kept_prefix)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         plan, run = ctx.plan, ctx.run
-        count, k_shape = ctx.sizes
+        count = ctx.count
         out, weight, *kept = ctx.saved_tensors
         upstream = gradients[0].contiguous()
         delta = (upstream * out).sum(1, keepdim=True)
@@ -306,18 +311,14 @@ class _SegmentAttention(torch.autograd.Function):
             share = torch.cat([weight.new_ones(plan.tail, 1), weight])
         to_q, to_k, to_v = run.backward(plan.own, kept[:count], out, upstream, delta, share)
         dq = to_q.index_select(0, plan.own.query_back)
-        dk, dv = to_k.new_zeros(k_shape), to_v.new_zeros(k_shape)
-        _add_rows(plan.own, dk, to_k, dv, to_v)
+        dk, dv = to_k.index_select(0, plan.own.key_back), to_v.index_select(0, plan.own.key_back)
         if plan.prefix is not None and share is not None:
             to_q, to_k, to_v = run.backward(plan.prefix, kept[count:], out, upstream, delta, 1 - share)
             dq[plan.tail :] += to_q.index_select(0, plan.prefix.query_back)
-            _add_rows(plan.prefix, dk, to_k, dv, to_v)
+            assert plan.prefix.key_target is not None
+            dk.index_add_(0, plan.prefix.key_target, to_k.index_select(0, plan.prefix.key_back))
+            dv.index_add_(0, plan.prefix.key_target, to_v.index_select(0, plan.prefix.key_back))
         return dq.to(ctx.dtype), dk.to(ctx.dtype), dv.to(ctx.dtype), None, None, None, None
-
-
-def _add_rows(part: Part, dk: Tensor, to_k: Tensor, dv: Tensor, to_v: Tensor) -> None:
-    dk.index_add_(0, part.key_target, to_k.index_select(0, part.key_real))
-    dv.index_add_(0, part.key_target, to_v.index_select(0, part.key_real))
 
 
 @frozen(eq=False)
@@ -355,9 +356,11 @@ class _Run:
         else:
             scores = torch.baddbmm(block.mask, q, k.transpose(1, 2), alpha=self.scale)
         if block.merged:
-            lse = torch.logsumexp(scores, -1, keepdim=True)
-            normaliser[block.query_slice] = lse.view(-1)
-            chances = scores.sub_(lse).exp_()
+            highest = scores.amax(-1, keepdim=True)
+            chances = scores.sub_(highest).exp_()
+            sums = chances.sum(-1, keepdim=True)
+            chances.div_(sums)
+            torch.add(highest.view(-1), sums.log_().view(-1), out=normaliser[block.query_slice])
         else:
             chances = torch.softmax(scores, -1)
         torch.bmm(chances, v, out=out[block.query_slice].view_as(q))

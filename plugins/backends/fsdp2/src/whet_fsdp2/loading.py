@@ -14,6 +14,7 @@ from whet.model import ModelInfo
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import Feed, Root, feed, spread
 from whet_fsdp2.layout import Layout
+from whet_fsdp2.norms import hasten_norms
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def prepare(model: Any, wanted: str, chunk: int) -> tuple[Root, Layout]:
     batch = _probe(model)
     with torch.no_grad():
         expected = _plain_logprobs(model, batch)
+        hasten_norms(model)
         _check_head(root, batch, expected)
         if wanted == "padded":
             return root, "padded"
