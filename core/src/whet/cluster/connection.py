@@ -178,9 +178,9 @@ class Connection:
             self._cause = self._cause or "its process was closed"
         self.tell({"do": "exit"})
 
-    def end(self, grace_seconds: float) -> None:
-        """Wait for its end, and bring it about when that takes too long."""
-        if not self._gone.wait(grace_seconds):
+    def end(self, deadline: float) -> None:
+        """Wait for its end, and bring it about at a deadline in the seconds of `time.monotonic`."""
+        if not self._gone.wait(max(0.0, deadline - time.monotonic())):
             self._kill()
             self._gone.wait(10.0)
 
@@ -218,7 +218,7 @@ class Connection:
         """Say what each busy thread of the process is doing, as far as it can still tell."""
         if self._child is None:
             return ""
-        begin = self._log.stat().st_size
+        begin = self._log.stat().st_size if self._log.exists() else 0
         self._child.signal(signal.SIGUSR1)  # `whet.cluster.host` answers it into the log
         time.sleep(_PATIENCE_FOR_STACKS)
         threads = [thread.splitlines() for thread in last_words(self._log, begin, lines=1000).split("\n\n")]

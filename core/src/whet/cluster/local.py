@@ -14,8 +14,10 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -116,10 +118,11 @@ class LocalCluster:
             self._closed = True
             connections, self._connections = list(self._connections.values()), {}
         grace = _BUSY_GRACE_SECONDS if any(c.busy() for c in connections) else self.grace_seconds
+        deadline = time.monotonic() + grace
         for connection in connections:
             connection.leave()
         for connection in connections:
-            connection.end(grace)
+            connection.end(deadline)
         self.clock.stop()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -157,7 +160,10 @@ class LocalCluster:
         gpus = self._gpus(name)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if gpus and visible != [""]:
-            gpus = [visible[int(gpus[0])]]
+            index = int(gpus[0])
+            if index >= len(visible):
+                raise ConfigError(f"{name} wants GPU {index} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}")
+            gpus = [visible[index]]
         return {
             "OMP_WAIT_POLICY": "PASSIVE",
             **os.environ,
@@ -313,18 +319,16 @@ class LocalWorkers:
         self._closed = True
         busy = any(connection.busy(self.role) for connection in self._connections)
         grace = _BUSY_GRACE_SECONDS if busy else self._cluster.grace_seconds
-        closing = Gathering(self.size)
+        deadline, closing = time.monotonic() + grace, Gathering(self.size)
         for rank, connection in enumerate(self._connections):
             number = next(self._cluster.numbers)
             call = Call(self.role, rank, "close", grace, partial(closing.finish, rank))
             connection.ask(number, encode({"do": "close", "number": number, "slot": self._slot}), call)
-        try:
+        with suppress(WorkerError):  # what a worker raised is in its log
             closing.result()
-        except WorkerError:  # what it raised is in its log
-            grace = 0.0
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
         for connection in ending:
-            connection.end(grace)
+            connection.end(deadline)
 
     def ask(self, messages: Sequence[dict[str, Any]], phase: str, timeout_seconds: float | None) -> Gathering:
         """Send one message to each rank."""

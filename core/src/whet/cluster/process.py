@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -67,7 +68,8 @@ class Child:
     def wait(self) -> int:
         """Wait for its end, end what it started, and give its exit code."""
         # While it is a zombie nobody else gets its number: end the group first, then take the exit code.
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ChildProcessError):  # somebody else waited for it
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         kill_group(self.pid)
         kill_marked(self._mark)
         with self._lock:
@@ -79,10 +81,11 @@ class Child:
     def ended(self, patience_seconds: float) -> bool:
         """Wait a moment for its end, without ending anything."""
         deadline = time.monotonic() + patience_seconds
-        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.002)
+        with suppress(ChildProcessError):
+            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.002)
         return True
 
     def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
