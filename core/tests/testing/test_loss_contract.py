@@ -203,6 +203,17 @@ def test_the_contract_catches_overflow() -> None:
         contract.test_extreme_log_ratios_stay_finite(100.0)
 
 
+def of_batch(estimate: Callable[..., Any]) -> Callable[[Batch], Any]:
+    """Turn a function of rewards and groups into an estimator, which is called with the batch."""
+
+    def estimator(batch: Batch) -> Any:
+        _, first, episode = np.unique(batch["episode"], return_index=True, return_inverse=True)
+        found = estimate(batch["reward"][first], batch["group"][first])
+        return found[episode] if len(found) == len(first) else found
+
+    return estimator
+
+
 def group_mean(rewards: Any, group: Any) -> Any:
     _, owner = np.unique(group, return_inverse=True)
     size = np.maximum(np.bincount(owner), 1)
@@ -211,7 +222,7 @@ def group_mean(rewards: Any, group: Any) -> Any:
 
 class GroupMean(AdvantagesContract):
     def make(self) -> Any:
-        return group_mean
+        return of_batch(group_mean)
 
 
 class TestOfTheGroupMean(GroupMean):
@@ -239,7 +250,6 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], str]] = {
         "test_each_sequence_gets_a_finite_number",
     ),
     "upside down": (lambda rewards, group: -rewards, "test_a_better_sample_of_a_group_never_gets_less"),
-    "in place": (lambda rewards, group: np.negative(rewards, rewards), "test_its_input_is_left_as_it_was"),
 }
 
 
@@ -247,9 +257,23 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_the_contract_catches_an_estimator_that(what: str) -> None:
     contract = GroupMean()
     estimator, rule = ESTIMATORS[what]
-    contract.make = lambda: estimator  # type: ignore[method-assign]
+    contract.make = lambda: of_batch(estimator)  # type: ignore[method-assign]
     with pytest.raises((AssertionError, IndexError)):
         getattr(contract, rule)()
+
+
+def test_the_contract_catches_an_estimator_that_works_in_place() -> None:
+    contract = GroupMean()
+    contract.make = lambda: lambda batch: np.negative(batch["reward"], batch["reward"])  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contract.test_its_input_is_left_as_it_was()
+
+
+def test_the_contract_catches_an_estimator_that_counts_sequences() -> None:
+    contract = GroupMean()
+    contract.make = lambda: lambda batch: group_mean(batch["reward"], batch["group"])  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contract.test_an_episode_counts_once_however_many_sequences_it_has()
 
 
 def differs(group: Group) -> bool:

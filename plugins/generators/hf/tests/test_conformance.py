@@ -10,7 +10,7 @@ class TestPlugin(ComponentContract):
 
 
 class TestHf(ModelGeneratorContract):
-    transports = ("shared", "shared-memory", "disk")
+    transports: tuple[str, ...] = ("shared", "shared-memory", "disk")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(), site)
@@ -18,4 +18,4 @@ class TestHf(ModelGeneratorContract):
 
 class TestHfOnTwoProcesses(TestHf):
     processes = 2
-    transports = ("shared-memory", "disk")
+    transports: tuple[str, ...] = ("shared-memory", "disk")

@@ -4,13 +4,14 @@
         def make(self) -> GroupMean:
             return GroupMean(GroupMeanConfig())
 
-It is called with `rewards [B]` and `group [B]` where `call` is not overridden.
+An estimator is called with the batch, and reads of it `reward`, `group` and `episode` [B].
 """
 
 from typing import Any
 
 import numpy as np
 
+from whet.data.batch import Batch, from_sequences
 from whet.testing.deadline import deadline
 
 
@@ -22,8 +23,8 @@ class AdvantagesContract:
         raise NotImplementedError("override `make` to build the estimator")
 
     def call(self, rewards: Any, group: Any) -> Any:
-        """Estimate. rewards [B] float32, group [B] int64 -> [B]."""
-        return self.make()(rewards, group)
+        """Estimate for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
+        return self.make()(_batch(rewards, group, np.arange(len(rewards))))
 
     def test_each_sequence_gets_a_finite_number(self) -> None:
         advantages = np.asarray(self.call(*_rewards(5, 4)))
@@ -58,6 +59,12 @@ class AdvantagesContract:
         names = np.array([70, -3, 2**40, 0, 12])[group]
         np.testing.assert_allclose(self.call(rewards, names), self.call(rewards, group), rtol=1e-5, atol=1e-6)
 
+    def test_an_episode_counts_once_however_many_sequences_it_has(self) -> None:
+        rewards, group = _rewards(3, 4)
+        copies = np.array([1, 3, 1, 2, 1, 1, 1, 1, 4, 1, 1, 1])
+        found = self.make()(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12)))))
+        np.testing.assert_allclose(found, np.repeat(self.call(rewards, group), copies), rtol=1e-5, atol=1e-6)
+
     def test_a_better_sample_of_a_group_never_gets_less(self) -> None:
         rewards, group = _rewards(5, 4)
         advantages = np.asarray(self.call(rewards, group))
@@ -74,6 +81,13 @@ class AdvantagesContract:
     def test_many_groups_do_not_take_long(self) -> None:
         with deadline(5, "estimating the advantages of 100,000 sequences"):
             self.call(*_rewards(25_000, 4))
+
+
+def _batch(rewards: Any, group: Any, episode: Any) -> Batch:
+    rows = [{"tokens": [1, 2], "loss_mask": [False, True]}] * len(rewards)
+    return from_sequences(rows, prompt_lengths=[1] * len(rows), group=group, episode=episode).with_columns(
+        reward=rewards
+    )
 
 
 def _rewards(groups: int, size: int) -> tuple[Any, Any]:

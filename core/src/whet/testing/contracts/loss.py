@@ -24,6 +24,8 @@ class LossContract:
 
     unit_size: int = 1
     """Sequences that must not be separated, e.g. 2 for preference pairs."""
+    optional_columns: tuple[str, ...] = ()
+    """Columns that it reads where the batch has them; inherit once more with these, to hold the rules both ways."""
     makers: Mapping[str, Column] = {}
     """How to make columns that `whet.testing.batches.COLUMNS` does not know: (batch, rng) -> array."""
 
@@ -32,8 +34,8 @@ class LossContract:
         raise NotImplementedError("override `make` to build the loss")
 
     def batch(self, seed: int = 0) -> Batch:
-        """Give a NumPy batch with exactly the columns that the loss declares."""
-        columns = self.make().columns
+        """Give a NumPy batch with the columns that the loss declares, the optional ones, and no other."""
+        columns = [*self.make().columns, *self.optional_columns]
         return random_batch(seed, columns=columns, unit_size=self.unit_size, makers=dict(self.makers))
 
     def outputs(self, batch: Batch, seed: int = 0) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class LossContract:
         outputs = self.outputs(batch)
         expected = self._value_and_gradient(loss, batch, outputs)
         shifted = {name: np.where(hidden, np.float32(-3), values) for name, values in outputs.items()}
-        floats = [name for name in loss.columns if name in batch.per_token and batch[name].dtype.kind == "f"]
+        floats = [name for name, column in batch.per_token.items() if column.dtype.kind == "f"]
         columns = {name: np.where(hidden, np.float32(-5), batch[name]) for name in floats}
         found = self._value_and_gradient(loss, batch.with_columns(**columns), shifted)
         assert found[0] == expected[0]
@@ -147,7 +149,7 @@ class LossContract:
         loss, batch = self.make(), self.batch()
         mask = np.asarray(batch["loss_mask"])
         low, high = (np.where(mask, np.float32(p), np.float32(0)) for p in (-abs(log_ratio) - 0.01, -0.01))
-        others = {name: low if log_ratio > 0 else high for name in loss.columns if name.endswith("logprobs")}
+        others = {name: low if log_ratio > 0 else high for name in batch.per_token if name.endswith("logprobs")}
         outputs = self.outputs(batch) | {
             name: high if log_ratio > 0 else low for name in loss.outputs if name.endswith("logprobs")
         }

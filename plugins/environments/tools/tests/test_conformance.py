@@ -1,0 +1,24 @@
+from whet.data.records import Task
+from whet.testing.contracts.component import ComponentContract
+from whet.testing.contracts.environment import EnvironmentContract
+from whet_env_tools.calculator import Calculator
+from whet_env_tools.config import CalculatorConfig
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_env_tools.hooks"
+
+
+class TestCalculator(EnvironmentContract):
+    splits = ("train", "test")
+
+    def make(self) -> Calculator:
+        return Calculator(CalculatorConfig())
+
+    def gold(self, task: Task) -> list[str]:
+        return [f"calc {task.id}", f"\\boxed{{{task.data['answer']}}}"]
+
+
+class TestCalculatorAnsweredAtOnce(TestCalculator):
+    def gold(self, task: Task) -> list[str]:
+        return [f"\\boxed{{{task.data['answer']}}}"]
