@@ -1,20 +1,8 @@
 import pytest
 
-from whet.data.records import Task
 from whet.errors import DataError
-from whet.testing.contracts.environment import EnvironmentContract
 from whet_env_math.arithmetic import Arithmetic, Problems, correct, demonstrations, held_out
 from whet_env_math.config import ArithmeticConfig
-
-
-class TestContract(EnvironmentContract):
-    splits = ("train", "test")
-
-    def make(self) -> Arithmetic:
-        return Arithmetic(ArithmeticConfig())
-
-    def gold(self, task: Task) -> str:
-        return f"\\boxed{{{task.data['answer']}}}"
 
 
 def totals(expression: str) -> list[int]:

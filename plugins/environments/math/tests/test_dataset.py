@@ -8,7 +8,6 @@ from whet.config.sections import DataFile
 from whet.data.readers import read
 from whet.data.records import Task
 from whet.errors import DataError
-from whet.testing.contracts.environment import EnvironmentContract
 from whet.testing.fakes import FakeModel
 from whet_env_math.config import MathConfig
 from whet_env_math.dataset import MathDataset
@@ -42,31 +41,6 @@ def make(tmp_path):
     yield make
     for environment in made:
         environment.close()
-
-
-class TestContract(EnvironmentContract):
-    splits = ("train", "test")
-    full_reward = 1.5
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _files(cls, tmp_path_factory):
-        folder = tmp_path_factory.mktemp("math")
-        cls.dataset = {split: write(folder / f"{split}.jsonl", RECORDS) for split in cls.splits}
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def environment(cls, _files):
-        """One for the class: its graders take a second to start."""
-        environment = cls().make()
-        yield environment
-        environment.close()
-
-    def make(self) -> MathDataset:
-        return MathDataset(MathConfig(dataset=self.dataset, format_weight=0.5))
-
-    def gold(self, task: Task) -> str:
-        return f"I think \\boxed{{{task.data['answer']}}}."
 
 
 def test_every_right_answer_of_gsm8k_scores_full_reward(shared_data):
@@ -191,7 +165,7 @@ def test_an_answer_that_the_pattern_misses_is_a_bad_record(make):
 
 def test_a_folder_has_a_file_for_each_split(tmp_path):
     write(tmp_path / "train.jsonl", RECORDS[:1])
-    environment = MathDataset(MathConfig(dataset=str(tmp_path), limit=1))
+    environment = MathDataset(MathConfig(dataset=str(tmp_path), max_records=1))
     assert len(environment.tasks("train")) == 1
     with pytest.raises(DataError, match=r"no file for the split 'test'; it has train\.jsonl"):
         environment.tasks("test")

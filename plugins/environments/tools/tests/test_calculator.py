@@ -5,26 +5,10 @@ import pytest
 from whet.component import Problem
 from whet.data.records import Task
 from whet.errors import DataError
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.environment import EnvironmentContract
 from whet.testing.fakes import FakeModel
 from whet_env_tools.calculator import Calculator, demonstrations, held_out
 from whet_env_tools.config import CalculatorConfig
 from whet_env_tools.hooks import whet_check_config
-
-
-class TestPlugin(ComponentContract):
-    hooks = "whet_env_tools.hooks"
-
-
-class TestContract(EnvironmentContract):
-    splits = ("train", "test")
-
-    def make(self) -> Calculator:
-        return Calculator(CalculatorConfig())
-
-    def gold(self, task: Task) -> list[str]:
-        return [f"calc {task.id}", f"\\boxed{{{task.data['answer']}}}"]
 
 
 def play(answers, config=CalculatorConfig(), task=None):  # noqa: B008 - frozen

@@ -44,12 +44,13 @@ class Sft:
 
 
 def validate(backend: "Backend", batches: Iterable["Batch"], loss: "Spec") -> dict[str, Metric]:
-    """Give `validation/loss`, as the mean over all trained tokens of all batches, and what goes with it."""
+    """Give `validation/loss`, as the mean over all trained tokens of all batches, and what else the loss gives."""
     found = []
     for batch in batches:
         metrics, tokens = backend.evaluate(batch, loss), float(batch["loss_mask"].sum())
         found.append({**metrics, "loss": mean(metrics["loss"].number() * tokens, tokens)})
-    return {f"validation/{name}": metric for name, metric in with_perplexity(merge(found)).items()}
+    merged = with_perplexity(merge(found))
+    return {f"validation/{name}": metric for name, metric in merged.items() if name not in ("nll", "tokens")}
 
 
 def with_perplexity(metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -11,12 +11,12 @@ from typing import Any, overload
 
 from attrs import frozen
 
+from whet.data.boxed import is_integer, last_boxed
 from whet.data.messages import Message
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import SingleTurn
 from whet.randomness import derive_seed
-from whet.data.boxed import is_integer, last_boxed
 from whet_env_math.config import ArithmeticConfig
 
 PHRASINGS = ("Compute {}.", "What is {}?")

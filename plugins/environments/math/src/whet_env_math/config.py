@@ -52,7 +52,7 @@ class MathConfig:
     r"""Count only answers in `\boxed{}`; else the last number or formula of an answer without one is taken."""
     format_weight: float = field(default=0.0, validator=validators.ge(0))
     r"""Weight of the reward `format`, which is 1 for an answer with a `\boxed{}`; 0: there is no such reward."""
-    limit: int = field(default=0, validator=validators.ge(0))
+    max_records: int = field(default=0, validator=validators.ge(0))
     """Use only the first so many records of a split; 0: all."""
     max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
     """Share of records that may be left out because they lack a question or an answer that can be graded."""

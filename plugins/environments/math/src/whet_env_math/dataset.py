@@ -15,13 +15,13 @@ from attrs import frozen
 
 from whet.cluster.pool import GraderCrash, GraderPool, GraderTimeout
 from whet.config.sections import DataFile
+from whet.data.boxed import last_boxed
 from whet.data.messages import Message
 from whet.data.readers import Row, read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, plain_number
-from whet.data.boxed import last_boxed
 from whet_env_math.config import MathConfig
 
 
@@ -86,10 +86,10 @@ class MathDataset:
     def _file(self, split: str) -> DataFile:
         given, config = self._config.dataset, self._config
         if isinstance(given, str):
-            return DataFile(given, split=split, subset=config.subset, limit=config.limit)
+            return DataFile(given, split=split, subset=config.subset, limit=config.max_records)
         if split not in given:
             raise DataError(f"there is no split {split!r}; dataset names {', '.join(given)}")
-        return DataFile(given[split], limit=config.limit)
+        return DataFile(given[split], limit=config.max_records)
 
     def _record(self, row: Row) -> "_Record":
         if row.problem:
