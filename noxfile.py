@@ -17,23 +17,34 @@ def install(session: nox.Session, *extra: str) -> None:
     session.install(*CONSTRAINTS, "--no-build-isolation", *editable, *extra)
 
 
-@nox.session
-def quickstart(session: nox.Session) -> None:
-    """Warm a small model up with SFT and sharpen it with GRPO; `-- 1` takes seed 1."""
+def learn(session: nox.Session, recipe: str, task: str) -> str:
+    """Warm a model up with SFT and sharpen it with GRPO, seed from the command line; give the run folder."""
     install(session)
     seed = session.posargs[0] if session.posargs else "0"
-    runs = f"runs/quickstart-{seed}"
-    session.run("python", "examples/quickstart/prepare.py", f"models/quickstart-{seed}", "--seed", seed)
-    data = f"models/quickstart-{seed}"
+    data, runs = f"models/{recipe}-{seed}", f"runs/{recipe}-{seed}"
+    session.run("python", "examples/quickstart/prepare.py", data, "--task", task, "--seed", seed)
     session.run(
-        "whet", "run", "recipes/quickstart-sft.yaml", f"run.seed={seed}", f"run.folder={runs}/sft",
-        f"model.path={data}", f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",
+        "whet", "run", f"recipes/{recipe}-sft.yaml", f"run.seed={seed}", f"run.folder={runs}/sft", f"model.path={data}",
+        f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",
     )  # fmt: skip
     session.run(
-        "whet", "run", "recipes/quickstart-grpo.yaml", f"run.seed={seed}", f"run.folder={runs}/grpo",
+        "whet", "run", f"recipes/{recipe}-grpo.yaml", f"run.seed={seed}", f"run.folder={runs}/grpo",
         f"model.path={runs}/sft/model",
     )  # fmt: skip
-    session.run("python", "examples/quickstart/ask.py", f"{runs}/grpo/model")
+    return f"{runs}/grpo"
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Warm a small model up with SFT and sharpen it with GRPO on arithmetic; `-- 1` takes seed 1."""
+    folder = learn(session, "quickstart", "arithmetic")
+    session.run("python", "examples/quickstart/ask.py", f"{folder}/model")
+
+
+@nox.session
+def calculator(session: nox.Session) -> None:
+    """The same with a calculator that is called over two turns; `-- 1` takes seed 1."""
+    learn(session, "calculator", "calculator")
 
 
 @nox.session

@@ -4,6 +4,7 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from whet_env_math.arithmetic import Arithmetic
 from whet_env_math.config import ArithmeticConfig
 

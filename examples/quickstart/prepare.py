@@ -1,28 +1,31 @@
-"""Make what the quickstart starts from: a small random model, its tokenizer, and demonstrations to warm it up."""
+"""Make what a small run starts from: a random model, its tokenizer, and demonstrations to warm it up."""
 
 import argparse
 import itertools
 import json
 from pathlib import Path
 
-from whet_env_math.arithmetic import demonstrations
-
 from whet.testing.models import make_model, make_tokenizer
+from whet_env_math import arithmetic
+from whet_env_tools import calculator
+
+TASKS = {"arithmetic": arithmetic.demonstrations, "calculator": calculator.demonstrations}
 
 
 def main() -> None:
     """Write FOLDER with model, tokenizer, train.jsonl and validation.jsonl; nothing to do where they are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--task", choices=sorted(TASKS), default="arithmetic")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", type=int, default=32000)
+    parser.add_argument("--records", type=int, default=40000)
     args = parser.parse_args()
     done = args.folder / "validation.jsonl"
     if done.exists():
         print(f"{args.folder} is there already")
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    records = list(demonstrations(args.records + 256, seed=args.seed))
+    records = list(TASKS[args.task](args.records + 256, seed=args.seed))
     corpus = ["".join(m["role"] + "\n" + m["content"] + "\n" for m in r["messages"]) for r in records[:3000]]
     make_model(args.folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=args.seed)
     write(args.folder / "train.jsonl", itertools.islice(records, args.records))

@@ -337,14 +337,17 @@ class Builder:
         from whet.steps import Sinks, Steps
 
         identity = self.folder.read_json("identity.json")
+        position = {"rollouts": stream.state() if stream else {}}
 
         def records(step: int, batch: "Batch") -> None:
             if stream is not None:
+                # Here, not when saving: a signal may end the run after the next batch was handed over.
+                position["rollouts"] = stream.state()
                 rows = [row for group in stream.last_groups for row in record(group)]
                 self.folder.append(f"rollouts/step-{step:06d}.jsonl", rows)
 
         def save(step: int) -> None:
-            state = {"rollouts": stream.state() if stream else {}, "identity": identity}
+            state = {**position, "identity": identity}
             checkpoint.write(self.folder, step, state, lambda folder: backend.save(folder).result())
             checkpoint.prune(self.folder, self.config.run.keep)
             self.folder.journal("saved", step=step)
