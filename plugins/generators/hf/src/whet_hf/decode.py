@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
 from whet.data.records import Completion, Request, Stop
@@ -73,45 +73,42 @@ class Aborts:
         self._ids.clear()
         self._everything.clear()
 
-    def among(self, ids: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-        """Say which of these to end; None: none."""
-        if self._everything.is_set():
-            return np.ones(len(ids), np.bool_)
-        if not self._ids:
-            return None
-        return np.array([id_ in self._ids for id_ in ids], np.bool_)
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._ids) or self._everything.is_set()
+
+    def __contains__(self, id_: str) -> bool:
+        return id_ in self._ids or self._everything.is_set()
 
 
-@define
-class Batch:
-    """Requests that are decoded together, sorted so that equal prompts are neighbours and lengths ascend."""
+@frozen(eq=False)
+class Job:
+    """A request, and how long its completion may be."""
 
-    requests: list[Request]
-    limits: list[int]
-    """Longest completion of each, in tokens."""
+    request: Request
+    limit: int
+    """In tokens: what it asks for, cut to the model's positions."""
 
-
-def sort_batch(requests: Sequence[Request], limits: Sequence[int]) -> Batch:
-    """Sort by prompt length, prompt, and limit: an order that does not depend on when requests came."""
-    keys = [(len(r.tokens), r.tokens.tobytes(), limit, r.id) for r, limit in zip(requests, limits, strict=True)]
-    order = sorted(range(len(requests)), key=keys.__getitem__)
-    return Batch([requests[i] for i in order], [limits[i] for i in order])
+    @property
+    def place(self) -> tuple[int, bytes, int, str]:
+        """Sorts jobs of a batch: lengths ascend, equal prompts are neighbours, and when they came plays no part."""
+        return len(self.request.tokens), self.request.tokens.tobytes(), self.limit, self.request.id
 
 
 @torch.inference_mode()
 def decode(
     decoder: Decoder,
-    batch: Batch,
+    jobs: Sequence[Job],
     strings: StopStrings,
     version: int,
     aborts: Aborts,
     device: torch.device,
     lane: int = 0,
 ) -> list[Completion]:
-    """Decode a sorted batch to its end."""
-    requests, samplings = batch.requests, [r.sampling for r in batch.requests]
+    """Decode jobs, sorted by their place, to their ends; completions in the same order."""
+    requests, samplings = [job.request for job in jobs], [job.request.sampling for job in jobs]
     prompts, owner = distinct([r.tokens for r in requests])
-    limits = np.array(batch.limits)
+    limits = np.array([job.limit for job in jobs])
     session = decoder.begin(
         [torch.from_numpy(p).to(device) for p in prompts], torch.from_numpy(owner).to(device), int(limits.max()), lane
     )
@@ -131,10 +128,10 @@ def decode(
         history[rows, step], logprobs[rows, step] = tokens.cpu().numpy(), drawn.cpu().numpy()
         stopped = stops.stopped(rows, history, step)
         ended = stopped | (step + 1 >= limits[rows])
-        aborted = aborts.among([requests[row].id for row in rows])
         for i in np.flatnonzero(alive & stopped):
             endings[rows[i]] = "stop"
-        if aborted is not None:
+        if aborts:
+            aborted = np.array([requests[row].id in aborts for row in rows])
             for i in np.flatnonzero(alive & aborted & ~ended):
                 endings[rows[i]] = "abort"
             ended |= aborted
@@ -166,7 +163,7 @@ def distinct(
 ) -> tuple[list[np.ndarray[tuple[int], np.dtype[np.int64]]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Find the distinct ones of sorted prompts -> (prompts, owner [B]: which of them each row has)."""
     found: dict[bytes, int] = {}
-    owner = np.array([found.setdefault(p.tobytes(), len(found)) for p in prompts])
+    owner = np.array([found.setdefault(np.asarray(p, np.int64).tobytes(), len(found)) for p in prompts])
     return [np.frombuffer(data, np.int64).copy() for data in found], owner
 
 

@@ -21,10 +21,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> Any:
     """Load a causal language model for inference."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError
 from whet.refit.handover import receive
 from whet.refit.link import Link
-from whet_hf.decode import Aborts, Batch, decode, sort_batch
+from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 
@@ -27,15 +28,20 @@ log = logging.getLogger(__name__)
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
-ROWS_PER_LANE = 16
-"""A batch is cut into lanes, a thread each, of no fewer rows."""
+LANE_PARAMETERS = 10_000_000
+"""Up to this size of model, threads decode a part of the batch each; of larger models they share each operation."""
+LANE_ROWS = 16
+"""The smallest part of a batch for a thread."""
 
 
 @define(eq=False)
 class _Queued:
-    request: Request
-    limit: int
-    outcomes: "asyncio.Queue[list[Outcome]]"
+    job: Job
+    outcomes: "asyncio.Queue[list[Outcome] | Exception]"
+
+    @property
+    def id(self) -> str:
+        return self.job.request.id
 
 
 class Worker:
@@ -62,20 +68,21 @@ class Worker:
         self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
         self._queue: list[_Queued] = []
-        self._running: dict[str, _Queued] = {}
+        self._running: list[_Queued] = []
         self._runner: asyncio.Task[None] | None = None
         self._aborts = Aborts()
         self._busy = threading.Lock()
-        self._lanes = _lanes(rank.threads) if rank.threads > 1 and self._device.type == "cpu" else None
+        small = sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
+        self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
         """Queue requests; yield the outcomes of a batch's requests together when the batch ends."""
-        outcomes: asyncio.Queue[list[Outcome]] = asyncio.Queue()
+        outcomes: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         refused: list[Outcome] = []
         mine: list[_Queued] = []
         for request in requests:
             try:
-                mine.append(_Queued(request, self._limit(request), outcomes))
+                mine.append(_Queued(Job(request, self._limit(request)), outcomes))
             except WhetError as error:
                 refused.append((request.id, str(error)))
         self._queue += mine
@@ -87,11 +94,13 @@ class Worker:
                 if self._runner is None or self._runner.done():
                     self._runner = asyncio.create_task(self._run())
                 done = await outcomes.get()
+                if isinstance(done, Exception):
+                    raise done
                 left -= len(done)
                 yield done
         finally:
             self._queue = [q for q in self._queue if q.outcomes is not outcomes]
-            self._aborts.add([q.request.id for q in self._running.values() if q.outcomes is outcomes])
+            self._aborts.add([q.id for q in self._running if q.outcomes is outcomes])
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
         """End requests early with `stop="abort"`: those that wait at once, those that run at their next token.
@@ -101,11 +110,12 @@ class Worker:
         if not ids:
             self._aborts.add_running()
         chosen = set(ids)
-        for queued in [q for q in self._queue if q.request.id in chosen]:
+        for queued in [q for q in self._queue if q.id in chosen]:
             self._queue.remove(queued)
-            none = Completion(queued.request.id, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
-            queued.outcomes.put_nowait([none])
-        self._aborts.add([id_ for id_ in ids if id_ in self._running])
+            queued.outcomes.put_nowait(
+                [Completion(queued.id, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())]
+            )
+        self._aborts.add([q.id for q in self._running if q.id in chosen])
         yield None
 
     def receive_weights(self, link: Link, version: int) -> None:
@@ -123,14 +133,23 @@ class Worker:
         """Free the cache, and on a GPU the weights."""
         with self._busy:
             self._decoder.free()
+            self._move("cpu")
 
     def wake(self) -> None:
         """Bring back what `sleep` freed; the cache comes with the next batch."""
+        with self._busy:
+            self._move(self._rank.device)
 
     def close(self) -> None:
         """End the threads."""
         if self._lanes is not None:
             self._lanes.shutdown(wait=False)
+
+    def _move(self, device: str) -> None:
+        if self._device.type != "cpu":
+            self._model.to(device)
+            self._decoder = cast(Any, type(self._decoder))(self._model)
+            torch.cuda.empty_cache()
 
     def _limit(self, request: Request) -> int:
         """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served."""
@@ -152,63 +171,53 @@ class Worker:
         """Decode batch after batch until nothing waits."""
         loop = asyncio.get_running_loop()
         while self._queue:
-            batch = self._next_batch()
-            self._running = {queued.request.id: queued for queued in batch}
+            batch = self._running = sorted(self._next_batch(), key=lambda queued: queued.job.place)
             self._aborts.clear()
-            work = sort_batch([q.request for q in batch], [q.limit for q in batch])
+            messages: dict[int, list[Outcome]] = {id(queued.outcomes): [] for queued in batch}
+            receivers = {id(queued.outcomes): queued.outcomes for queued in batch}
             try:
-                outcomes: list[Outcome] = list(await loop.run_in_executor(compute_thread(), self._decode, work))
-            except WhetError as error:
-                outcomes = [(queued.request.id, str(error)) for queued in batch]
-            self._running = {}
-            self._deliver(batch, {o.id if isinstance(o, Completion) else o[0]: o for o in outcomes})
+                completions = await loop.run_in_executor(compute_thread(), self._decode, [q.job for q in batch])
+                for queued, completion in zip(batch, completions, strict=True):
+                    messages[id(queued.outcomes)].append(completion)
+                for key, outcomes in messages.items():
+                    receivers[key].put_nowait(outcomes)
+            except Exception as error:  # the edge of this task: whoever waits must hear of it
+                for receiver in receivers.values():
+                    receiver.put_nowait(error)
+            self._running = []
 
     def _next_batch(self) -> list[_Queued]:
         """Take from the queue, in order, what fits the largest batch and the cache; at least one."""
         longest, count = 0, 0
         for queued in self._queue[: self._max_batch]:
-            longest = max(longest, len(queued.request.tokens) + queued.limit)
+            longest = max(longest, len(queued.job.request.tokens) + queued.job.limit)
             if count and (count + 1) * longest > self._cache_tokens:
                 break
             count += 1
         batch, self._queue = self._queue[:count], self._queue[count:]
         return batch
 
-    def _decode(self, batch: Batch) -> list[Completion]:
+    def _decode(self, jobs: list[Job]) -> list[Completion]:
         with self._busy:
             if self._broken:
                 raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
-            parts = split(batch, self._rank.threads if self._lanes else 1)
+            parts = split(jobs, self._rank.threads)
             if len(parts) == 1 or self._lanes is None:
-                return self._decode_lane(batch, 0)
+                return self._decode_lane(jobs, 0)
             futures: list[Future[list[Completion]]] = [
                 self._lanes.submit(self._decode_lane, part, lane) for lane, part in enumerate(parts)
             ]
             return [completion for future in futures for completion in future.result()]
 
-    def _decode_lane(self, batch: Batch, lane: int) -> list[Completion]:
-        return decode(self._decoder, batch, self._strings, self._version, self._aborts, self._device, lane)
-
-    def _deliver(self, batch: list[_Queued], outcomes: dict[str, Outcome]) -> None:
-        """Give each message the outcomes of its requests as one list."""
-        messages: dict[int, list[_Queued]] = {}
-        for queued in batch:
-            messages.setdefault(id(queued.outcomes), []).append(queued)
-        for mine in messages.values():
-            mine[0].outcomes.put_nowait([outcomes[queued.request.id] for queued in mine])
+    def _decode_lane(self, jobs: list[Job], lane: int) -> list[Completion]:
+        return decode(self._decoder, jobs, self._strings, self._version, self._aborts, self._device, lane)
 
 
-def split(batch: Batch, lanes: int) -> list[Batch]:
-    """Cut a sorted batch into parts of about equal length for threads, not within equal prompts where it can be."""
-    count = len(batch.requests)
-    lanes = max(1, min(lanes, count // ROWS_PER_LANE))
-    cuts = [0]
-    for lane in range(1, lanes):
-        cut = count * lane // lanes
-        cuts.append(cut)
-    return [
-        Batch(batch.requests[a:b], batch.limits[a:b]) for a, b in zip(cuts, [*cuts[1:], count], strict=True) if a < b
-    ]
+def split(jobs: list[Job], lanes: int) -> list[list[Job]]:
+    """Cut sorted jobs into at most so many parts of equal size."""
+    lanes = max(1, min(lanes, len(jobs) // LANE_ROWS))
+    cuts = [len(jobs) * lane // lanes for lane in range(lanes + 1)]
+    return [jobs[a:b] for a, b in pairwise(cuts)]
 
 
 def cache_bytes_per_token(model: Any) -> int:
@@ -216,7 +225,8 @@ def cache_bytes_per_token(model: Any) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * 4)
+    size = 4 if model.device.type == "cpu" else model.dtype.itemsize
+    return int(2 * config.num_hidden_layers * heads * head_dim * size)
 
 
 def _lanes(threads: int) -> ThreadPoolExecutor:
