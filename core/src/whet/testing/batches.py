@@ -39,6 +39,7 @@ def random_batch(
     *,
     columns: Iterable[str] = (),
     sequences: int = 12,
+    group_size: int = 4,
     unit_size: int = 1,
     vocabulary: int = 256,
     longest: int = 12,
@@ -46,13 +47,13 @@ def random_batch(
 ) -> Batch:
     """Make sequences of different lengths: a prompt, then tokens to learn with a gap of others between.
 
-    Groups are of four sequences and share a prompt; units are of `unit_size`. Raises `KeyError` for a column
+    Groups are of `group_size` sequences and share a prompt; units are of `unit_size`. Raises `KeyError` for a column
     that neither `COLUMNS` nor `makers` can make.
     """
     rng = randomness.generator(seed, "random batch")
     rows, prompt_lengths = [], []
     for index in range(sequences):
-        if index % 4 == 0:
+        if index % group_size == 0:
             prompt = rng.integers(3, vocabulary, rng.integers(1, 5))
         answer = rng.integers(3, vocabulary, rng.integers(2, longest - 4))
         learned = rng.random(len(answer)) < 0.8
@@ -62,7 +63,7 @@ def random_batch(
         prompt_lengths.append(len(prompt))
     positions = np.arange(sequences)
     batch = from_sequences(
-        rows, prompt_lengths=prompt_lengths, group=list(positions // 4), unit=list(positions // unit_size)
+        rows, prompt_lengths=prompt_lengths, group=list(positions // group_size), unit=list(positions // unit_size)
     )
     known = {**COLUMNS, **(makers or {})}
     for name in columns:

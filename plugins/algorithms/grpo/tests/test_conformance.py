@@ -1,4 +1,5 @@
 from whet.testing.contracts.advantages import AdvantagesContract
+from whet.testing.contracts.algorithm import AlgorithmContract
 from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.filter import FilterContract
 from whet.testing.contracts.loss import LossContract
@@ -10,6 +11,15 @@ from whet_grpo.losses import ClippedPg
 
 class TestPlugin(ComponentContract):
     hooks = "whet_grpo.hooks"
+
+
+class TestGrpo(AlgorithmContract):
+    use = "grpo"
+    document = {"prompts_per_step": 4, "group_size": 4}
+
+
+class TestGrpoWithMinibatches(TestGrpo):
+    document = {"prompts_per_step": 4, "group_size": 4, "minibatches": 2}
 
 
 class TestClippedPg(LossContract):

@@ -13,7 +13,7 @@ from whet_env_math.dataset import MathDataset
 
 class TestPlugin(ComponentContract):
     hooks = "whet_env_math.hooks"
-    documents = {"math": {"dataset": "made-up.jsonl"}}  # noqa: RUF012 - so says the contract
+    documents = {"math": {"dataset": "made-up.jsonl"}}
 
 
 class TestArithmetic(EnvironmentContract):
