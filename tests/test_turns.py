@@ -1,0 +1,69 @@
+"""Episodes of several turns, through the real generator, chat template and backend."""
+
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import yaml
+
+import whet
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model_folder):
+    path = tmp_path / "run.yaml"
+    document = {
+        "run": {"folder": str(tmp_path / "run"), "steps": 30, "seed": 2},
+        "model": {"path": str(tiny_model_folder)},
+        "algorithm": {"use": "grpo", "prompts_per_step": 8, "group_size": 8},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 3.0e-3}},
+        "generator": {"use": "hf"},
+        "rollout": {"max_tokens": 8},
+        "environments": [{"use": "two-turns"}],
+        "plugins": [str(Path(__file__).parent / "two_turns.py")],
+        "cluster": {"workers": "inline"},
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def test_replies_of_the_environment_carry_no_loss_and_no_token_is_tokenised_again(config):
+    with whet.open(config) as parts:
+        batch = parts.rollouts.take(2)
+        chat = parts.chat
+    starts = np.cumsum(batch["lengths"]) - batch["lengths"]
+    again = 0
+    for start, length in zip(starts, batch["lengths"], strict=True):
+        tokens, mask = (batch[name][start : start + length] for name in ("tokens", "loss_mask"))
+        spans = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+        (first, first_end), (second, second_end) = spans.reshape(-1, 2)
+        reply = chat.decode(tokens[first_end:second], skip_special=False)
+        assert "Now 2468 and 0" in reply
+        assert reply.endswith("<|im_start|>assistant\n")
+        for begin, end in ((first, first_end), (second, second_end)):
+            assert 1 <= end - begin <= 8
+            text = chat.decode(tokens[begin:end], skip_special=False)
+            again += not np.array_equal(chat.encode(text), tokens[begin:end])
+        assert np.all(batch["sampler_logprobs"][start : start + length][~mask] == 0)
+    # A random model writes tokens that no tokenizer would choose: had they been tokenised again, ids would differ.
+    assert again > 0
+
+
+def test_reward_rises_over_two_turns(config):
+    with whet.open(config) as parts:
+        rewards = []
+
+        class Watching:
+            """Notes the reward of every step."""
+
+            def __init__(self, rollouts):
+                self.rollouts = rollouts
+
+            def take(self, groups):
+                batch = self.rollouts.take(groups)
+                rewards.append(float(batch["reward"].mean()))
+                return batch
+
+        parts.algorithm.run(attrs.evolve(parts, rollouts=Watching(parts.rollouts)))
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
