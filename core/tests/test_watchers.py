@@ -41,7 +41,7 @@ def test_a_failing_logger_is_dropped_and_noted(tmp_path):
 
 def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
     class Plugin:
-        seen = []  # noqa: RUF012
+        seen = []
 
         @hookimpl
         def whet_step_finished(self, step, metrics):
