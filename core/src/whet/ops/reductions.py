@@ -19,8 +19,8 @@ def segment_sum(values: Any, lengths: Any) -> Any:
         return np.bincount(owner, weights=values, minlength=len(lengths)).astype(values.dtype, copy=False)
     import torch
 
-    owner = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
-    return values.new_zeros(len(lengths)).index_add(0, owner, values)
+    index = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
+    return values.new_zeros(len(lengths)).index_add(0, index, values)
 
 
 def segment_mean(values: Any, lengths: Any, mask: Any) -> Any:
