@@ -63,6 +63,16 @@ MISTRAL = (
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+VICUNA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ 'USER: ' + m.content.strip() + '\n' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content.strip() + eos_token + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
 REASONING = (
     "{%- set ns = namespace(last=-1) %}"
     "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -101,6 +111,8 @@ CASES = {
     "default-system": ("bytes", DEFAULT_SYSTEM, [TALK, TOOLS]),
     "llama": ("llama", LLAMA, [TALK, TOOLS]),
     "mistral": ("mistral", MISTRAL, [TALK]),
+    "vicuna": ("mistral", VICUNA, [TALK]),
+    "phi": ("phi", PHI, [TALK, TOOLS]),
 }
 # how the tokenizers of Llama 3 and Qwen cut text into words
 WORDS = (
@@ -109,7 +121,7 @@ WORDS = (
 )
 
 
-def make_bytes(eos: str, specials: list[str], bos: str | None = None):
+def make_bytes(eos: str, specials: list, bos: str | None = None):
     """A byte-level BPE with the merges that matter: newlines and a leading space stick to what follows."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -125,7 +137,8 @@ def make_bytes(eos: str, specials: list[str], bos: str | None = None):
     tokenizer.train_from_iterator(
         ["user\n\nassistant\n\n system tool It is What is", "\n\n\n", "47*83 = 3901"] * 9, trainer
     )
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    tokens = [AddedToken(s, special=True, normalized=False) if isinstance(s, str) else s for s in specials]
+    tokenizer.add_special_tokens(tokens)
     if bos:
         pair = (bos, tokenizer.token_to_id(bos))
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[pair])
@@ -142,13 +155,17 @@ def make_metaspace():
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"])
     words = "[INST] What is 6*7? [/INST] It is \\boxed{42}. Ünd 6*8? 日本 <b>& 48 \n and so on"
-    tokenizer.train_from_iterator([words] * 9, trainer)
+    tokenizer.train_from_iterator([words, "USER: ASSISTANT:"] * 9, trainer)
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in ("<s>", "</s>")])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="session")
 def tokenizers():
+    from tokenizers import AddedToken
+
+    names = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
+    swallowing = [AddedToken(name, rstrip=True, special=True, normalized=False) for name in names]
     return {
         "bytes": make_bytes("<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
         "llama": make_bytes(
@@ -157,6 +174,8 @@ def tokenizers():
             bos="<|begin_of_text|>",
         ),
         "mistral": make_metaspace(),
+        # each swallows the white space behind it, as those of Phi-3 do
+        "phi": make_bytes("<|endoftext|>", ["<|endoftext|>", *swallowing], bos="<|endoftext|>"),
     }
 
 

@@ -147,12 +147,10 @@ class ChatTokenizer:
             stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
             return begin, begin + max(stops, default=len(turn.rstrip()))
         # a later message changed how the template closes this turn: all that counts is that its words stand there
-        text = conversation[index].text
-        if not whole.startswith(text, len(asked)):
-            raise _rewritten(asked + text, whole)
-        end = len(asked) + len(text)
-        stop = next((s for s in self._stop_texts if whole.startswith(s, end)), "")
-        return len(asked), end + len(stop)
+        end = _end_of(conversation[index].text, whole, len(asked))
+        if end is None:
+            raise _rewritten(asked + conversation[index].text, whole)
+        return len(asked), end + len(self._stop_at(whole, end))
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
         """Tokenise text, with the loss on spans of characters, cut where the prompt of a span ends."""
@@ -164,7 +162,9 @@ class ChatTokenizer:
         for begin, end in spans:
             a = int(np.searchsorted(offsets[:, 1], begin, "right"))
             b = int(np.searchsorted(offsets[:, 0], end, "left"))
-            aligned = aligned and a < b and offsets[a, 0] >= begin and offsets[b - 1, 1] <= end
+            # an end-of-turn token may swallow the white space behind it
+            aligned = aligned and a < b and offsets[a, 0] >= begin
+            aligned = aligned and (offsets[b - 1, 1] <= end or tokens[b - 1] in self.stop_tokens)
             mask[a:b] = True
         if not aligned or int(mask.argmax()) != len(prompt):
             return self._pieces(text, spans)
@@ -173,11 +173,12 @@ class ChatTokenizer:
     def _pieces(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
         """Tokenise piece by piece, as in a rollout, where a token of the whole text would straddle an edge."""
         prompt = self.encode(text[: spans[0][0]])
-        pieces, masks, at = [prompt], [np.zeros(len(prompt), np.bool_)], spans[0][0]
+        pieces, masks, at, before = [prompt], [np.zeros(len(prompt), np.bool_)], spans[0][0], ""
         for begin, end in [*spans, (len(text), len(text))]:
             for piece, trained in ((text[at:begin], False), (text[begin:end], True)):
-                pieces.append(self._encode_after(piece))
+                pieces.append(self._encode_after(piece, before))
                 masks.append(np.full(len(pieces[-1]), trained))
+                before = next((stop for stop in self._stop_texts if piece.endswith(stop)), "")
             at = end
         return Trainable(np.concatenate(pieces), np.concatenate(masks), len(prompt))
 
@@ -195,8 +196,12 @@ class ChatTokenizer:
     def _without_stop(self, rest: str) -> tuple[str, str]:
         """Take the end-of-turn token, which the model wrote itself, off the front: (rest, that token)."""
         bare = rest.lstrip()
-        stop = next((text for text in self._stop_texts if bare.startswith(text)), None)
-        return (rest, "") if stop is None else (bare[len(stop) :], stop)
+        stop = self._stop_at(bare, 0)
+        return (bare[len(stop) :], stop) if stop else (rest, "")
+
+    def _stop_at(self, text: str, begin: int) -> str:
+        """Give the end-of-turn token that is written at a place in a text; empty where there is none."""
+        return next((stop for stop in self._stop_texts if text.startswith(stop, begin)), "")
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
