@@ -1,0 +1,228 @@
+"""Every transport gives what was sent, and refuses whatever is not all of it."""
+
+import json
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from whet.errors import ConfigError, RefitError
+from whet.refit.handover import choose_transport, receive, send
+from whet.refit.link import Link
+
+TRANSPORTS = ("shared", "shared-memory", "disk")
+BY_FILE = ("shared-memory", "disk")
+
+
+def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> Link:
+    return Link(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
+
+
+def make_weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        ("embed.weight", torch.randn(33, 7, generator=draw)),
+        ("norm.weight", torch.randn(7, generator=draw).bfloat16()),
+        ("sliced.weight", torch.randn(50, 50, generator=draw)[3:20, ::2]),
+        ("large.weight", torch.randn(300, 301, generator=draw)),
+        ("scalar", torch.tensor(2.5)),
+        ("empty", torch.empty(0, 4)),
+    ]
+
+
+def taken(link: Link) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in receive(link)}
+
+
+def assert_equal(found: dict[str, torch.Tensor], sent: list[tuple[str, torch.Tensor]]) -> None:
+    assert list(found) == [name for name, _ in sent]
+    for name, tensor in sent:
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_everything_sent_arrives_bit_for_bit(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path / "new")
+    send(link, make_weights())
+    assert_equal(taken(link), make_weights())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_second_session_gives_the_new_weights(transport: str, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        link = make_link(transport, tmp_path, version)
+        send(link, make_weights(version))
+        assert_equal(taken(link), make_weights(version))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_receiver_may_come_first(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    found: dict[str, torch.Tensor] = {}
+    receiver = threading.Thread(target=lambda: found.update(taken(link)))
+    receiver.start()
+    send(link, make_weights())
+    receiver.join(10)
+    assert_equal(found, make_weights())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_senders_make_one_hand_over(transport: str, tmp_path: Path) -> None:
+    link, weights = make_link(transport, tmp_path, senders=2), make_weights()
+    send(link, weights[3:], sender=1)
+    send(link, weights[:3], sender=0)
+    assert_equal(taken(link), weights)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_receivers_take_the_same(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path, receivers=2)
+    send(link, make_weights())
+    assert_equal(taken(link), make_weights())
+    assert_equal(taken(link), make_weights())
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_tensors_are_cast_to_the_dtype_that_the_receiver_wants(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path, dtype="bfloat16")
+    send(link, make_weights())
+    assert_equal(taken(link), [(name, tensor.bfloat16()) for name, tensor in make_weights()])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tied_tensors_arrive_under_both_names(transport: str, tmp_path: Path) -> None:
+    link, tensor = make_link(transport, tmp_path), torch.randn(4, 4)
+    send(link, [("a", tensor), ("b", tensor)])
+    assert_equal(taken(link), [("a", tensor), ("b", tensor)])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_sent_is_an_error_after_the_deadline(transport: str, tmp_path: Path) -> None:
+    with pytest.raises(RefitError, match=r"after 0\.05 s"):
+        taken(make_link(transport, tmp_path, timeout_seconds=0.05))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_earlier_session_is_refused_as_stale(transport: str, tmp_path: Path) -> None:
+    earlier = make_link(transport, tmp_path, 6)
+    send(earlier, make_weights())
+    with pytest.raises(RefitError, match=f"session {earlier.session}.*version 6"):
+        taken(make_link(transport, tmp_path, 7, timeout_seconds=0.05))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_version_under_the_same_session_is_refused(transport: str, tmp_path: Path) -> None:
+    sent = make_link(transport, tmp_path, 3)
+    send(sent, make_weights())
+    wanted = Link(transport, sent.address, sent.session, 4, timeout_seconds=5.0)
+    with pytest.raises(RefitError, match="sent version 3, wanted 4"):
+        taken(wanted)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_name_from_two_senders_is_refused(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path, senders=2)
+    send(link, make_weights(), sender=0)
+    send(link, make_weights()[:1], sender=1)
+    with pytest.raises(RefitError, match=r"embed\.weight came"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_name_sent_twice_is_refused_at_the_sender(transport: str, tmp_path: Path) -> None:
+    with pytest.raises(RefitError, match=r"embed\.weight was sent twice"):
+        send(make_link(transport, tmp_path), [*make_weights(), make_weights()[0]])
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_sender_that_fails_half_way_ends_the_wait_of_the_receiver(transport: str, tmp_path: Path) -> None:
+    def failing():  # type: ignore[no-untyped-def]
+        yield make_weights()[0]
+        raise MemoryError("no room for the next")
+
+    link = make_link(transport, tmp_path, timeout_seconds=60.0)
+    with pytest.raises(MemoryError):
+        send(link, failing())
+    with pytest.raises(RefitError, match="gave up: MemoryError: no room for the next"):
+        taken(link)
+
+
+def test_a_missing_sender_is_named(tmp_path: Path) -> None:
+    for transport in BY_FILE:
+        link = make_link(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
+        send(link, make_weights(), sender=0)
+        with pytest.raises(RefitError, match="1 of 2 senders.*sender 1: none"):
+            taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_flipped_bit_is_found(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    (file,) = tmp_path.glob("weights-0*")
+    data = bytearray(file.read_bytes())
+    at = data.find(make_weights()[3][1].numpy().tobytes()) + 5000
+    data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RefitError, match=r"large\.weight in .*weights-0.* is damaged: .*checksum"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_file_cut_short_is_found(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    (file,) = tmp_path.glob("weights-0*")
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(RefitError, match="is damaged"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_file_that_is_gone_is_found(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    next(tmp_path.glob("weights-0*")).unlink()
+    with pytest.raises(RefitError, match="is damaged"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_broken_manifest_is_named(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    (tmp_path / "manifest-0.json").write_text('{"session": "x"')
+    with pytest.raises(RefitError, match=r"manifest-0\.json is no manifest"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
+def test_a_session_begun_while_another_is_read_is_refused(transport: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    reading = receive(link)
+    next(reading)
+    send(make_link(transport, tmp_path, 2), make_weights(2))
+    with pytest.raises(RefitError, match=r"another session|damaged"):
+        list(reading)
+
+
+def test_files_hold_no_pickle_and_say_what_they_are(tmp_path: Path) -> None:
+    send(make_link("disk", tmp_path, 9), make_weights())
+    manifest = json.loads((tmp_path / "manifest-0.json").read_text())
+    assert manifest["version"] == 9
+    assert manifest["entries"][1] == {**manifest["entries"][1], "name": "norm.weight", "shape": [7], "dtype": "bfloat16"}
+
+
+def test_the_best_transport_that_both_know_and_the_placement_allows_is_chosen() -> None:
+    known = TRANSPORTS
+    assert choose_transport(known, known, same_process=True, same_host=True) == "shared"
+    assert choose_transport(known, known, same_process=False, same_host=True) == "shared-memory"
+    assert choose_transport(known, known, same_process=False, same_host=False) == "disk"
+    assert choose_transport(("disk", "shared"), known, same_process=True, same_host=True) == "disk"
+    with pytest.raises(ConfigError, match="backend offers shared, the generator takes disk, and they are in one"):
+        choose_transport(("shared",), ("disk",), same_process=True, same_host=True)
+    with pytest.raises(ConfigError, match="on different machines"):
+        choose_transport(("shared", "shared-memory"), known, same_process=False, same_host=False)
