@@ -190,7 +190,7 @@ class Builder:
         if self.config.data is None:
             return None
         limit = self.config.data.max_length or self.prepared.model.max_positions
-        return OfflineData(self.config.data, chat, self.config.run.seed, limit)
+        return OfflineData(self.config.data, chat, self.config.run.seed, limit, self.watchers.status)
 
     def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
         """Build the environments of a section."""
