@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from whet.errors import ConfigError, RefitError
 from whet.refit.handover import choose_transport, receive, send
 from whet.refit.link import Link
@@ -153,7 +154,7 @@ def test_a_missing_sender_is_named(tmp_path: Path) -> None:
     for transport in BY_FILE:
         link = make_link(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
         send(link, make_weights(), sender=0)
-        with pytest.raises(RefitError, match="1 of 2 senders.*sender 1: none"):
+        with pytest.raises(RefitError, match=r"1 of 2 senders.*sender 1: none"):
             taken(link)
 
 
@@ -213,7 +214,12 @@ def test_files_hold_no_pickle_and_say_what_they_are(tmp_path: Path) -> None:
     send(make_link("disk", tmp_path, 9), make_weights())
     manifest = json.loads((tmp_path / "manifest-0.json").read_text())
     assert manifest["version"] == 9
-    assert manifest["entries"][1] == {**manifest["entries"][1], "name": "norm.weight", "shape": [7], "dtype": "bfloat16"}
+    assert manifest["entries"][1] == {
+        **manifest["entries"][1],
+        "name": "norm.weight",
+        "shape": [7],
+        "dtype": "bfloat16",
+    }
 
 
 def test_the_best_transport_that_both_know_and_the_placement_allows_is_chosen() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from whet.errors import RefitError
 from whet.refit import shared_memory
 from whet.refit.handover import receive, send
@@ -48,14 +49,12 @@ def test_a_folder_made_anew_is_used(tmp_path: Path) -> None:
         folder.rmdir()
 
 
-def test_a_full_file_system_is_an_error_and_not_a_dead_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_file_system_is_an_error_and_not_a_dead_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
-    with pytest.raises(RefitError, match="No space left on device.*use the transport `disk`"):
+    with pytest.raises(RefitError, match=r"No space left on device.*use the transport `disk`"):
         send(make_link(tmp_path), [("a", torch.zeros(10))])
 
 
