@@ -123,12 +123,13 @@ def test_longer_records_are_left_out_and_counted(make, chat):
         make(records, max_length=2).prepare(encode)
 
 
-def test_malformed_records_are_counted_and_quoted(make):
+def test_malformed_records_are_counted_and_quoted(make, caplog):
     data = make([*numbered(98), '{"n": ', {"n": "5"}], max_bad_records=0.02).prepare(encode)
     assert (len(data), data.report.malformed) == (98, 2)
     assert data.report.examples[0].startswith("train.jsonl:99: not JSON")
     assert data.report.examples[1] == "train.jsonl:100: there is no field `answers`"
-    assert "2 malformed (train.jsonl:99" in str(data.report)
+    assert "100 records, 98 sequences" in caplog.text
+    assert "left out: 2 malformed\n  train.jsonl:99: not JSON" in caplog.text
 
 
 def test_too_many_malformed_records_are_refused_with_file_and_line(make):

@@ -6,6 +6,7 @@ The order of epoch e is a permutation derived from the run's seed and e, so any 
 those before it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -25,6 +26,8 @@ from whet.errors import DataError
 Encode = Callable[[Mapping[str, Any], ChatTokenizer], Sequence[Mapping[str, Any]]]
 """(record, tokenizer) -> the sequences of one unit. Each has `tokens`, `loss_mask`, `prompt_length`, and maybe further
 columns: arrays as long as its tokens, or single numbers. Raises `DataError` where the record will not do."""
+
+logger = logging.getLogger(__name__)
 
 QUOTED = 20
 """Malformed records that a report quotes; all of them are counted."""
@@ -56,7 +59,7 @@ class DataReport:
     def __str__(self) -> str:
         kept = f"{self.records:,} records, {self.sequences:,} sequences, {self.tokens:,} tokens"
         left_out = [f"{self.too_long:,} too long"] * bool(self.too_long)
-        left_out += [f"{self.malformed:,} malformed ({self.examples[0]})"] if self.malformed else []
+        left_out += [f"{self.malformed:,} malformed"] * bool(self.malformed)
         return f"{kept}; left out: {', '.join(left_out)}" if left_out else kept
 
 
@@ -107,6 +110,8 @@ class OfflineData:
         part = self._accepted(name, files, report, columns)
         if files:
             self._status(f"{name} data: {report}")
+        if report.malformed or report.too_long:
+            logger.warning("\n  ".join([f"{name} data: {report}", *report.examples]))
         return part
 
     def _unit(self, row: Row, encode: Encode) -> Sequence[Mapping[str, Any]]:

@@ -66,10 +66,10 @@ def test_fields_may_have_other_names(chat):
     [
         (
             {"question": "x"},
-            "fields question; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
+            r"fields \['question'\]; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
         ),
-        ({}, "fields none"),
-        ({"prompt": "x"}, "fields prompt"),
+        ({}, r"fields \[\]"),
+        ({"prompt": "x"}, r"fields \['prompt'\]"),
         ({"messages": [USER]}, "no message of the assistant"),
         ({"messages": []}, "no message of the assistant"),
         ({"messages": 7}, "found 7"),

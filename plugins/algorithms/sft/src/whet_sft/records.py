@@ -29,7 +29,7 @@ def trainable(record: Mapping[str, Any], chat: ChatTokenizer, config: SftConfig)
     if "text" in given:
         return chat.training_text(_string(given["text"]))
     raise DataError(
-        f"a record has the fields {', '.join(map(str, record)) or 'none'}; wanted `{names['messages']}`, or "
+        f"a record has the fields {list(record)!r:.120}; wanted `{names['messages']}`, or "
         f"`{names['prompt']}` and `{names['completion']}`, or `{names['text']}` (see algorithm.fields)"
     )
 

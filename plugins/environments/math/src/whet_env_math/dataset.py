@@ -98,7 +98,7 @@ class MathDataset:
         for name, value in ((self._config.question, question), (self._config.answer, field)):
             if value is None or not str(value).strip():
                 return _Record(
-                    row.where, problem=f"the field {name!r} is missing or empty; there are {', '.join(row.record)}"
+                    row.where, problem=f"the field {name!r} is missing or empty; there are {list(row.record)!r:.120}"
                 )
         gold = gold_answer(str(field), self._pattern)
         if gold is None or len(gold) > LONGEST:
