@@ -10,22 +10,21 @@ The backward pass needs no more than w: in each block, with P the softmax of the
 
     dV = P' (f dO)      dS = P * (f dO V' - f delta)      delta = rowsum(dO * o)
 
-Small blocks are products of matrices with P kept; large ones go through PyTorch's flash kernels.
+Small blocks are products of matrices with P kept; large ones go through PyTorch's flash kernels. All of that is for the
+CPU; other devices use `whet_fsdp2.portable`.
 """
 
 from typing import Any
 
-import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
-from whet_fsdp2.layout import Ints, bins, ranges
+from whet_fsdp2.blocks import AttentionPlan, Block, HeadPlan, Part
+from whet_fsdp2.portable import attend_rows
 
 NAME = "whet_packed"
 """Name under which the function is registered with transformers."""
-SMALL = 160 * 160
-"""Scores of a block, queries x keys of one head, up to which it is computed by plain matrix products."""
 
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -34,188 +33,6 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 class UnsupportedAttentionError(Exception):
     """The model asks for a kind of attention that packed rows do not have."""
-
-
-@frozen(eq=False)
-class Block:
-    """R segments by `heads` pairs of query rows [queries, d] and key rows [keys, d], slices of gathered arrays."""
-
-    rows: int
-    queries: int
-    keys: int
-    query_slice: slice
-    key_slice: slice
-    causal: bool
-    mask: Tensor | None
-    """[1 or R*kv_heads, 1 or queries, keys] added to the scores."""
-    merged: bool
-    """Whether its softmax is joined with another's."""
-
-
-@frozen(eq=False)
-class Part:
-    """Blocks with the gathers around them. Rows are (token, head) pairs: x [T, heads, d] seen as [T * heads, d]."""
-
-    query_rows: Tensor
-    """Row of q that each gathered query comes from; padding repeats a row of its own segment."""
-    real: Tensor
-    """[gathered queries, 1] 1.0, and 0.0 where it is padding."""
-    query_back: Tensor
-    """Where each row's query went: rows in order, of all tokens or of those that have a prefix."""
-    key_rows: Tensor
-    """Row of k and v that each gathered key comes from; padding as above."""
-    key_back: Tensor
-    """Where each key row went: of all tokens, or of the prefixes."""
-    key_target: Tensor | None
-    """Rows of k and v that `key_back` speaks of; None: all of them, in order."""
-    blocks: tuple[Block, ...]
-
-
-@frozen(eq=False)
-class HeadPlan:
-    """What the attention of one row needs, for given numbers of heads."""
-
-    own: Part
-    prefix: Part | None
-    tail: int
-    """First query row whose token has a prefix."""
-
-
-@frozen(eq=False)
-class AttentionPlan:
-    """The segments of a packed row; index tensors are made once and used by every layer."""
-
-    lengths: Ints
-    """[S]"""
-    prefix: Ints
-    """[S] the segment each attends to, or -1; segments with a prefix come last."""
-    _made: dict[tuple[int, int, torch.device], HeadPlan] = field(factory=dict, init=False)
-
-    def longest(self) -> int:
-        """Give the longest distance, in tokens, over which a token attends."""
-        behind = np.where(self.prefix >= 0, self.lengths[self.prefix], 0)
-        return int((self.lengths + behind).max())
-
-    def for_heads(self, heads: int, kv_heads: int, device: torch.device) -> HeadPlan:
-        """Give the gathers and blocks for a number of query and key heads."""
-        key = (heads, kv_heads, device)
-        if key not in self._made:
-            self._made[key] = _Builder(self, heads, kv_heads, device).build()
-        return self._made[key]
-
-
-class _Builder:
-    """Builds the gathers of a plan with NumPy."""
-
-    def __init__(self, plan: AttentionPlan, heads: int, kv_heads: int, device: torch.device) -> None:
-        self.lengths, self.prefix = plan.lengths, plan.prefix
-        self.place = np.cumsum(self.lengths) - self.lengths
-        self.tokens = int(self.lengths.sum())
-        self.heads, self.kv_heads, self.repeat = heads, kv_heads, heads // kv_heads
-        self.device = device
-        behind = np.flatnonzero(self.prefix >= 0)
-        self.first_behind = int(behind[0]) if len(behind) else len(self.prefix)
-        self.tail = int(self.place[behind[0]]) if len(behind) else self.tokens
-
-    def build(self) -> HeadPlan:
-        has_tail = self.tail < self.tokens
-        return HeadPlan(self.own(), self.behind() if has_tail else None, self.tail * self.heads)
-
-    def own(self) -> Part:
-        grids = []
-        for begin, end in ((0, self.first_behind), (self.first_behind, len(self.lengths))):
-            for found in bins(self.lengths[begin:end]):
-                members = found.members + begin
-                column = np.arange(found.width)
-                token = self.place[members, None] + np.minimum(column, self.lengths[members, None] - 1)
-                real = column < self.lengths[members, None]
-                grids.append(_Grid(token, real, token, real, causal=True, merged=begin > 0 or self.first_behind == 0))
-        return self.part(grids, 0)
-
-    def behind(self) -> Part:
-        order = np.argsort(self.prefix[self.first_behind :], kind="stable") + self.first_behind
-        prefixes, first = np.unique(self.prefix[order], return_index=True)
-        queries = np.add.reduceat(self.lengths[order], first)
-        tokens = ranges(self.place[order], self.lengths[order])  # of all completions, those of one prefix together
-        start = np.cumsum(queries) - queries
-        grids = []
-        for found in bins(queries):
-            chosen = found.members
-            column = np.arange(found.width)
-            token = tokens[start[chosen, None] + np.minimum(column, queries[chosen, None] - 1)]
-            length = self.lengths[prefixes[chosen]]
-            key = np.arange(int(length.max()))
-            keys = self.place[prefixes[chosen], None] + np.minimum(key, length[:, None] - 1)
-            grids.append(
-                _Grid(token, column < queries[chosen, None], keys, key < length[:, None], causal=False, merged=True)
-            )
-        return self.part(grids, self.tail)
-
-    def part(self, grids: "list[_Grid]", first_token: int) -> Part:
-        query_rows, real, key_rows, key_real, blocks = [], [], [], [], []
-        at_query = at_key = 0
-        for grid in grids:
-            rows, queries, keys = len(grid.token), grid.token.shape[1], grid.keys.shape[1]
-            head = np.arange(self.heads)[None, :, None]
-            kv_head = np.arange(self.kv_heads)[None, :, None]
-            query_rows.append((grid.token[:, None] * self.heads + head).ravel())
-            real.append(np.broadcast_to(grid.real[:, None], (rows, self.heads, queries)).ravel())
-            key_rows.append((grid.keys[:, None] * self.kv_heads + kv_head).ravel())
-            key_real.append(np.broadcast_to(grid.key_real[:, None], (rows, self.kv_heads, keys)).ravel())
-            query_slice = slice(at_query, at_query + len(query_rows[-1]))
-            key_slice = slice(at_key, at_key + len(key_rows[-1]))
-            at_query, at_key = query_slice.stop, key_slice.stop
-            blocks.append(
-                Block(
-                    rows, queries, keys, query_slice, key_slice, grid.causal, self.mask(grid), grid.merged
-                )
-            )  # fmt: skip
-        all_rows, all_real = np.concatenate(query_rows), np.concatenate(real)
-        back = np.empty((self.tokens - first_token) * self.heads, np.int64)
-        back[all_rows[all_real] - first_token * self.heads] = np.flatnonzero(all_real)
-        keys_real = np.flatnonzero(np.concatenate(key_real))
-        all_keys = np.concatenate(key_rows)
-        targets = all_keys[keys_real]
-        every = len(targets) == self.tokens * self.kv_heads
-        if every:
-            keys_real = keys_real[np.argsort(targets)]
-        return Part(
-            self.tensor(all_rows),
-            self.tensor(all_real[:, None].astype(np.float32)),
-            self.tensor(back),
-            self.tensor(all_keys),
-            self.tensor(keys_real),
-            None if every else self.tensor(targets),
-            tuple(blocks),
-        )
-
-    def mask(self, grid: "_Grid") -> Tensor | None:
-        """Give what is added to the scores; a large causal block leaves it to the flash kernel."""
-        queries, keys = grid.token.shape[1], grid.keys.shape[1]
-        if grid.causal:
-            if queries * keys > SMALL or queries == 1:
-                return None
-            causal = np.triu(np.full((queries, keys), -np.inf, np.float32), 1)
-            return self.tensor(np.tile(causal, (self.repeat, 1)))[None]
-        if grid.key_real.all():
-            return None
-        hidden = np.where(grid.key_real, np.float32(0), np.float32(-np.inf))
-        return self.tensor(np.repeat(hidden, self.kv_heads, 0)[:, None])
-
-    def tensor(self, array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-
-@frozen(eq=False)
-class _Grid:
-    """The tokens of a block: queries [R, Q] and keys [R, K], and which are no padding."""
-
-    token: Ints
-    real: Any
-    keys: Ints
-    key_real: Any
-    causal: bool
-    merged: bool
 
 
 def packed_attention(
@@ -238,8 +55,12 @@ def packed_attention(
         raise UnsupportedAttentionError("the model does not pass keyword arguments on to its attention")
     _refuse_unsupported(whet_plan, query, value, attention_mask, dropout, more)
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
-    plan = whet_plan.for_heads(heads, kv_heads, query.device)
     scale = dim**-0.5 if scaling is None else float(scaling)
+    if query.device.type != "cpu":
+        rows = whet_plan.for_rows(query.device)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend_rows(q, k, v, rows, scale)[None], None
+    plan = whet_plan.for_heads(heads, kv_heads, query.device)
     out: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]  # torch's own
         _as_rows(query), _as_rows(key), _as_rows(value), plan, heads, kv_heads, scale
     )
@@ -337,7 +158,7 @@ class _Run:
         normaliser = q.new_empty(len(q))
         kept = []
         for block in part.blocks:
-            kernel = self.flash if _is_large(block) else self.small
+            kernel = self.flash if block.large else self.small
             kept.append(kernel(block, *self.views(block, q, k, v), out, normaliser))
         return out, normaliser, (q, k, v, *kept)
 
@@ -401,7 +222,7 @@ class _Run:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for block, saved in zip(part.blocks, blocks, strict=True):
             views, targets = self.views(block, q, k, v), self.views(block, dq, dk, dv)
-            if _is_large(block):
+            if block.large:
                 rows = part.query_rows[block.query_slice]
                 joined = saved if share is None else saved - share[rows, 0].log()
                 direct = upstream[rows].mul_(part.real[block.query_slice])
@@ -428,7 +249,3 @@ class _Run:
         for target, gradient in ((targets[1], dk), (targets[2], dv)):
             folded = gradient.reshape(block.rows, self.kv_heads, -1, block.keys, self.dim).sum(2)
             target.view_as(folded).copy_(folded)
-
-
-def _is_large(block: Block) -> bool:
-    return block.queries * block.keys > SMALL

@@ -80,8 +80,10 @@ class Saved:
         try:
             document = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self.tensors: dict[str, Any] = document["tensors"]
-            self.extra: dict[str, Any] = {k: v for k, v in document.items() if k != "tensors"}
             format_ = document["format"]
+            self.steps: dict[str, float] = document["steps"]
+            """Optimizer steps of each weight that has been stepped."""
+            self.optimizer_steps = int(document["optimizer_steps"])
         except FileNotFoundError:
             raise CheckpointError(f"{folder} holds no {INDEX}, so it is no checkpoint of this backend") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -112,6 +114,8 @@ class Saved:
 
         by_file: dict[str, list[str]] = {}
         for name in names:
+            if name not in self.tensors:
+                raise CheckpointError(f"{self.folder / INDEX} does not list {name}: the checkpoint is incomplete")
             by_file.setdefault(str(self.tensors[name]["file"]), []).append(name)
         for file, members in by_file.items():
             path = self.folder / Path(file).name

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from whet.data.batch import Batch
 from whet.ops.logprobs import token_logprobs
-from whet_fsdp2.attention import AttentionPlan
+from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.layout import Layout, Rows, Targets, pack, used_lengths
 
 

@@ -32,8 +32,9 @@ def _is_plain(module: Any) -> bool:
         return False
     with torch.no_grad():
         probe = torch.linspace(-2, 3, 4 * len(weight)).view(4, -1)
-        ours: Tensor = _RmsNorm.apply(probe, weight, eps)  # type: ignore[no-untyped-call]  # torch's own
-        return bool(torch.allclose(module(probe), ours, atol=1e-6, rtol=1e-5))
+        ours = _rms_norm(probe, weight, eps)
+        same: bool = torch.allclose(module(probe), ours, atol=1e-6, rtol=1e-5)
+        return same
 
 
 class _Hastened:
@@ -47,8 +48,12 @@ class _Hastened:
         if hidden.dtype != torch.float32 or weight.dtype != torch.float32 or hidden.device.type != "cpu":
             slow: Tensor = self._slow(hidden)
             return slow
-        fast: Tensor = _RmsNorm.apply(hidden, weight, self._module.variance_epsilon)  # type: ignore[no-untyped-call]
-        return fast
+        return _rms_norm(hidden, weight, self._module.variance_epsilon)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch's own
+    return normed
 
 
 class _RmsNorm(torch.autograd.Function):

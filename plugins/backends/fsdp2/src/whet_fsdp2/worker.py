@@ -311,13 +311,12 @@ class Worker:
         self._weights.push()
 
     def _load_optimizer(self, saved: checkpoint.Saved) -> None:
-        steps = saved.extra.get("steps", {})
-        strange = sorted(set(steps) - set(self._weights.trained))
+        strange = sorted(set(saved.steps) - set(self._weights.trained))
         if strange:
             raise CheckpointError(f"{saved.folder} has optimizer state of {strange[0]}, which is not trained here")
         self._stepper.forget()
-        self._stepper.steps = int(saved.extra["optimizer_steps"])
-        for name, step in steps.items():
+        self._stepper.steps = saved.optimizer_steps
+        for name, step in saved.steps.items():
             moments = {key.partition("/")[0]: value for key, value in saved.read(f"{m}/{name}" for m in MOMENTS)}
             self._stepper.put(name, float(step), moments)
 

@@ -1,0 +1,95 @@
+"""Packed attention through PyTorch's public attention function alone: what runs on devices that are no CPU.
+
+Here a completion's prefix stands before it once more, in the keys of its own row, with a mask:
+
+    queries      a a a          keys      p p p . | a a a       (`.`: padding, hidden by the mask)
+
+That reads a prompt's keys once for each completion instead of once for each group, but everything dense layers do is
+still done once. It follows autograd, and so any kernel that `scaled_dot_product_attention` chooses.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+from torch import Tensor
+
+from whet_fsdp2.layout import Ints, bins
+
+
+@frozen(eq=False)
+class RowBlock:
+    """R segments of one forward pass of the attention function."""
+
+    queries: Tensor
+    """[R, Q] tokens; padding repeats one of the same segment."""
+    keys: Tensor
+    """[R, P + Q] tokens of the prefix, then of the segment itself."""
+    mask: Tensor | None
+    """[R, 1, Q, P + Q] true where a query sees a key; None: causal."""
+    real: Tensor
+    """Positions among the R * Q queries that are no padding."""
+
+
+@frozen(eq=False)
+class RowPlan:
+    """All blocks of a packed row."""
+
+    blocks: tuple[RowBlock, ...]
+    back: Tensor
+    """[T] where each token went among the real queries of all blocks."""
+
+
+def plan_rows(lengths: Ints, prefix: Ints, device: torch.device) -> RowPlan:
+    """Build the blocks for segments of these lengths [S], each with its prefix segment or -1 [S]."""
+    place = np.cumsum(lengths) - lengths
+    blocks, order = [], []
+    for members in (np.flatnonzero(prefix < 0), np.flatnonzero(prefix >= 0)):
+        for found in bins(lengths[members]):
+            chosen = members[found.members]
+            block, tokens = _block(chosen, found.width, lengths, prefix, place, device)
+            blocks.append(block)
+            order.append(tokens)
+    back = np.argsort(np.concatenate(order), kind="stable")
+    return RowPlan(tuple(blocks), torch.from_numpy(back).to(device))
+
+
+def _block(
+    chosen: Ints, width: int, lengths: Ints, prefix: Ints, place: Ints, device: torch.device
+) -> tuple[RowBlock, Ints]:
+    column = np.arange(width)
+    queries = place[chosen, None] + np.minimum(column, lengths[chosen, None] - 1)
+    real = np.flatnonzero(column < lengths[chosen, None])
+    keys, mask = queries, None
+    if prefix[chosen[0]] >= 0:
+        before = prefix[chosen]
+        span = np.arange(int(lengths[before].max()))
+        keys = np.concatenate([place[before, None] + np.minimum(span, lengths[before, None] - 1), queries], 1)
+        seen = np.broadcast_to((span < lengths[before, None])[:, None], (len(chosen), width, len(span)))
+        causal = np.broadcast_to(np.tri(width, dtype=bool), (len(chosen), width, width))
+        mask = np.concatenate([seen, causal], 2)[:, None]
+
+    def tensor(array: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    block = RowBlock(tensor(queries), tensor(keys), None if mask is None else tensor(mask), tensor(real))
+    return block, queries.ravel()[real]
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, scale: float) -> Tensor:
+    """Attend within the segments of a row. query [T, heads, d], key, value [T, kv_heads, d] -> [T, heads, d]."""
+    found = []
+    for block in plan.blocks:
+        out = F.scaled_dot_product_attention(
+            query[block.queries].transpose(1, 2),
+            key[block.keys].transpose(1, 2),
+            value[block.keys].transpose(1, 2),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        found.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.real))
+    return torch.cat(found).index_select(0, plan.back)
