@@ -1,7 +1,7 @@
 """What every plugin's hook module must keep, whatever it offers.
 
 class TestPlugin(ComponentContract):
-    hooks = "whet_grpo.hooks"
+    hooks = "my_plugin.hooks"
     configs = {"needs-a-path": NeedsAPathConfig(path="x")}  # only of components that do not go without
 """
 

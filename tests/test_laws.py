@@ -1,0 +1,167 @@
+"""The laws of the repository: what core may know, what a plugin may know, and what stays light."""
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
+RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
+HEAVY = ("torch", "ray", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
+every_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+
+
+def project(plugin: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
+def package(plugin: Path) -> str:
+    (folder,) = [path for path in (plugin / "src").iterdir() if path.name.startswith("whet_")]
+    return folder.name
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Give the first name of every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def heavy_after(code: str, *arguments: str) -> list[str]:
+    """Run code in a fresh interpreter, and give which heavy packages it has imported."""
+    code = f"import sys\n{code}\nprint('loaded:', *sorted(set({HEAVY!r}) & set(sys.modules)))"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+# What stays light
+
+
+def test_importing_whet_loads_nothing_heavy() -> None:
+    assert heavy_after("import whet") == []
+
+
+def test_loading_the_plugins_loads_nothing_heavy_and_breaks_nothing() -> None:
+    code = "from whet.plugins import load_plugins\nbroken = load_plugins().broken\nassert not broken, broken"
+    assert heavy_after(code) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_structuring_and_planning_a_recipe_loads_nothing_heavy(recipe: Path) -> None:
+    code = """
+from whet.config.load import load_config
+from whet.plan import Machine, gather_facts, make_plan
+from whet.testing.contracts.component import MODEL
+loaded = load_config(sys.argv[1])
+plan, problems = make_plan(loaded.config, MODEL, gather_facts(loaded.config, MODEL), Machine(cores=2))
+assert plan is not None, problems
+"""
+    assert heavy_after(code, str(recipe)) == []
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plugins"], ["schema"]], ids=" ".join)
+def test_a_command_that_only_shows_something_loads_nothing_heavy(command: list[str]) -> None:
+    code = "from whet.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+    assert heavy_after(code, *command) == []
+
+
+# Who knows whom
+
+
+def test_core_names_no_plugin() -> None:
+    names = [name for plugin in PLUGINS for name in (package(plugin), project(plugin)["name"])]
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    for file in (ROOT / "core" / "src").rglob("*"):
+        if file.suffix in (".py", ".yaml", ".toml", ".md", ".jinja", ".txt", ".html"):
+            found = pattern.search(file.read_text(encoding="utf-8"))
+            assert found is None, f"{file.relative_to(ROOT)} names {found and found.group()}"
+
+
+@pytest.mark.parametrize("folder", ["src", "tests"])
+def test_core_imports_no_plugin(folder: str) -> None:
+    for file in (ROOT / "core" / folder).rglob("*.py"):
+        plugins = {name for name in imports(file) if name.startswith("whet_")}
+        assert not plugins, f"{file.relative_to(ROOT)} imports {', '.join(plugins)}"
+
+
+@every_plugin
+def test_a_plugin_imports_no_other(plugin: Path) -> None:
+    for file in plugin.rglob("*.py"):
+        others = {name for name in imports(file) if name.startswith("whet_")} - {package(plugin)}
+        assert not others, f"{file.relative_to(ROOT)} imports {', '.join(others)}"
+
+
+@every_plugin
+def test_a_plugin_requires_core_and_no_other_plugin(plugin: Path) -> None:
+    whet = [need for need in project(plugin)["dependencies"] if re.match(r"whet\b", need)]
+    assert len(whet) == 1, f"{whet}, wanted core alone"
+    assert re.fullmatch(r"whet>=[\d.]+,<[\d.]+", whet[0])
+
+
+@every_plugin
+def test_a_plugin_requires_what_it_imports(plugin: Path) -> None:
+    required = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in project(plugin)["dependencies"]}
+    core = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    given = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in core}
+    known = required | given | {package(plugin), "yaml" if "pyyaml" in given else ""} | set(sys.stdlib_module_names)
+    for file in (plugin / "src").rglob("*.py"):
+        missing = set(imports(file)) - known
+        assert not missing, f"{file.relative_to(ROOT)} imports {', '.join(missing)}, which pyproject.toml does not name"
+
+
+def test_the_import_contracts_know_every_plugin() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / ".importlinter")
+    packages = {package(plugin) for plugin in PLUGINS}
+    assert set(parser["importlinter"]["root_packages"].split()) == packages | {"whet"}
+    assert set(parser["importlinter:contract:core-imports-no-plugin"]["forbidden_modules"].split()) == packages
+    assert set(parser["importlinter:contract:plugins-are-independent"]["modules"].split()) == packages
+    light = parser["importlinter:contract:hooks-and-configs-are-light"]["source_modules"].split()
+    assert {module.partition(".")[0] for module in light} == packages
+
+
+# What a plugin looks like
+
+
+@every_plugin
+def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
+    source = plugin / "src" / package(plugin)
+    wanted = [plugin / name for name in ("README.md", "CHANGELOG.md", "tests/test_conformance.py")]
+    wanted += [source / name for name in ("__init__.py", "hooks.py", "config.py", "py.typed")]
+    missing = [str(path.relative_to(ROOT)) for path in wanted if not path.is_file()]
+    assert not missing, f"missing: {', '.join(missing)}"
+
+
+@every_plugin
+def test_a_plugin_is_named_after_its_thing(plugin: Path) -> None:
+    found = project(plugin)
+    assert found["name"].replace("-", "_") == package(plugin)
+    assert list(found["entry-points"]["whet"].values()) == [f"{package(plugin)}.hooks"]
+    assert (ROOT / "plugins" / "environments" in plugin.parents) == found["name"].startswith("whet-env-")
+
+
+@every_plugin
+def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
+    name, version = project(plugin)["name"], project(plugin)["version"]
+    readme = (plugin / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith(f"# {name}\n"), "the README begins with the distribution's name"
+    assert "use: " in readme, "the README shows what to write into a config"
+    assert version in (plugin / "CHANGELOG.md").read_text(encoding="utf-8"), "the CHANGELOG knows this version"
+
+
+@every_plugin
+def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
+    code = f"import os\nbefore = dict(os.environ)\nimport {package(plugin)}.hooks\nassert dict(os.environ) == before"
+    assert heavy_after(code) == []
