@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.errors import ConfigError
+from whet.model import ModelInfo, fingerprint, read_model
+from whet.testing.models import make_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_number_of_parameters_is_that_of_transformers(tmp_path: Path, tiny_tokenizer: Any, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path, tiny_tokenizer, tied=tied, layers=3, hidden=96, heads=6, kv_heads=3)
+    real = AutoModelForCausalLM.from_pretrained(folder)
+    counted = sum(parameter.numel() for parameter in real.parameters())
+    assert read_model(folder).parameters == pytest.approx(counted, rel=0.01)
+
+
+def test_a_model_folder_says_what_it_holds(tiny_model_folder: Path) -> None:
+    info = read_model(tiny_model_folder, dtype="bfloat16")
+    assert (info.architecture, info.vocab_size, info.max_positions) == ("Qwen3ForCausalLM", 384, 256)
+    assert (info.path, info.dtype, info.trust_remote_code) == (str(tiny_model_folder), "bfloat16", False)
+
+
+def test_the_text_part_of_a_multimodal_config_counts() -> None:
+    info = ModelInfo("x", {"text_config": {"vocab_size": 7, "max_position_embeddings": 9}})
+    assert (info.vocab_size, info.max_positions) == (7, 9)
+
+
+def test_what_a_config_does_not_say_is_0() -> None:
+    info = ModelInfo("x", {})
+    assert (info.vocab_size, info.max_positions, info.parameters, info.architecture) == (0, 0, 0, "")
+
+
+def test_a_config_of_nonsense_has_no_parameters() -> None:
+    assert ModelInfo("x", {"hidden_size": "many", "num_hidden_layers": None}).parameters == 0
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
+        read_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "holds no config.json"), ("{", "cannot be read as JSON"), ("[]", "holds list, wanted a JSON object")],
+)
+def test_a_folder_that_is_no_model_is_explained(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_model(tmp_path)
+
+
+def test_a_fingerprint_tells_what_differs(tmp_path: Path, tiny_tokenizer: Any, tiny_model_folder: Path) -> None:
+    other = make_model(tmp_path / "other", tiny_tokenizer, seed=1)
+    one, two = fingerprint(tiny_model_folder), fingerprint(other)
+    assert {name for name in one if one[name] != two[name]} == {"weights"}
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5}))
+    assert fingerprint(other)["config"] != two["config"]
+    assert fingerprint(other)["weights"] == two["weights"]
+
+
+def test_a_fingerprint_sees_both_ends_of_large_weights(tmp_path: Path) -> None:
+    file, size = tmp_path / "model.safetensors", 3 << 20
+    found = set()
+    for changed in (None, 0, size - 1):
+        content = bytearray(size)
+        if changed is not None:
+            content[changed] = 1
+        file.write_bytes(content)
+        found.add(fingerprint(tmp_path)["weights"])
+    assert len(found) == 3
+
+
+def test_a_copy_has_the_same_fingerprint(tmp_path: Path, tiny_model_folder: Path) -> None:
+    for file in tiny_model_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert fingerprint(tmp_path) == fingerprint(tiny_model_folder)

@@ -1,0 +1,58 @@
+import threading
+import time
+
+import pytest
+
+from whet.spans import Spans
+
+
+def test_a_phase_is_recorded_with_role_begin_and_length() -> None:
+    spans, before = Spans(), time.time()
+    with spans.phase("backend", "train"):
+        time.sleep(0.02)
+    (span,) = spans.drain()
+    assert (span.role, span.phase) == ("backend", "train")
+    assert before - 0.1 <= span.begin <= time.time()
+    assert 0.015 < span.seconds < 5
+
+
+def test_a_phase_that_raises_is_recorded_too() -> None:
+    spans = Spans()
+    with pytest.raises(KeyError), spans.phase("backend", "train"):
+        raise KeyError
+    assert [span.phase for span in spans.drain()] == ["train"]
+    assert spans.waiting() == []
+
+
+def test_draining_takes_each_span_once() -> None:
+    spans = Spans()
+    with spans.phase("a", "b"):
+        pass
+    assert len(spans.drain()) == 1
+    assert spans.drain() == []
+
+
+def test_what_is_under_way_is_shown_with_its_age() -> None:
+    spans = Spans()
+    with spans.phase("generator", "refit"), spans.phase("backend", "send"):
+        time.sleep(0.02)
+        waiting = {role: (phase, seconds) for role, phase, seconds in spans.waiting()}
+    assert waiting["generator"][0] == "refit"
+    assert waiting["generator"][1] >= waiting["backend"][1] > 0.01
+    assert spans.waiting() == []
+
+
+def test_many_threads_lose_nothing() -> None:
+    spans = Spans()
+
+    def work() -> None:
+        for _ in range(200):
+            with spans.phase("a", "b"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(spans.drain()) == 1600
