@@ -1,21 +1,38 @@
+"""The generator keeps the contract, in this process and on workers of its own."""
+
+import pytest
+
 from whet.cluster.slices import Site
-from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.generator import ModelGeneratorContract
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
 
 
-class TestPlugin(ComponentContract):
-    hooks = "whet_hf.hooks"
-
-
-class TestHf(ModelGeneratorContract):
-    transports: tuple[str, ...] = ("shared", "shared-memory", "disk")
+class TestInThisProcess(ModelGeneratorContract):
+    transports = ("shared", "shared-memory", "disk")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(), site)
 
 
-class TestHfOnTwoProcesses(TestHf):
+class TestWithTheModelsOwnCode(ModelGeneratorContract):
+    transports = ("disk",)
+
+    def make(self, site: Site) -> HfGenerator:
+        return HfGenerator(HfConfig(decoder="plain"), site)
+
+
+class TestInSmallBatches(ModelGeneratorContract):
+    transports = ("shared-memory",)
+
+    def make(self, site: Site) -> HfGenerator:
+        return HfGenerator(HfConfig(max_batch=3), site)
+
+
+@pytest.mark.slow
+class TestOnTwoReplicas(ModelGeneratorContract):
+    transports = ("shared-memory", "disk")
     processes = 2
-    transports: tuple[str, ...] = ("shared-memory", "disk")
+
+    def make(self, site: Site) -> HfGenerator:
+        return HfGenerator(HfConfig(), site)

@@ -1,0 +1,36 @@
+"""The plugin registers without torch, and its facts are true."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.model import read_model
+from whet.testing.models import make_model
+from whet_hf.config import HfConfig
+from whet_hf.facts import facts
+
+
+def test_hooks_and_facts_import_no_torch() -> None:
+    code = (
+        "import sys, whet_hf.hooks, whet_hf.facts\n"
+        "assert [c.name for c in whet_hf.hooks.whet_generators()] == ['hf']\n"
+        "assert not {'torch', 'transformers', 'ray'} & set(sys.modules), 'imported early'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_memory_counts_weights_and_cache(tmp_path: Path, tiny_tokenizer: object) -> None:
+    model = read_model(make_model(tmp_path, tiny_tokenizer), "bfloat16")
+    found = facts(HfConfig(cache_gib=1.0), model)
+    assert found.memory_bytes == pytest.approx(2 * model.parameters + 2**30)
+    wide = facts(HfConfig(cache_gib=1.0, dtype="float32"), model)
+    assert wide.memory_bytes == pytest.approx(4 * model.parameters + 2**30)
+    assert found.transports == ("shared", "shared-memory", "disk")
+
+
+@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"cache_gib": 0.0}])
+def test_settings_that_leave_no_room_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        HfConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,296 @@
+"""The worker batches what waits, aborts what is given up, and serves one version at a time."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from whet.cluster.slices import WorkerRank
+from whet.data.records import Completion, Request, Sampling
+from whet.errors import RefitError
+from whet.refit.handover import send
+from whet.refit.link import Link
+from whet_hf.decode import Job
+from whet_hf.worker import Worker, split
+
+
+def make_worker(folder: Path, **options: Any) -> Worker:
+    settings = {"dtype": "float32", "trust_remote_code": False, "max_batch": 64, "cache_bytes": 1 << 30, "fused": True}
+    threads = options.pop("threads", 1)
+    return Worker(WorkerRank("generator", 0, 1, threads=threads), path=str(folder), **{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_model_folder: Path) -> Iterator[Worker]:
+    made = make_worker(tiny_model_folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_worker(tiny_model_folder: Path) -> Iterator[Worker]:
+    made = make_worker(tiny_model_folder)
+    yield made
+    made.close()
+
+
+async def ask(worker: Worker, requests: list[Request]) -> list[list[Any]]:
+    return [outcomes async for outcomes in worker.generate(requests)]
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def batches_of(worker: Worker, monkeypatch: Any) -> list[list[str]]:
+    """Record the ids of each batch."""
+    seen: list[list[str]] = []
+    decode = worker._decode
+    monkeypatch.setattr(worker, "_decode", lambda jobs: (seen.append([j.request.id for j in jobs]), decode(jobs))[1])
+    return seen
+
+
+def test_completions_of_a_batch_come_together(worker: Worker, requests_of: Any) -> None:
+    (outcomes,) = run(ask(worker, requests_of(20)))
+    assert {c.id for c in outcomes} == {f"r{i}" for i in range(20)}
+    assert all(c.versions == ((0, 0),) for c in outcomes)
+
+
+def test_what_waits_when_a_batch_ends_forms_the_next(worker: Worker, requests_of: Any, monkeypatch: Any) -> None:
+    seen = batches_of(worker, monkeypatch)
+
+    async def three_messages() -> None:
+        first = asyncio.create_task(ask(worker, requests_of(3, max_tokens=40)))
+        while not seen:
+            await asyncio.sleep(0)
+        later = [asyncio.create_task(ask(worker, requests_of(2, seed=seed))) for seed in (1, 2)]
+        await asyncio.gather(first, *later)
+
+    run(three_messages())
+    assert [len(ids) for ids in seen] == [3, 4]
+
+
+def test_a_batch_is_as_large_as_is_allowed(tiny_model_folder: Path, requests_of: Any, monkeypatch: Any) -> None:
+    worker = make_worker(tiny_model_folder, max_batch=8)
+    seen = batches_of(worker, monkeypatch)
+    outcomes = run(ask(worker, requests_of(20)))
+    assert [len(ids) for ids in seen] == [8, 8, 4]
+    assert [len(part) for part in outcomes] == [8, 8, 4]
+
+
+def test_a_batch_is_no_larger_than_the_cache(tiny_model_folder: Path, requests_of: Any, monkeypatch: Any) -> None:
+    # 2 layers, keys and values, 2 heads of 16 floats: 512 bytes a token; a request takes up to 10 + 20 tokens.
+    worker = make_worker(tiny_model_folder, cache_bytes=512 * 30 * 5)
+    seen = batches_of(worker, monkeypatch)
+    requests = [Request(str(i), np.arange(10), Sampling(20), i) for i in range(12)]
+    run(ask(worker, requests))
+    assert [len(ids) for ids in seen] == [5, 5, 2]
+    run(ask(worker, [Request("long", np.arange(200) % 50, Sampling(50), 0)]))
+    assert seen[-1] == ["long"]
+
+
+def test_messages_may_use_the_same_ids(worker: Worker, requests_of: Any) -> None:
+    async def two_messages() -> list[Any]:
+        return await asyncio.gather(ask(worker, requests_of(4, seed=1)), ask(worker, requests_of(4, seed=2)))
+
+    together = run(two_messages())
+    for seed, (outcomes,) in zip((1, 2), together, strict=True):
+        (alone,) = run(ask(worker, requests_of(4, seed=seed)))
+        for one, other in zip(sorted(outcomes, key=lambda c: c.id), sorted(alone, key=lambda c: c.id), strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+
+
+def test_a_completion_ends_at_the_model_s_last_position(worker: Worker) -> None:
+    ((completion,),) = run(ask(worker, [Request("a", np.arange(250), Sampling(50), 0)]))
+    assert (len(completion.tokens), completion.stop) == (6, "length")
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (Request("a", np.arange(256), Sampling(5), 0), "prompt of 256 tokens.*256 positions"),
+        (Request("a", np.arange(0), Sampling(5), 0), "empty prompt"),
+        (Request("a", np.arange(5), Sampling(0), 0), "asks for 0 tokens"),
+        (Request("a", np.array([3, 384]), Sampling(5), 0), "outside the vocabulary of 384"),
+        (Request("a", np.array([3, -1]), Sampling(5), 0), "outside the vocabulary"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(worker: Worker, request_: Request, why: str) -> None:
+    import re
+
+    good = Request("b", np.arange(5), Sampling(3), 0)
+    ((refused,), (served,)) = run(ask(worker, [request_, good]))
+    assert refused[0] == "a"
+    assert re.search(why, refused[1])
+    assert isinstance(served, Completion)
+
+
+class Gate:
+    """Holds a decoder at its third step until it is opened."""
+
+    def __init__(self, worker: Worker, monkeypatch: Any) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        run_layers, calls = worker._decoder.run, iter(range(10**6))  # type: ignore[attr-defined]
+
+        def gated(*args: Any) -> Any:
+            if next(calls) == 3:
+                self.reached.set()
+                assert self.opened.wait(20)
+            return run_layers(*args)
+
+        monkeypatch.setattr(worker._decoder, "run", gated)
+
+    async def held(self) -> None:
+        while not self.reached.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def abort(worker: Worker, ids: list[str]) -> None:
+    async for _ in worker.abort(ids):
+        pass
+
+
+def test_an_aborted_request_ends_early_and_the_others_do_not(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any
+) -> None:
+    requests = requests_of(6, max_tokens=30)
+    (expected,) = run(ask(own_worker, requests))
+    gate = Gate(own_worker, monkeypatch)
+
+    async def aborting() -> list[Any]:
+        task = asyncio.create_task(ask(own_worker, requests))
+        await gate.held()
+        waiting = asyncio.create_task(ask(own_worker, [evolve(requests[0], id="waits")]))
+        await asyncio.sleep(0.01)
+        await abort(own_worker, ["r2", "waits"])
+        gate.opened.set()
+        return [await task, await waiting]
+
+    ((outcomes,), ((waiting,),)) = run(aborting())
+    assert (waiting.stop, len(waiting.tokens), waiting.versions) == ("abort", 0, ())
+    for ended, whole in zip(outcomes, expected, strict=True):
+        if ended.id == "r2":
+            assert ended.stop == "abort"
+            assert 0 < len(ended.tokens) < 10
+            assert ended.tokens.tolist() == whole.tokens[: len(ended.tokens)].tolist()
+        else:
+            assert ended.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_all_that_runs_can_be_aborted_and_what_waits_is_then_served(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any
+) -> None:
+    gate = Gate(own_worker, monkeypatch)
+
+    async def aborting() -> list[Any]:
+        running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=30)))
+        await gate.held()
+        waiting = asyncio.create_task(ask(own_worker, requests_of(2, seed=1, max_tokens=5)))
+        await asyncio.sleep(0.01)
+        await abort(own_worker, [])
+        gate.opened.set()
+        return [await running, await waiting]
+
+    (aborted,), (served,) = run(aborting())
+    assert {c.stop for c in aborted} == {"abort"}
+    assert [len(c.tokens) for c in served] == [5, 5]
+
+
+def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of: Any, monkeypatch: Any) -> None:
+    gate = Gate(own_worker, monkeypatch)
+
+    async def closing() -> list[Any]:
+        task = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=200)))
+        await gate.held()
+        task.cancel()
+        await asyncio.wait([task])
+        gate.opened.set()
+        return await ask(own_worker, requests_of(2, seed=1, max_tokens=5))
+
+    (served,) = run(closing())
+    assert [len(c.tokens) for c in served] == [5, 5]
+
+
+def test_weights_are_taken_between_batches(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    gate = Gate(own_worker, monkeypatch)
+    link = Link("disk", str(tmp_path), "s", 5, timeout_seconds=5.0)
+    send(link, [(name, 1.5 * p) for name, p in own_worker._model.named_parameters()])
+
+    async def receiving() -> list[Any]:
+        running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=20)))
+        await gate.held()
+        taking = asyncio.create_task(asyncio.to_thread(own_worker.receive_weights, link, 5))
+        await asyncio.sleep(0.05)
+        assert not taking.done()
+        gate.opened.set()
+        await taking
+        return [*await running, *await ask(own_worker, requests_of(4))]
+
+    before, after = run(receiving())
+    assert {c.versions for c in before} == {((0, 0),)}
+    assert {c.versions for c in after} == {((0, 5),)}
+
+
+def test_after_a_refused_hand_over_nothing_is_generated_until_a_whole_one(
+    own_worker: Worker, requests_of: Any, tmp_path: Path
+) -> None:
+    weights = [(name, p.clone()) for name, p in own_worker._model.named_parameters()]
+    for session, part in (("partial", weights[1:]), ("whole", weights)):
+        link = Link("disk", str(tmp_path), session, 3, timeout_seconds=5.0)
+        send(link, part)
+        if session == "whole":
+            own_worker.receive_weights(link, 3)
+            break
+        with pytest.raises(RefitError, match="1 parameters were not sent"):
+            own_worker.receive_weights(link, 3)
+        with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
+            run(ask(own_worker, requests_of(2)))
+    (outcomes,) = run(ask(own_worker, requests_of(2)))
+    assert {c.versions for c in outcomes} == {((0, 3),)}
+
+
+def test_logits_that_are_not_finite_are_an_error(own_worker: Worker, requests_of: Any) -> None:
+    own_worker._model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(Exception, match=r"not finite.*grad_norm"):
+        run(ask(own_worker, requests_of(2)))
+
+
+def test_threads_that_decode_parts_of_a_batch_change_nothing(
+    tiny_model_folder: Path, worker: Worker, requests_of: Any
+) -> None:
+    threads = torch.get_num_threads()
+    two = make_worker(tiny_model_folder, threads=2)
+    try:
+        requests = requests_of(50)
+        (one_thread,), (two_threads,) = run(ask(worker, requests)), run(ask(two, requests))
+        for one, other in zip(one_thread, two_threads, strict=True):
+            assert one.id == other.id
+            assert np.array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    finally:
+        two.close()
+        torch.set_num_threads(threads)
+
+
+def test_parts_of_a_batch_are_of_equal_size_and_not_too_small() -> None:
+    jobs = [Job(Request(str(i), np.arange(3), Sampling(), 0), 8) for i in range(100)]
+    assert [len(part) for part in split(jobs, 3)] == [33, 33, 34]
+    assert [len(part) for part in split(jobs[:40], 8)] == [20, 20]
+    assert [len(part) for part in split(jobs[:5], 8)] == [5]
+
+
+def test_asleep_it_keeps_no_cache(worker: Worker, requests_of: Any) -> None:
+    run(ask(worker, requests_of(4)))
+    assert worker._decoder._buffers  # type: ignore[attr-defined]
+    worker.sleep()
+    assert not worker._decoder._buffers  # type: ignore[attr-defined]
+    worker.wake()
+    run(ask(worker, requests_of(4)))
