@@ -17,6 +17,8 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.testing.contracts.environment import EnvironmentContract
 from whet.testing.fakes import FakeModel
 
+pytest_plugins = ["pytester"]
+
 TASKS = [Task(f"What is {i}+1?", {"answer": str(i + 1)}) for i in range(20)]
 
 
@@ -189,6 +191,25 @@ def test_the_contract_ends_a_grader_that_hangs(grade: Any) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"longer than 0\.2 seconds"):
         contract._play(sums(correct=grade), TASKS[0], "a" * 60)
     assert time.monotonic() - begin < 5
+
+
+def test_the_contract_catches_a_process_left_behind(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import subprocess, sys
+        from whet.data.records import Task
+        from whet.interfaces.environment import SingleTurn
+        from whet.testing.contracts.environment import EnvironmentContract
+
+        def grade(text, data):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            return 0.0
+
+        class TestIt(EnvironmentContract):
+            def make(self):
+                return SingleTurn({"train": [Task("1+1?")]}, {"correct": grade})
+    """)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "no_process_behind")
+    result.assert_outcomes(passed=1, errors=1)
 
 
 def test_a_script_that_is_too_short_fails_with_its_length() -> None:

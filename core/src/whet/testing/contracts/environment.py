@@ -150,6 +150,12 @@ class EnvironmentContract:
         environment.close()
         environment.close()
 
+    def test_closing_leaves_no_process_behind(self, no_orphans: None) -> None:
+        environment = self.make()
+        task = environment.tasks(self.splits[0])[0]
+        self._play(environment, task, self.gold(task) or "I do not know.")
+        environment.close()
+
     def _gold_or_skip(self, task: Task) -> str | Sequence[str]:
         gold = self.gold(task)
         if gold is None:
