@@ -20,6 +20,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from whet.errors import WhetError
 from whet_fsdp2.blocks import AttentionPlan, Block, HeadPlan, Part
 from whet_fsdp2.portable import attend_rows
 
@@ -31,8 +32,12 @@ Three = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""
 
 
-class UnsupportedAttentionError(Exception):
+class UnsupportedAttentionError(WhetError):
     """The model asks for a kind of attention that packed rows do not have."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"backend.layout: packed rows do not work for this model: {reason}; use `layout: padded`")
 
 
 def packed_attention(
@@ -77,9 +82,7 @@ def _refuse_unsupported(
 ) -> None:
     window = more.get("sliding_window")
     if window is not None and window < plan.longest():
-        raise UnsupportedAttentionError(
-            f"it has a sliding window of {window}, shorter than a sequence of {plan.longest()}"
-        )
+        raise UnsupportedAttentionError(f"its sliding window of {window} is shorter than {plan.longest()} tokens")
     for name in ("softcap", "s_aux", "position_bias", "alibi", "head_mask"):
         if more.get(name) is not None:
             raise UnsupportedAttentionError(f"its attention uses `{name}`")

@@ -26,7 +26,12 @@ class Fsdp2Backend:
         site.status("loading the model to train")
         self._workers = site.slice.spawn(
             "whet_fsdp2.worker:Worker",
-            {"config": attrs.asdict(config), "model": site.model, "total_steps": site.run.steps},
+            {
+                "config": attrs.asdict(config),
+                "model": site.model,
+                "total_steps": site.run.steps,
+                "longest": site.max_context or site.model.max_positions,
+            },
         )
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:

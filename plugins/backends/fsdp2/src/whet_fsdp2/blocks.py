@@ -77,13 +77,15 @@ class AttentionPlan:
     """[S]"""
     prefix: Ints
     """[S] the segment each attends to, or -1; segments with a prefix come last."""
+    reach: int = 0
+    """A longer distance to reckon with, while a model is tried."""
     _made: dict[tuple[int, int, torch.device], HeadPlan] = field(factory=dict, init=False)
     _rows: dict[torch.device, RowPlan] = field(factory=dict, init=False)
 
     def longest(self) -> int:
         """Give the longest distance, in tokens, over which a token attends."""
         behind = np.where(self.prefix >= 0, self.lengths[self.prefix], 0)
-        return int((self.lengths + behind).max())
+        return max(self.reach, int((self.lengths + behind).max()))
 
     def for_rows(self, device: torch.device) -> RowPlan:
         """Give the blocks that `attend_rows` needs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
 from whet.errors import ConfigError, WhetError
@@ -34,6 +35,7 @@ def load_model(info: ModelInfo) -> Any:
                 local_files_only=True,
                 trust_remote_code=info.trust_remote_code,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported, and refused below with their names
                 output_loading_info=True,
             )
     except Exception as error:  # safetensors, transformers and remote code each raise their own
@@ -61,6 +63,16 @@ def no_progress_bars() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
+def enable_checkpointing(model: Any) -> None:
+    """Let layers keep only their inputs for the backward pass. There is no dropout, so no random state to keep."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError as error:
+        raise ConfigError(f"backend.gradient_checkpointing: {error}") from error
+    model.train()
+
+
 def _refuse_incomplete(path: str, report: Any) -> None:
     for kind, words in (
         ("missing_keys", "lack"),
@@ -77,8 +89,8 @@ def _refuse_incomplete(path: str, report: Any) -> None:
             )
 
 
-def prepare(model: Any, wanted: str, chunk: int) -> tuple[Root, Layout]:
-    """Check that the model's logprobs can be computed here, and choose the layout.
+def prepare(model: Any, wanted: str, chunk: int, longest: int) -> tuple[Root, Layout]:
+    """Check that the model's logprobs can be computed here, and choose the layout for sequences up to `longest`.
 
     Tries every shortcut on a few tokens against the model's own logits. Raises `ConfigError` where the head is
     more than a matrix, or a layout that was asked for by name is not exact for this model.
@@ -92,7 +104,7 @@ def prepare(model: Any, wanted: str, chunk: int) -> tuple[Root, Layout]:
         if wanted == "padded":
             return root, "padded"
         layout: Layout = "packed" if wanted == "packed" else "shared"
-        problem = _try_packed(root, batch, layout, expected)
+        problem = _try_packed(root, batch, layout, longest, expected)
     if problem is None:
         return root, layout
     if wanted != "auto":
@@ -152,16 +164,20 @@ def _check_head(root: Root, batch: Batch, expected: Any) -> None:
         )
 
 
-def _try_packed(root: Root, batch: Batch, layout: Layout, expected: Any) -> str | None:
+def _try_packed(root: Root, batch: Batch, layout: Layout, longest: int, expected: Any) -> str | None:
     """Switch to packed attention. Gives what stands in its way, and then switches back."""
     attention.register()
     before = root.model.config._attn_implementation
     try:
         root.model.set_attn_implementation(attention.NAME)
-        off = _differ(_logprobs(root, feed(batch, layout, _device(root))), expected)
+        one = feed(batch, layout, _device(root))
+        plan = evolve(one.arguments["whet_plan"], reach=longest)
+        off = _differ(_logprobs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
         problem = None if off <= TOLERANCE else f"its logprobs differ by {off:.2g} from those of padded rows"
-    except (attention.UnsupportedAttentionError, TypeError, ValueError, RuntimeError, KeyError) as error:
-        problem = str(error)
+    except attention.UnsupportedAttentionError as error:
+        problem = error.reason
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:  # from the model's own code
+        problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         root.model.set_attn_implementation(before)
     return problem

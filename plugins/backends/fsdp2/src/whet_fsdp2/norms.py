@@ -61,7 +61,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        size: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = size.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         unit = x * scale
         ctx.save_for_backward(unit, scale, weight)

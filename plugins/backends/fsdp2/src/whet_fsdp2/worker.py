@@ -34,7 +34,7 @@ from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.export import copy_companions
 from whet_fsdp2.feed import Feed, Root, feed, nothing, spread
 from whet_fsdp2.layout import plan
-from whet_fsdp2.loading import load_model, no_progress_bars, prepare
+from whet_fsdp2.loading import enable_checkpointing, load_model, no_progress_bars, prepare
 from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, clock
 from whet_fsdp2.weights import PolicyWeights, full, persistent_buffers, shard
@@ -46,10 +46,12 @@ MAX_NONFINITE = 3
 class Worker:
     """The public methods are those that the driver calls by name, on every rank."""
 
-    def __init__(self, rank: WorkerRank, config: Mapping[str, Any], model: ModelInfo, total_steps: int = 0) -> None:
+    def __init__(
+        self, rank: WorkerRank, config: Mapping[str, Any], model: ModelInfo, total_steps: int = 0, longest: int = 0
+    ) -> None:
         torch.set_num_threads(rank.threads)
         self._config = cattrs.structure(config, Fsdp2Config)
-        self._info = model
+        self._info, self._longest = model, longest
         self._ranks = Ranks(rank)
         self._device = self._ranks.device
         self._low = model.dtype == "bfloat16"
@@ -63,10 +65,9 @@ class Worker:
 
     def _build(self, trained: bool) -> Root:
         model = load_model(self._info)
-        root, self._layout = prepare(model, self._config.layout, self._config.logprob_chunk)
+        root, self._layout = prepare(model, self._config.layout, self._config.logprob_chunk, self._longest)
         if trained and self._config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-            model.train()
+            enable_checkpointing(model)
         model.to(self._device)
         if not trained:
             model.requires_grad_(False)
@@ -124,8 +125,8 @@ class Worker:
         self._nonfinite += 1
         if self._nonfinite >= MAX_NONFINITE:
             raise WhetError(
-                f"the loss is {value} and the gradient's norm {norm}: not finite for the {self._nonfinite}th time in a "
-                "row, so no step was taken; lower backend.optimizer.lr, or look at the loss's inputs"
+                f"the loss is {value} and the gradient's norm {norm}: not finite for {self._nonfinite} calls in "
+                "a row, so no step was taken; lower backend.optimizer.lr, or look at the loss's inputs"
             )
         return _flag("nonfinite_steps") if self._first else {}
 

@@ -1,0 +1,117 @@
+"""Tiny models, batches, and workers without a cluster."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet.cluster.slices import WorkerRank
+from whet.component import Spec
+from whet.data.batch import Batch, from_sequences
+from whet.model import read_model
+from whet.testing.models import make_model
+from whet_fsdp2.worker import Worker
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 96, "tied": False},
+    "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1, "head_dim": 24, "hidden": 96, "tied": True},
+    "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
+    "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
+}
+LOSS = Spec("whet.testing.losses:Weighted")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[[str], Path]:
+    """Give the folder of a model of a family; norms and biases are not at their defaults."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str = "qwen3") -> Path:
+        if name not in made:
+            path = make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, layers=2, **FAMILIES[name])
+            _stir(path)
+            made[name] = path
+        return made[name]
+
+    return folder
+
+
+def _stir(path: Path) -> None:
+    """Move the vectors away from 0 and 1, so that a norm or bias left out would show."""
+    from safetensors.torch import load_file, save_file
+
+    draw = torch.Generator().manual_seed(0)
+    file = path / "model.safetensors"
+    weights = {
+        name: w + 0.2 * torch.randn(w.shape, generator=draw) if w.ndim == 1 else w
+        for name, w in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
+    """Give a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
+
+    def make(
+        family: str = "qwen3", dtype: str = "float32", folder: Path | None = None, longest: int = 0, **config: Any
+    ) -> Worker:
+        config.setdefault("optimizer", {"lr": 1e-2})
+        model = read_model(folder or folders(family), dtype)
+        return Worker(WorkerRank("backend", 0, 1), config, model, total_steps=10, longest=longest)
+
+    return make
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Give three groups of four samples that share a prompt, with gaps in the loss mask, and a sequence by itself."""
+    return make_batch()
+
+
+def make_batch(seed: int = 0, vocabulary: int = 200) -> Batch:
+    """Make a batch; see the fixture."""
+    draw = np.random.default_rng(seed)
+    rows, prompts, group = [], [], []
+    for g, samples in enumerate((4, 4, 4, 1)):
+        prompt = draw.integers(3, vocabulary, size=draw.integers(3, 9))
+        for _ in range(samples):
+            answer = draw.integers(3, vocabulary, size=draw.integers(1, 12))
+            learned = draw.random(len(answer)) < 0.8
+            learned[-1] = draw.random() < 0.5
+            rows.append(
+                {
+                    "tokens": np.concatenate([prompt, answer]),
+                    "loss_mask": np.concatenate([np.zeros(len(prompt), bool), learned]),
+                }
+            )
+            prompts.append(len(prompt))
+            group.append(g)
+    made = from_sequences(rows, prompt_lengths=prompts, group=group)
+    advantages = draw.standard_normal(made.sequences).astype(np.float32)
+    return made.with_columns(advantages=advantages)
+
+
+def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torch.Tensor]:
+    """Compute the gradients that a step on the batch would use."""
+    from whet_fsdp2.worker import _Watch
+
+    made = worker._loss(loss)
+    worker._weights.drop_gradients()
+    worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), _Watch(torch.device("cpu")))
+    found = {name: master.grad.clone() for name, master in worker._weights.trained.items()}
+    worker._weights.drop_gradients()
+    return found
+
+
+@pytest.fixture(name="gradients")
+def _gradients() -> Callable[..., dict[str, torch.Tensor]]:
+    return gradients
+
+
+@pytest.fixture(name="make_batch")
+def _make_batch() -> Callable[..., Batch]:
+    return make_batch

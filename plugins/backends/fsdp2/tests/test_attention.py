@@ -1,0 +1,153 @@
+"""Block attention, against dense attention with the whole mask written out."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet_fsdp2 import blocks
+from whet_fsdp2.attention import UnsupportedAttentionError, packed_attention
+from whet_fsdp2.blocks import AttentionPlan
+from whet_fsdp2.portable import attend_rows, plan_rows
+
+CASES = {
+    "mixed": ([5, 9, 4, 1, 3, 7, 2], [-1, -1, -1, 0, 0, 1, 0]),
+    "no prefixes": ([5, 1, 30], [-1, -1, -1]),
+    "one group": ([3, 4, 4], [-1, 0, 0]),
+    "long prompt": ([200, 5, 3], [-1, 0, 0]),
+    "long completions": ([3, 190, 170, 20], [-1, 0, 0, -1]),
+    "an unused prompt": ([4, 3, 2], [-1, -1, 1]),
+    "one token": ([1], [-1]),
+}
+
+
+def sorted_case(name):
+    """Segments with a prefix come last."""
+    lengths, prefix = (np.array(column) for column in CASES[name])
+    order = np.argsort(prefix >= 0, kind="stable")
+    back = np.argsort(order)
+    return lengths[order], np.where(prefix[order] >= 0, back[prefix[order]], -1)
+
+
+def inputs(tokens, heads, kv_heads, dim=24, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, tokens, dim), (1, kv_heads, tokens, dim), (1, kv_heads, tokens, dim))
+    return [torch.randn(shape, generator=make, requires_grad=True) for shape in shapes]
+
+
+def dense(q, k, v, lengths, prefix, scale):
+    place = np.cumsum(lengths) - lengths
+    mask = torch.zeros(q.shape[2], q.shape[2], dtype=torch.bool)
+    for begin, length, before in zip(place, lengths, prefix, strict=True):
+        mask[begin : begin + length, begin : begin + length] = torch.ones(length, length, dtype=torch.bool).tril()
+        if before >= 0:
+            mask[begin : begin + length, place[before] : place[before] + lengths[before]] = True
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) * scale
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
+
+
+def compare(lengths, prefix, heads, kv_heads, attend):
+    q, k, v = inputs(int(lengths.sum()), heads, kv_heads)
+    expected = dense(q, k, v, lengths, prefix, 0.3)
+    found = attend(q, k, v)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), upstream),
+        torch.autograd.grad(expected, (q, k, v), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("small", [160 * 160, 0], ids=["products", "flash"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_give_what_dense_attention_gives(case, heads, small):
+    lengths, prefix = sorted_case(case)
+    plan = AttentionPlan(lengths, prefix)
+    with mock.patch.object(blocks, "SMALL", small):
+        compare(
+            lengths, prefix, *heads,
+            lambda q, k, v: packed_attention(None, q, k, v, None, 0.3, whet_plan=plan)[0].transpose(1, 2),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_portable_way_gives_what_dense_attention_gives(case, heads):
+    lengths, prefix = sorted_case(case)
+    plan = plan_rows(lengths, prefix, torch.device("cpu"))
+
+    def attend(*three):
+        out = attend_rows(*(x[0].transpose(0, 1) for x in three), plan, 0.3)
+        return out[None].transpose(1, 2)
+
+    compare(lengths, prefix, *heads, attend)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_segments_with_any_prefixes(data):
+    lengths = np.array(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=9)))
+    first = data.draw(st.integers(1, len(lengths)))
+    prefix = np.array([-1] * first + [data.draw(st.integers(0, first - 1)) for _ in lengths[first:]])
+    prefix[first:] = np.where(prefix[first:] >= first, 0, prefix[first:])
+    own = sorted(set(prefix[first:].tolist()))
+    order = [*own, *(i for i in range(first) if i not in own), *range(first, len(lengths))]
+    back = np.argsort(order)
+    lengths, prefix = lengths[order], np.where(prefix[order] >= 0, back[prefix[order]], -1)
+    plan = AttentionPlan(lengths, prefix)
+    compare(
+        lengths, prefix, 4, 2,
+        lambda q, k, v: packed_attention(None, q, k, v, None, 0.3, whet_plan=plan)[0].transpose(1, 2),
+    )  # fmt: skip
+
+
+def test_very_different_scores_do_not_overflow():
+    lengths, prefix = sorted_case("one group")
+    q, k, v = (200 * x.detach() for x in inputs(int(lengths.sum()), 2, 2))
+    out = packed_attention(None, q, k, v, None, 1.0, whet_plan=AttentionPlan(lengths, prefix))[0]
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out.transpose(1, 2), dense(q, k, v, lengths, prefix, 1.0), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"sliding_window": 3}, "sliding window of 3"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_what_packed_rows_cannot_do_is_refused(more, words):
+    q, k, v = inputs(5, 2, 2)
+    plan = AttentionPlan(np.array([5]), np.array([-1]))
+    with pytest.raises(UnsupportedAttentionError, match=words):
+        packed_attention(None, q, k, v, None, 0.3, whet_plan=plan, **more)
+
+
+def test_a_window_longer_than_the_sequences_is_no_window():
+    q, k, v = inputs(5, 2, 2)
+    plan = AttentionPlan(np.array([5]), np.array([-1]))
+    assert packed_attention(None, q, k, v, None, 0.3, whet_plan=plan, sliding_window=5)[0].shape == (1, 5, 2, 24)
+
+
+def test_without_a_plan_it_says_that_the_model_drops_keywords():
+    q, k, v = inputs(5, 2, 2)
+    with pytest.raises(UnsupportedAttentionError, match="keyword"):
+        packed_attention(None, q, k, v, None)
+
+
+def test_bfloat16_is_computed_in_float32():
+    lengths, prefix = sorted_case("mixed")
+    q, k, v = (x.detach().bfloat16() for x in inputs(int(lengths.sum()), 4, 2))
+    out = packed_attention(None, q, k, v, None, 0.3, whet_plan=AttentionPlan(lengths, prefix))[0]
+    assert out.dtype == torch.bfloat16
+    expected = dense(q.float(), k.float(), v.float(), lengths, prefix, 0.3).transpose(1, 2)
+    torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)

@@ -1,0 +1,116 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from whet.errors import ConfigError, WhetError
+
+
+def copy_of(folder, tmp_path, weights=None, **config):
+    """Copy a model folder with some of its config, or its weights, changed."""
+    target = tmp_path / "model"
+    shutil.copytree(folder, target)
+    document = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**document, **config}))
+    if weights is not None:
+        file = target / "model.safetensors"
+        save_file(weights(load_file(file)), file, metadata={"format": "pt"})
+    return target
+
+
+def test_missing_weights_are_an_error_not_random_numbers(make_worker, folders, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = copy_of(folders(), tmp_path, lambda w: {k: v for k, v in w.items() if k != name})
+    with pytest.raises(WhetError, match=f"lack {name}"):
+        make_worker(folder=broken)
+
+
+def test_weights_of_another_shape_are_named(make_worker, folders, tmp_path):
+    with pytest.raises(WhetError, match=r"mlp\.(up|gate|down)_proj"):
+        make_worker(folder=copy_of(folders(), tmp_path, intermediate_size=100))
+
+
+def test_a_cut_off_file_is_reported_with_its_folder(make_worker, folders, tmp_path):
+    broken = copy_of(folders(), tmp_path)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WhetError, match="cannot be loaded"):
+        make_worker(folder=broken)
+
+
+def test_pickled_weights_are_not_read(make_worker, folders, tmp_path):
+    broken = copy_of(folders(), tmp_path)
+    torch.save(load_file(broken / "model.safetensors"), broken / "pytorch_model.bin")
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(WhetError, match="cannot be loaded"):
+        make_worker(folder=broken)
+
+
+def sliding(folders, tmp_path):
+    """Make a model with a window of 3 tokens in its second layer."""
+    return copy_of(
+        folders(), tmp_path, sliding_window=3, use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+
+
+def test_a_layout_that_is_not_exact_is_refused_where_it_was_asked_for(make_worker, folders, tmp_path):
+    with pytest.raises(ConfigError, match=r"backend\.layout: 'packed' does not work.*window of 3.*layout: padded"):
+        make_worker(folder=sliding(folders, tmp_path), layout="packed")
+
+
+def test_auto_falls_back_to_padded_and_says_so(make_worker, folders, tmp_path, batch, caplog):
+    folder = sliding(folders, tmp_path)
+    worker = make_worker(folder=folder)
+    assert "layout: padded" in caplog.text
+    assert worker._layout == "padded"
+    same = make_worker(folder=folder, layout="padded")
+    ours, theirs = (w.score(batch, ("logprobs",))["logprobs"] for w in (worker, same))
+    assert (ours == theirs).all()
+
+
+def test_auto_shares_prompts_where_the_model_can(make_worker):
+    assert make_worker()._layout == "shared"
+
+
+def test_a_window_met_only_in_training_is_an_error_too(make_worker, folders, tmp_path, batch):
+    folder = copy_of(
+        folders(), tmp_path, sliding_window=12, use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    worker = make_worker(folder=folder, layout="shared")
+    with pytest.raises(WhetError, match=r"window of 12 is shorter than \d+ tokens.*layout: padded"):
+        worker.score(batch, ("logprobs",))
+
+
+def test_a_window_shorter_than_the_longest_sequence_to_come_is_met_at_loading(make_worker, folders, tmp_path):
+    folder = copy_of(
+        folders(), tmp_path, sliding_window=12, use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    assert make_worker(folder=folder, longest=12)._layout == "shared"
+    assert make_worker(folder=folder, longest=13)._layout == "padded"
+
+
+def test_a_head_that_does_more_than_multiply_is_refused(make_worker, tmp_path, tiny_tokenizer):
+    from transformers import CohereConfig, CohereForCausalLM
+
+    config = CohereConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64, logit_scale=0.0625, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="more than multiply"):
+        make_worker(folder=tmp_path)
+
+
+def test_random_state_of_the_process_is_left_alone(make_worker, batch):
+    from whet.component import Spec
+
+    torch.manual_seed(7)
+    expected = torch.random.get_rng_state()
+    worker = make_worker()
+    worker.train(batch, Spec("whet.testing.losses:Likelihood"))
+    assert torch.equal(torch.random.get_rng_state(), expected)

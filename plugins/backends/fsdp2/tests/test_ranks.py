@@ -1,0 +1,114 @@
+"""Two ranks over gloo, in worker processes, against one rank in this process."""
+
+import numpy as np
+import pytest
+import torch
+
+from whet.cluster.local import LocalCluster
+from whet.component import Spec
+from whet.testing.site import make_site
+from whet_fsdp2.backend import Fsdp2Backend
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+
+LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
+SKIPPING = Spec("whet.testing.losses:Weighted", config={"skip_dead": True})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with LocalCluster(tmp_path_factory.mktemp("logs")) as made:
+        yield made
+
+
+@pytest.fixture
+def backends(cluster, folders, tmp_path):
+    """Give a function that builds backends on one and on two ranks."""
+    built = []
+
+    def build(dtype="float32", family="qwen3", **config):
+        config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), **config)
+        for size in (1, 2):
+            place = cluster.slice("backend", size) if size > 1 else None
+            site = make_site(tmp_path / f"{dtype}-{size}", "backend", folders(family), place, dtype=dtype)
+            built.append(Fsdp2Backend(config, site))
+        return built[-2:]
+
+    yield build
+    for backend in built:
+        backend.close()
+
+
+def numbers(found):
+    return {name: found[name].number() for name in ("loss", "grad_norm", "lr", "tokens")}
+
+
+def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
+    one, two = backends(micro_batch_tokens=40, reference=True)
+    batches = [make_batch(seed) for seed in range(4)]
+    for batch in batches:
+        expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+    # more ranks than units; a rank with nothing alive
+    small = batches[0].take([0])
+    assert numbers(two.train(small, LIKELIHOOD)) == pytest.approx(numbers(one.train(small, LIKELIHOOD)), rel=1e-4)
+    half = batches[0].with_columns(
+        advantages=np.where(batches[0]["group"] < 2, batches[0]["advantages"], 0).astype(np.float32)
+    )
+    assert numbers(two.train(half, SKIPPING)) == pytest.approx(numbers(one.train(half, SKIPPING)), rel=1e-4)
+
+    order = np.random.default_rng(0).permutation(batches[0].sequences)
+    mixed = batches[0].take(order)
+    for weights in ("policy", "reference"):
+        expected, found = (backend.score(mixed, ("logprobs", "entropy"), weights) for backend in (one, two))
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-4)
+    losses = [backend.evaluate(mixed, LIKELIHOOD)["loss"].number() for backend in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+    # a checkpoint of one rank continues on two, and the other way round
+    one.save(tmp_path / "of-one").result()
+    two.load(tmp_path / "of-one")
+    for batch in batches[:2]:
+        expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-5)
+    two.save(tmp_path / "of-two").result()
+    one.load(tmp_path / "of-two")
+    for batch in batches[:2]:
+        expected, found = (numbers(backend.train(batch, LIKELIHOOD)) for backend in (two, one))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+    from safetensors.torch import load_file
+
+    for backend, name in ((one, "one"), (two, "two")):
+        backend.save(tmp_path / f"end-{name}").result()
+        backend.export(tmp_path / f"export-{name}")
+    exported = [load_file(tmp_path / f"export-{name}" / "model.safetensors") for name in ("one", "two")]
+    assert set(exported[0]) == set(exported[1])
+    for name in exported[0]:
+        torch.testing.assert_close(exported[1][name], exported[0][name], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+def test_two_ranks_keep_their_options(backends, make_batch, options):
+    one, two = backends(family="llama", **options)
+    for seed in range(2):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_ranks_in_bfloat16_stay_near_one(backends, make_batch):
+    one, two = backends(dtype="bfloat16")
+    for seed in range(2):
+        expected, found = (numbers(backend.train(make_batch(seed), LIKELIHOOD)) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch):
+    _, two = backends()
+    batch = make_batch()
+    broken = batch.with_columns(advantages=np.where(batch["group"] == 0, np.nan, 1).astype(np.float32))
+    before = two.score(batch, ("logprobs",))["logprobs"]
+    found = two.train(broken, Spec("whet.testing.losses:Weighted"))
+    assert found["nonfinite_steps"].number() == 1
+    assert np.array_equal(two.score(batch, ("logprobs",))["logprobs"], before)

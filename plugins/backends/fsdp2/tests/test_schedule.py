@@ -1,0 +1,33 @@
+import math
+
+import pytest
+
+from whet_fsdp2.config import ScheduleConfig
+from whet_fsdp2.schedule import learning_rate
+
+
+def rates(schedule: ScheduleConfig, steps: int = 10, total: int = 10) -> list[float]:
+    return [learning_rate(schedule, 2.0, step, total) for step in range(1, steps + 1)]
+
+
+def test_the_rate_rises_over_the_warm_up_and_then_stays():
+    assert rates(ScheduleConfig(warmup_steps=4)) == [0.5, 1.0, 1.5, 2.0] + [2.0] * 6
+
+
+def test_linear_ends_at_its_floor_and_stays_there():
+    found = rates(ScheduleConfig("linear", warmup_steps=2, min_ratio=0.25), steps=12)
+    assert found[:2] == [1.0, 2.0]
+    assert found[5] == pytest.approx(2.0 * (0.25 + 0.75 * 0.5))
+    assert found[9:] == [0.5, 0.5, 0.5]
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    found = rates(ScheduleConfig("cosine"))
+    assert found[4] == pytest.approx(1.0)
+    assert found[9] == pytest.approx(0.0)
+    assert found[0] == pytest.approx(1 + math.cos(math.pi / 10))
+
+
+def test_a_warm_up_as_long_as_the_run_is_no_error():
+    assert rates(ScheduleConfig("linear", warmup_steps=10))[-1] == 2.0
+    assert rates(ScheduleConfig("linear", warmup_steps=10), steps=11)[-1] == 0.0
