@@ -8,13 +8,13 @@ from whet_fsdp2.layout import Row, Rows, bins, pack, plan, ranges, shared_prompt
 
 
 def batch_of(seed: int, groups: int = 3, samples: int = 3, unit: int = 1) -> Batch:
-    """Groups that share a prompt, answers of 0 to 6 tokens with gaps in the loss mask."""
+    """Groups that share a prompt, answers of 0 to 6 tokens, often alike, with gaps in the loss mask."""
     draw = np.random.default_rng(seed)
     rows, prompts, group = [], [], []
     for g in range(groups):
         prompt = draw.integers(50, size=draw.integers(1, 6))
         for _ in range(samples):
-            answer = draw.integers(50, size=draw.integers(0, 7))
+            answer = draw.integers(2 if seed % 2 else 50, size=draw.integers(0, 7))
             mask = np.concatenate([np.zeros(len(prompt), bool), draw.random(len(answer)) < 0.7])
             rows.append({"tokens": np.concatenate([prompt, answer]), "loss_mask": mask})
             prompts.append(len(prompt))
@@ -48,6 +48,18 @@ def test_a_shared_prompt_stands_once_and_before_its_completions():
     assert row.prefix.tolist() == [-1, -1, 0, 0]
     assert row.targets.tokens.tolist() == [3, 4, 5, 9, 6, 7]
     assert row.targets.source.tolist() == [1, 3, 1, 2, 1, 4]
+
+
+def test_a_completion_that_begins_another_is_not_laid_out_again():
+    rows = [
+        {"tokens": [1, *answer], "loss_mask": [0] + [1] * len(answer)}
+        for answer in ([4, 5, 6], [300, 5], [4, 5, 6, 7], [4, 5, 6], [4, 9], [300, 5, 2, 2])
+    ]
+    row = pack(from_sequences(rows, prompt_lengths=[1] * 6, group=[0] * 6), "shared")
+    assert isinstance(row, Row)
+    assert row.tokens.tolist() == [1, 4, 5, 6, 300, 5, 2]
+    assert row.targets.source.tolist() == [0, 1, 2, 0, 4, 0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 4, 5, 6]
+    assert row.targets.tokens[[2, 8, 13]].tolist() == [6, 7, 9]
 
 
 @given(seed=st.integers(0, 10_000), layout=st.sampled_from(["shared", "packed", "padded"]))

@@ -76,6 +76,17 @@ def test_gradients_do_not_depend_on_micro_batches_layout_or_order(
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
 
 
+def test_answers_that_are_alike_are_computed_once_and_count_each(make_worker, batch, gradients):
+    alike = concatenate([batch, batch.with_columns(unit=batch["unit"] + 100, advantages=-2 * batch["advantages"])])
+    ran, worker, plain = [], make_worker(), make_worker(layout="padded")
+    worker._root.model.model.register_forward_hook(lambda _, __, out: ran.append(out.last_hidden_state.shape[1]))
+    found, expected = gradients(worker, alike), gradients(plain, alike)
+    gradients(worker, batch)
+    assert ran[0] == ran[1]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
+
+
 def test_the_chunk_of_logits_changes_nothing(make_worker, batch, gradients):
     expected, found = (gradients(make_worker(logprob_chunk=chunk), batch) for chunk in (0, 7))
     for name, gradient in expected.items():

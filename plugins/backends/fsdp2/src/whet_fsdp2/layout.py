@@ -10,7 +10,8 @@ A *segment* is a run of tokens that attend to each other causally, and to the wh
         sequences   [p p p a a] [p p p b] [q q c c]        (p: the prompt of a group of two)
         row          p p p | q q c | a a | b               (segments; those with a prefix come last)
 
-Nothing after the last trained token enters the forward pass, nor does that token itself: it is only a target.
+A completion that begins another one of its group, or equals it, is not laid out again either: its hidden states are the
+other's. Nothing after the last trained token enters the forward pass, nor does that token itself: it is only a target.
 """
 
 from collections.abc import Sequence
@@ -156,6 +157,22 @@ def shared_prompts(batch: Batch, used: Ints) -> Ints:
     return owner
 
 
+def covering(batch: Batch, used: Ints, owner: Ints) -> Ints:
+    """Find for each sequence with a shared prompt one whose used tokens begin with its own; often itself. -> [B]."""
+    lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
+    starts = np.cumsum(lengths) - lengths
+    # Big-endian, so that bytes sort as tokens do: what begins others comes right before one of them.
+    tokens = np.ascontiguousarray(batch["tokens"], ">i8")
+    found = np.arange(len(lengths))
+    rows = np.flatnonzero(owner >= 0).tolist()
+    keys = {i: tokens[starts[i] + prompts[i] : starts[i] + used[i]].tobytes() for i in rows}
+    rows.sort(key=lambda i: (int(owner[i]), keys[i]))
+    for i, following in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
+        if owner[i] == owner[following] and keys[following].startswith(keys[i]):
+            found[i] = found[following]
+    return found
+
+
 def pack(batch: Batch, layout: Layout) -> Row | Rows:
     """Lay out a micro-batch. At least one of its sequences must have a target."""
     used = used_lengths(batch)
@@ -170,7 +187,8 @@ def _packed(batch: Batch, used: Ints, owner: Ints) -> Row:
     starts = np.cumsum(lengths) - lengths
     own = np.flatnonzero(owner == np.arange(len(owner)))  # the sequences whose prompts become segments
     whole = np.flatnonzero((owner < 0) & (used > 0))
-    parts = np.flatnonzero((owner >= 0) & (used > prompts))
+    cover = covering(batch, used, owner)
+    parts = np.flatnonzero((owner >= 0) & (used > prompts) & (cover == np.arange(len(owner))))
     segment_of = np.zeros(len(owner), np.int64)
     segment_of[own] = np.arange(len(own))
     offset = np.concatenate([np.zeros(len(own) + len(whole), np.int64), prompts[parts]])
@@ -185,6 +203,7 @@ def _packed(batch: Batch, used: Ints, owner: Ints) -> Row:
     first[owner >= 0] = place[segment_of[owner[owner >= 0]]]
     rest[whole] = place[len(own) : len(own) + len(whole)]
     rest[parts] = place[len(own) + len(whole) :]
+    rest = rest[cover]
     where, sequence, before = _targets(batch, lengths, starts)
     source = np.where(before < split[sequence], first[sequence], rest[sequence] - split[sequence]) + before
     tokens = np.asarray(batch["tokens"])
