@@ -87,6 +87,13 @@ def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
     assert plan.transport == "shared-memory"
 
 
+def test_several_ranks_do_not_hand_over_by_reference():
+    config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.transport == "shared-memory"
+    assert plan.role("backend").threads == 4
+
+
 def test_gpus_apart_are_numbered_one_after_the_other():
     config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, share=[]))
     plan, found = make_plan(config, MODEL, FACTS, Machine(8, gpus=4))

@@ -182,7 +182,7 @@ class Builder:
             text = Path(template).read_text(encoding="utf-8") if template else None
         except OSError as error:
             raise ConfigError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
-        return ChatTokenizer(self.prepared.model.path, text)
+        return ChatTokenizer(self.prepared.model.path, text, now=self.folder.began())
 
     def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
         from whet.data.offline import OfflineData

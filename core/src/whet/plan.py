@@ -133,9 +133,14 @@ def make_plan(
     transport, notes = "", [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
         together = config.cluster.workers == "inline" or shares(config, "backend", "generator")
+        # Of several ranks one sends, and reaches by reference only who shares its own process.
+        alone = all(_ranks(config, name, facts) == 1 for name in ("backend", "generator"))
         try:
             transport = choose_transport(
-                facts["backend"].transports, facts["generator"].transports, same_process=together, same_host=True
+                facts["backend"].transports,
+                facts["generator"].transports,
+                same_process=together and alone,
+                same_host=True,
             )
         except ConfigError as error:
             problems.append(Problem("generator", str(error)))
@@ -169,14 +174,18 @@ def _roles(config: Config) -> list[str]:
     return ["backend"] if config.generator is None else ["backend", "generator"]
 
 
+def _ranks(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
+    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) or facts[name].ranks)
+
+
 def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
     cluster = config.cluster
     gpus = cluster.gpus.get(name, 0)
-    ranks = cluster.ranks.get(name, gpus or facts[name].ranks)
+    ranks = _ranks(config, name, facts)
     group = next((g for g in share_groups(config) if name in g), [name])
     apart = [r for r in _roles(config) if r not in group]
     # Roles that share take turns; roles apart work at one time.
-    busy = ranks + sum(cluster.ranks.get(r, facts[r].ranks) for r in apart) if config.rollout.max_staleness else ranks
+    busy = ranks + sum(_ranks(config, r, facts) for r in apart) if config.rollout.max_staleness else ranks
     threads = cluster.threads.get(name, max(1, machine.cores // max(1, busy)))
     before = _roles(config)[: _roles(config).index(name)]
     first = sum(cluster.gpus.get(r, 0) for r in before if r not in group)

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ class RunFolder:
                 if durable:
                     stream.flush()
                     os.fsync(stream.fileno())
+
+    def began(self) -> datetime:
+        """Give the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
+        file = self.path / "journal.jsonl"
+        first = next(iter(read_rows(file)), {}) if file.exists() else {}
+        return datetime.fromtimestamp(first.get("time", time.time()))
 
     def journal(self, event: str, **details: Any) -> None:
         """Note what happened."""

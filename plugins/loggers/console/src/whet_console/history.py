@@ -63,7 +63,7 @@ class History:
         first, last = points[0][1], points[-1][1]
         if name.endswith(("/response_length", COUNTS)):
             return Change(name, first, last)
-        pick = min if name.endswith("loss") else max
+        pick = min if name.endswith(("loss", "perplexity")) else max
         step, value = pick(points, key=lambda point: point[1])
         return Change(name, first, last, value, step)
 
