@@ -1,8 +1,9 @@
 """The mapped file is kept: rewritten in place, and grown where the weights grow."""
 
 import errno
-import multiprocessing
 import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -58,17 +59,19 @@ def test_a_full_file_system_is_an_error_and_not_a_dead_process(tmp_path: Path, m
         send(make_link(tmp_path), [("a", torch.zeros(10))])
 
 
-def _receive_in_a_process(link: Link, results: "multiprocessing.Queue[float]") -> None:
-    torch.set_num_threads(1)
-    results.put(sum(float(t.double().sum()) for _, t in receive(link)))
+RECEIVER = """
+import sys
+from whet.refit.handover import receive
+from whet.refit.link import Link
+link = Link("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
+print(sum(float(t.double().sum()) for _, t in receive(link)))
+"""
 
 
 def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     link, tensor = make_link(tmp_path), torch.randn(1000, 10)
-    process = context.Process(target=_receive_in_a_process, args=(link, results))
-    process.start()
-    send(link, [("a", tensor), ("b", tensor * 2)])
-    assert results.get(timeout=60) == pytest.approx(3 * float(tensor.double().sum()))
-    process.join()
+    command = [sys.executable, "-c", RECEIVER, link.address, link.session]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        send(link, [("a", tensor), ("b", tensor * 2)])
+        output, _ = process.communicate(timeout=60)
+    assert float(output) == pytest.approx(3 * float(tensor.double().sum()))
