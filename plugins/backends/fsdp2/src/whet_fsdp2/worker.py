@@ -275,7 +275,8 @@ class Worker:
         from whet.refit.handover import send
 
         dtype = getattr(torch, link.dtype) if link.dtype else None
-        send(link, ((name, tensor.to(dtype) if dtype else tensor) for name, tensor in stream), sender=0)
+        cast = ((name, tensor.to(dtype if tensor.is_floating_point() else None)) for name, tensor in stream)
+        send(link, cast if dtype else stream, sender=0)
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably."""
