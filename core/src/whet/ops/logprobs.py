@@ -36,7 +36,9 @@ def token_logprobs(
             f"{tuple(weight.shape)} and {tuple(targets.shape)}"
         )
     chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
+    logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
+        hidden, weight, bias, targets, temperature, entropy, chunk
+    )
     return logprobs, entropies if entropy else None
 
 
