@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from whet_hf.fused import FusedDecoder
+from whet_hf.layers import run_layers
 from whet_hf.plain import PlainDecoder
 
 BAR = 1e-5
@@ -41,6 +42,17 @@ def test_they_still_are_after_new_weights(load: Any, requests_of: Any, fused: bo
 def test_both_decoders_give_the_same_completions(load: Any, requests_of: Any) -> None:
     requests = requests_of(24)
     for one, other in zip(load("llama").decode(requests), load("llama", fused=False).decode(requests), strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=BAR)
+
+
+def test_without_torchscript_the_layers_run_as_python(load: Any, requests_of: Any, monkeypatch: Any) -> None:
+    requests = requests_of(12)
+    expected = load("qwen3").decode(requests)
+    monkeypatch.delattr(torch.jit, "script")
+    decoding = load("qwen3")
+    assert decoding.decoder.run_layers is run_layers
+    for one, other in zip(decoding.decode(requests), expected, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=BAR)
 

@@ -85,7 +85,13 @@ def test_sliding_windows_are_left_to_the_model(tmp_path: Path, caplog: Any) -> N
 
 
 def test_a_fused_decoder_that_disagrees_is_not_used(load: Any, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(FusedDecoder, "_norm", lambda self, x, weight=None: x if weight is None else x * weight)
+    refresh = FusedDecoder.refresh
+
+    def forgetful(self: FusedDecoder) -> None:
+        refresh(self)
+        self.layers = [layer._replace(mlp_norm=1.01 * layer.mlp_norm) for layer in self.layers]
+
+    monkeypatch.setattr(FusedDecoder, "refresh", forgetful)
     assert isinstance(load("qwen3").decoder, PlainDecoder)
     assert "its logits differ by" in caplog.text
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
-LANE_PARAMETERS = 10_000_000
+LANE_PARAMETERS = 3_000_000
 """Up to this size of model, threads decode a part of the batch each; of larger models they share each operation."""
 LANE_ROWS = 16
 """The smallest part of a batch for a thread."""
