@@ -25,7 +25,7 @@ from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
 from whet.model import ModelInfo, locate, read_model
-from whet.parts import Parts, Refit, TimedBackend, TimedRollouts, closing_all
+from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts, closing_all
 from whet.plan import Machine, Plan, facts_of, gather_facts, make_plan, share_groups
 from whet.run_folder import RunFolder
 from whet.spans import Spans
@@ -158,7 +158,7 @@ class Builder:
         done = saved.step if saved else 0
         self._open_loggers(done)
         backend: Backend = TimedBackend(self.handle("backend", cluster), self.spans)
-        generator = self.handle("generator", cluster) if config.generator else None
+        generator = TimedGenerator(self.handle("generator", cluster), self.spans) if config.generator else None
         if saved:
             backend.load(saved.backend)
         stream = self._stream(environments[0], generator, chat, saved)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
+    from whet.data.records import Completion, Request
     from whet.interfaces.algorithm import Algorithm
     from whet.interfaces.backend import Backend, Weights
-    from whet.interfaces.generator import Generator
+    from whet.interfaces.generator import Generator, Running
     from whet.metrics import Metric
     from whet.rollout.stream import RolloutStream
     from whet.steps import Steps
@@ -105,6 +106,43 @@ class TimedBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._backend.close()
+
+
+class TimedGenerator:
+    """A generator whose busy times are recorded as spans: from the first request under way to the last completion."""
+
+    def __init__(self, generator: "Generator", spans: Spans) -> None:
+        self._generator, self._spans = generator, spans
+        self._running = 0
+        self._busy = ExitStack()
+
+    async def generate(self, request: "Request") -> "Completion":
+        """See `Generator.generate`."""
+        if self._running == 0:
+            self._busy.enter_context(self._spans.phase("generator", "generate"))
+        self._running += 1
+        try:
+            return await self._generator.generate(request)
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._busy.close()
+
+    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "Pending":
+        """See `Generator.receive_weights`."""
+        return self._generator.receive_weights(link, version, running)
+
+    def sleep(self) -> None:
+        """See `Generator.sleep`."""
+        self._generator.sleep()
+
+    def wake(self) -> None:
+        """See `Generator.wake`."""
+        self._generator.wake()
+
+    def close(self) -> None:
+        """See `Generator.close`."""
+        self._generator.close()
 
 
 class TimedRollouts:
