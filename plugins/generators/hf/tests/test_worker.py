@@ -269,6 +269,8 @@ def test_threads_that_decode_parts_of_a_batch_change_nothing(
     threads = torch.get_num_threads()
     two = make_worker(tiny_model_folder, threads=2)
     try:
+        assert torch.get_num_threads() == 2
+        assert set(two._lanes.map(lambda _: torch.get_num_threads(), range(8))) == {1}  # type: ignore[union-attr]
         requests = requests_of(50)
         (one_thread,), (two_threads,) = run(ask(worker, requests)), run(ask(two, requests))
         for one, other in zip(one_thread, two_threads, strict=True):

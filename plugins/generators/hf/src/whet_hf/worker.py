@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
-LANE_PARAMETERS = 3_000_000
+LANE_PARAMETERS = 30_000_000
 """Up to this size of model, threads decode a part of the batch each; of larger models they share each operation."""
 LANE_ROWS = 16
 """The smallest part of a batch for a thread."""
@@ -231,10 +231,16 @@ def cache_bytes_per_token(model: Any) -> int:
 
 def _lanes(threads: int) -> ThreadPoolExecutor:
     """Start threads that compute with one thread each."""
-    pool = ThreadPoolExecutor(threads, "whet-hf-lane", initializer=torch.set_num_threads, initargs=(1,))
-    with suppress(threading.BrokenBarrierError):
-        barrier = threading.Barrier(threads)
-        list(pool.map(lambda _: barrier.wait(10), range(threads)))
-    # Setting a thread's number of threads also sets that of threads to come.
+    barrier = threading.Barrier(threads)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        # A thread takes the number that was set last, by whichever thread, when it first asks for it: ask now.
+        torch.get_num_threads()
+        with suppress(threading.BrokenBarrierError):
+            barrier.wait(10)
+
+    pool = ThreadPoolExecutor(threads, "whet-hf-lane")
+    list(pool.map(lambda _: start(), range(threads)))
     torch.set_num_threads(threads)
     return pool
