@@ -248,3 +248,25 @@ assignments = st.tuples(paths, st.sampled_from(WORDS) | st.text(max_size=6)).map
 def test_garbage_raises_nothing_but_config_errors(load: Any, document: Any, overrides: list[str]) -> None:
     with pytest.raises(ConfigError):
         load(document, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("run.steps=0", "run.steps: must be >= 1: 0"),
+        ("run.folder=''", "run.folder: "),
+        ("rollout.max_staleness=-1", "rollout.max_staleness: must be >= 0: -1"),
+        ("rollout.temperature=0", "rollout.temperature: must be > 0: 0"),
+        ("rollout.stop=['']", "rollout.stop: "),
+        ("rollout.retries=-1", "rollout.retries: must be >= 0: -1"),
+        ("evaluation.top_p=0", "evaluation.top_p: must be > 0: 0"),
+        ("evaluation.environments.0.samples=0", "evaluation.environments.0.samples: must be >= 1: 0"),
+        ("evaluation.environments.0.limit=-1", "evaluation.environments.0.limit: must be >= 0: -1"),
+        ("evaluation.environments.0.name=../x", "evaluation.environments.0.name: is '../x', wanted a word"),
+        ("cluster.deadlines.train=0", "cluster.deadlines.train: must be > 0: 0"),
+        ("cluster.deadlines.train=.inf", "cluster.deadlines.train: must be < inf: inf"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(problems: Any, override: str, problem: str) -> None:
+    (found,) = problems(merged({"evaluation": {"environments": [{"use": "sums"}]}}), override)
+    assert found.startswith(problem)

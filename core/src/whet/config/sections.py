@@ -3,12 +3,22 @@
 Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind.
 """
 
+import math
 from typing import Any, Literal
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, gt, le, lt, min_len
 
 from whet.component import Kind, Selection
+
+_FINITE = lt(math.inf)
+
+
+def _file_name(instance: object, attribute: Any, value: str) -> None:
+    """Refuse what cannot be a part of the names of files and of metrics."""
+    if not value.isprintable() or "/" in value or value.startswith((".", " ")):
+        raise ValueError(f"is {value!r:.60}, wanted a word: it becomes part of the names of files and metrics")
 
 
 def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -> Any:
@@ -32,15 +42,15 @@ def optional_selection(kind: Kind) -> Any:
 class RunSection:
     """The run itself."""
 
-    folder: str
+    folder: str = field(validator=min_len(1))
     """Where everything the run writes goes."""
-    steps: int
+    steps: int = field(validator=ge(1))
     """Steps to take in all, counted over resumes."""
     seed: int = 0
     """Every random draw of the run is derived from this."""
-    save_every: int = 0
+    save_every: int = field(default=0, validator=ge(0))
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = 2
+    keep: int = field(default=2, validator=ge(0))
     """Checkpoints kept, the newest; 0 keeps all."""
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto` continues the folder's run if there is one; `never` refuses a folder that holds a run; `must` refuses
@@ -55,7 +65,7 @@ class RunSection:
 class ModelSection:
     """The model that is trained."""
 
-    path: str
+    path: str = field(validator=min_len(1))
     """A model folder or a name on the Hugging Face hub."""
     revision: str | None = None
     """Of a hub model: branch, tag or commit."""
@@ -71,17 +81,17 @@ class ModelSection:
 class DeadlinesSection:
     """How long each kind of wait may take, in seconds, before the run ends with an error that names it."""
 
-    start: float = 600.0
+    start: float = field(default=600.0, validator=[gt(0), _FINITE])
     """Workers importing, loading the model and answering for the first time."""
-    train: float = 1800.0
+    train: float = field(default=1800.0, validator=[gt(0), _FINITE])
     """One optimizer step, scoring or loss evaluation."""
-    generate: float = 1800.0
+    generate: float = field(default=1800.0, validator=[gt(0), _FINITE])
     """One completion, from request to last token."""
-    refit: float = 600.0
+    refit: float = field(default=600.0, validator=[gt(0), _FINITE])
     """One hand-over of weights."""
-    save: float = 1800.0
+    save: float = field(default=1800.0, validator=[gt(0), _FINITE])
     """Writing or reading a checkpoint."""
-    episode: float = 3600.0
+    episode: float = field(default=3600.0, validator=[gt(0), _FINITE])
     """One episode with all its turns."""
 
 
@@ -113,15 +123,15 @@ class EnvironmentSection:
 
     component: Selection = selection("environments", inline=True)
     """The environment."""
-    name: str = ""
+    name: str = field(default="", validator=_file_name)
     """Its name in metrics and records; by default the component's."""
     split: str = ""
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
-    weight: float = 1.0
+    weight: float = field(default=1.0, validator=[ge(0), _FINITE])
     """Share of the groups that come from it, relative to the others."""
-    samples: int = 1
+    samples: int = field(default=1, validator=ge(1))
     """Episodes for each task in evaluation."""
-    limit: int = 0
+    limit: int = field(default=0, validator=ge(0))
     """Of evaluation: use only the first so many tasks; 0: all of them."""
 
 
@@ -129,21 +139,21 @@ class EnvironmentSection:
 class RolloutSection:
     """How episodes are played for training."""
 
-    max_tokens: int = 256
+    max_tokens: int = field(default=256, validator=ge(1))
     """Longest completion of one turn, in tokens."""
-    max_context: int = 0
+    max_context: int = field(default=0, validator=ge(0))
     """Longest sequence, prompt included, in tokens; 0: the model's own limit."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, validator=[gt(0), _FINITE])
     """Logits are divided by this, in the generator and in the trainer alike."""
-    stop: list[str] = attrs.Factory(list)
+    stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
     """Stop strings, beside the model's own end-of-turn tokens."""
-    max_staleness: int = 0
+    max_staleness: int = field(default=0, validator=ge(0))
     """How many versions behind the trainer the weights that made a training token may be. 0 is synchronous."""
-    retries: int = 2
+    retries: int = field(default=2, validator=ge(0))
     """How often an episode that failed is played again before its group is dropped."""
-    max_failed_groups: int = 16
+    max_failed_groups: int = field(default=16, validator=ge(1))
     """Dropped groups in a row after which the run ends with the last error."""
-    max_filtered_groups: int = 0
+    max_filtered_groups: int = field(default=0, validator=ge(0))
     """Groups that filters may drop in a row before the run ends with an error; 0: 20 times what a step needs."""
 
 
@@ -153,17 +163,17 @@ class EvaluationSection:
 
     environments: list[EnvironmentSection] = attrs.Factory(list)
     """What to evaluate on."""
-    every: int = 0
+    every: int = field(default=0, validator=ge(0))
     """Steps between evaluations; 0: only at the end."""
     at_start: bool = True
     """Also evaluate before the first step."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, validator=[ge(0), _FINITE])
     """0 picks the likeliest token."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
     """Sample from the smallest set of tokens with this much probability."""
-    top_k: int = 0
+    top_k: int = field(default=0, validator=ge(0))
     """Sample from this many likeliest tokens; 0: all."""
-    max_tokens: int = 0
+    max_tokens: int = field(default=0, validator=ge(0))
     """Longest completion of one turn; 0: as in `rollout`."""
 
 
@@ -177,7 +187,7 @@ class DataFile:
     """Of a hub data set, or the name of the file in a folder."""
     subset: str = ""
     """Of a hub data set that has several, e.g. `main`."""
-    limit: int = 0
+    limit: int = field(default=0, validator=ge(0))
     """Use only the first so many records; 0: all."""
 
 
@@ -189,9 +199,9 @@ class DataSection:
     """What to train on."""
     validation: list[DataFile] = attrs.Factory(list)
     """What to compute the validation loss on."""
-    max_length: int = 0
+    max_length: int = field(default=0, validator=ge(0))
     """Longer records are left out and counted, in tokens; 0: the model's limit."""
-    max_bad_records: float = 0.01
+    max_bad_records: float = field(default=0.01, validator=[ge(0), le(1)])
     """Share of records that may be malformed before the run refuses the data. Each is reported with file and line."""
 
 
