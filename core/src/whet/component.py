@@ -60,7 +60,7 @@ class Facts:
     groups_per_step: int | None = None
     """Of an algorithm fed by rollouts: groups that one step consumes."""
     memory_bytes: int | None = None
-    """Of backends and generators: memory for weights and optimizer, for each rank, as far as it is known."""
+    """Of backends and generators: memory of weights, optimizer and caches on one rank, as far as it is known."""
     imports: tuple[str, ...] = ()
     """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
     notes: tuple[str, ...] = ()

@@ -43,6 +43,15 @@ class ModelInfo:
         return self.config.get(key, inner.get(key, default) if isinstance(inner, dict) else default)
 
     @property
+    def token_cache_bytes(self) -> int:
+        """Bytes of keys and values of one token in float32; 0 where the config does not say."""
+        layers, heads = int(self._text("num_hidden_layers", 0)), int(self._text("num_attention_heads", 0) or 0)
+        if not heads:
+            return 0
+        head = int(self._text("head_dim", 0) or int(self._text("hidden_size", 0)) // heads)
+        return 2 * 4 * layers * int(self._text("num_key_value_heads", heads) or heads) * head
+
+    @property
     def parameters(self) -> int:
         """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be."""
         try:

@@ -71,5 +71,5 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
         outputs_given=frozenset({"logprobs", "entropy"}),
         transports=("shared", "shared-memory", "disk"),
         memory_bytes=model.parameters * per_parameter or None,
-        notes=("several ranks share this memory out evenly, layer by layer",) if model.parameters else (),
+        imports=("whet_fsdp2.worker",),
     )

@@ -11,7 +11,11 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
     """Say how weights can come in, and how much memory weights and cache take at most."""
     dtype = model.dtype if config.dtype == "model" else config.dtype
     weights = model.parameters * DTYPE_BYTES[dtype]
+    cache = int(config.cache_gib * 2**30)
+    if model.max_positions and model.token_cache_bytes:
+        cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)
     return Facts(
         transports=("shared", "shared-memory", "disk"),
-        memory_bytes=weights + int(config.cache_gib * 2**30) if weights else None,
+        memory_bytes=weights + cache if weights else None,
+        imports=("whet_hf.worker",),
     )
