@@ -125,6 +125,22 @@ def test_facts_are_asked_of_every_component_at_any_depth():
             "cluster.ranks: inline workers are one rank each",
         ),
         (
+            {"cluster": ClusterSection(workers="inline", gpus={"backend": 2})},
+            "cluster.ranks: inline workers are one rank each",
+        ),
+        (
+            {"cluster": ClusterSection(gpus={"backend": 3, "generator": 2}, share=[["backend"]])},
+            "cluster.gpus: asks for 5 GPUs; this machine has 0",
+        ),
+        (
+            {"cluster": ClusterSection(share=[["backend"], ["generator", "backend"]])},
+            "cluster.share: names backend more than once",
+        ),
+        (
+            {"environments": [EnvironmentSection(component=chosen("environments", "sums"), weight=0)]},
+            "environments: none has a weight above 0",
+        ),
+        (
             {"environments": [EnvironmentSection(component=chosen("environments", "sums"))] * 2},
             "environments.1.name: there are two environments named 'sums'",
         ),

@@ -27,7 +27,7 @@ from whet.metrics import Metrics
 from whet.model import ModelInfo, locate, read_model
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts, closing_all
 from whet.plan import Machine, Plan, facts_of, gather_facts, make_plan, share_groups
-from whet.run_folder import RunFolder
+from whet.run_folder import RunFolder, disk_errors, read_rows
 from whet.spans import Spans
 from whet.watchers import Watchers
 
@@ -101,18 +101,31 @@ def run(path: str | Path, overrides: Sequence[str] = ()) -> Outcome:
     with open(path, *overrides) as parts:
         config, steps = parts.config, parts.steps
         folder = Path(config.run.folder)
-        if steps.done >= config.run.steps:
-            return Outcome(folder, steps.done, finished=True)
-        if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
-            steps.record(0, parts.evaluate(0))
-        try:
-            parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
-        except Interrupted:
-            steps.save_now()
+        if steps.done < config.run.steps:
+            if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
+                steps.record(0, parts.evaluate(0))
+            try:
+                parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
+            except Interrupted:
+                steps.save_now()
         finished = steps.done >= config.run.steps
         if finished and config.run.export:
-            parts.backend.export(folder / "model")
+            _export(parts.backend, RunFolder(folder), steps.done)
         return Outcome(folder, steps.done, finished, steps.stopped_by)
+
+
+def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
+    """Write the final model whole, once; a sitting that failed to leaves it to the next."""
+    target, partial = folder.path / "model", folder.path / "model.partial"
+    journal = read_rows(folder.path / "journal.jsonl")
+    if target.is_dir() and any((row.get("event"), row.get("step")) == ("exported", step) for row in journal):
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    backend.export(partial)
+    with disk_errors(target):
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    folder.journal("exported", step=step)
 
 
 @contextmanager
@@ -247,7 +260,8 @@ class Builder:
         if self.plan.inline:
             from whet.cluster.inline import InlineSlice
 
-            return lambda role: InlineSlice(role, threads=self.plan.role(role).threads)
+            places = {place.role: place for place in self.plan.roles}
+            return lambda role: InlineSlice(role, threads=places[role].threads, device=places[role].devices[0])
         from whet.cluster.local import LocalCluster
 
         cluster = LocalCluster(self.folder.logs, deadlines, share=share_groups(self.config))

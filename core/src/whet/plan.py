@@ -128,7 +128,7 @@ def make_plan(
         *_inputs(config, feeds_on),
         *_losses(facts, feeds_on, algorithm),
         *_lengths(config, model),
-        *_shares(config, machine),
+        *_shares(config, facts, machine),
     ]
     transport, notes = "", [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
@@ -199,6 +199,8 @@ def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
     if feeds_on == "rollouts":
         if not config.environments:
             yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
+        elif not any(entry.weight for entry in config.environments):
+            yield Problem("environments", "none has a weight above 0; raise one's `weight`")
         if config.generator is None:
             yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
         if config.data is not None:
@@ -246,8 +248,7 @@ def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
         )
 
 
-def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
-    known = set(_roles(config))
+def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
     for key in ("ranks", "gpus", "threads"):
         for role, number in getattr(config.cluster, key).items():
             if role not in ("backend", "generator"):
@@ -258,12 +259,12 @@ def _shares(config: Config, machine: Machine) -> Iterator[Problem]:
         for role in group:
             if role not in ("backend", "generator"):
                 yield Problem(f"cluster.share.{i}", f"names the role {role!r}; there are backend, generator")
-    wanted = (
-        sum(config.cluster.gpus.get(role, 0) for role in known)
-        if not share_groups(config)
-        else max([config.cluster.gpus.get(role, 0) for role in known], default=0)
-    )
+    named = [role for group in config.cluster.share or [] for role in group]
+    for role in sorted({role for role in named if named.count(role) > 1}):
+        yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
+    gpus = [config.cluster.gpus.get(role, 0) for role in _roles(config)]
+    wanted = max(gpus) if shares(config, "backend", "generator") else sum(gpus)
     if wanted > machine.gpus:
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
-    if config.cluster.workers == "inline" and any(n > 1 for n in config.cluster.ranks.values()):
+    if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in _roles(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
