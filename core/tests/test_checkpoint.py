@@ -59,6 +59,7 @@ def test_a_failing_save_leaves_the_one_before(tmp_path):
     with pytest.raises(WhetError):
         checkpoint.write(run, 10, {}, broken)
     assert checkpoint.latest(run).step == 5
+    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-000005"]
 
 
 @pytest.mark.parametrize("harm", ["flip", "shorten", "remove"])

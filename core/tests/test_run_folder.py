@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,38 @@ def test_a_full_disk_is_said_in_words():
         disk_errors(Path("metrics.jsonl")),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_of_a_library_in_rust_is_said_in_words_too():
+    with pytest.raises(WhetError, match=r"cannot write x: the disk is full"), disk_errors(Path("x")):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="nothing of the kind"), disk_errors(Path("x")):
+        raise RuntimeError("nothing of the kind")
+
+
+def test_rows_that_do_not_fit_leave_those_before_whole(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append("metrics.jsonl", [{"step": 1}])
+    before, most = (tmp_path / "metrics.jsonl").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, most[1]))
+    try:
+        with pytest.raises(WhetError, match=r"metrics\.jsonl: File too large"):
+            run.append("metrics.jsonl", [{"step": 2}, {"step": 3, "text": "x" * 100}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_rewinding_leaves_no_half_of_a_row_and_no_half_of_a_checkpoint(tmp_path):
+    run = RunFolder(tmp_path)
+    run.journal("step", step=7)
+    with (tmp_path / "journal.jsonl").open("a") as stream:
+        stream.write('{"event": "ste')
+    (tmp_path / "checkpoints" / "step-000008.partial" / "backend").mkdir(parents=True)
+    run.rewind(5)
+    run.journal("opened")
+    assert [row["event"] for row in read_rows(tmp_path / "journal.jsonl")] == ["step", "opened"]
+    assert list(run.checkpoints.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path):

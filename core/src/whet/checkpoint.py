@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, WhetError
 from whet.run_folder import RunFolder, disk_errors
 
 MANIFEST = "complete.json"
@@ -42,7 +42,11 @@ def write(run: RunFolder, step: int, state: Mapping[str, Any], save: Callable[[P
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "backend").mkdir(parents=True)
-    save(partial / "backend")
+    try:
+        save(partial / "backend")
+    except WhetError:
+        shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        raise
     with disk_errors(partial):
         (partial / "state.json").write_text(json.dumps({"step": step, **state}), encoding="utf-8")
         files = sorted(p for p in partial.rglob("*") if p.is_file())

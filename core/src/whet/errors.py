@@ -9,6 +9,11 @@ class WhetError(Exception):
     """Anything that whet reports to its user in plain words."""
 
 
+def in_words(error: BaseException) -> str:
+    """Say what was raised: the message alone where it is of whet, else after the exception's name."""
+    return str(error) if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
+
+
 class ConfigError(WhetError):
     """The configuration, or a file that it names, is wrong. Carries one line per problem."""
 

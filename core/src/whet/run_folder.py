@@ -10,7 +10,10 @@ checkpoints/step-000020/    model/    logs/ROLE-RANK.log
 import errno
 import fcntl
 import json
+import math
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,17 +93,22 @@ class RunFolder:
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
         """Append JSON lines; durable rows survive a power cut."""
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if not text:
+        left = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        if not left:
             return
         target = self.path / name
         with disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("a", encoding="utf-8") as stream:
-                stream.write(text)
-                if durable:
-                    stream.flush()
-                    os.fsync(stream.fileno())
+            with target.open("ab", buffering=0) as stream:
+                end = stream.tell()
+                try:
+                    while left:
+                        left = left[stream.write(left) :]
+                    if durable:
+                        os.fsync(stream.fileno())
+                except OSError:
+                    stream.truncate(end)  # all rows or none: what is there stays readable
+                    raise
 
     def began(self) -> datetime:
         """Give the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
@@ -114,14 +122,16 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Forget what was written of later steps: they will be taken again."""
-        for name in ("metrics.jsonl", "spans.jsonl"):
-            self._keep_rows(name, step)
+        for name, last in (("metrics.jsonl", step), ("spans.jsonl", step), ("journal.jsonl", math.inf)):
+            self._keep_rows(name, last)
         for folder in ("rollouts", "evaluations"):
             for file in (self.path / folder).glob("step-*.jsonl"):
                 if int(file.name[5:11]) > step:
                     file.unlink()
+        for unfinished in self.checkpoints.glob("*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _keep_rows(self, name: str, step: int) -> None:
+    def _keep_rows(self, name: str, step: float) -> None:
         file = self.path / name
         if not file.exists():
             return
@@ -145,9 +155,22 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Say in plain words which file could not be written, and why."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        number = _error_number(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
             cause = "the disk is full; free some space and start the same command again: it resumes"
+        elif number is not None:
+            cause = os.strerror(number)
+        elif isinstance(error, OSError):
+            cause = str(error)
         else:
-            cause = f"{error.strerror or error}"
+            raise
         raise WhetError(f"cannot write {path}: {cause}") from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """Give the system's number of an error. Libraries in Rust, such as safetensors, have it in their text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"\(os error (\d+)\)$", str(error))
+    return int(told[1]) if told else None

@@ -58,6 +58,17 @@ def test_output_goes_to_the_log_of_the_role_and_of_those_that_share(tmp_path: Pa
     assert (tmp_path / "generator-0.log").samefile(tmp_path / "backend-0.log")
 
 
+def test_a_failure_is_heard_of_where_the_log_cannot_be_written(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full, whose disk is always full")
+    (tmp_path / "backend-0.log").symlink_to("/dev/full")
+    with LocalCluster(tmp_path, DeadlinesSection(train=20.0)) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        with pytest.raises(WorkerError, match="said all the same"):
+            workers.call("fail", (0,), "said all the same", phase="train")
+        assert workers.call("add", 1) == [1]
+
+
 def test_the_environment_says_threads_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)

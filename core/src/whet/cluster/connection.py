@@ -292,4 +292,4 @@ class Connection:
         elif kind == "done":
             call.done(value, None)
         else:
-            call.done(None, call.error(f"{value['cause']} (in {self._log})", details=value["details"]))
+            call.done(None, call.error(f"{value['cause']} (see {self._log})", details=value["details"]))

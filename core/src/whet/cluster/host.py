@@ -28,6 +28,7 @@ from whet.cluster.inline import public_method
 from whet.cluster.watchdog import die_with
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
+from whet.errors import in_words
 
 T = TypeVar("T")
 
@@ -211,8 +212,9 @@ class Host:
             self._say(number, "failed", {"cause": "it was cancelled", "details": ""})
             return
         details = "".join(traceback.format_exception(error))
-        print(details, file=sys.stderr, flush=True)
-        self._say(number, "failed", {"cause": f"{type(error).__name__}: {error}", "details": details})
+        with suppress(OSError):  # the log may lie on a disk that is full; the driver must hear of it all the same
+            print(details, file=sys.stderr, flush=True)
+        self._say(number, "failed", {"cause": in_words(error), "details": details})
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})

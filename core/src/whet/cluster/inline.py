@@ -18,7 +18,7 @@ from attrs import field, frozen
 from whet.cluster.slices import WorkerRank
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
-from whet.errors import WhetError, WorkerError
+from whet.errors import WhetError, WorkerError, in_words
 
 
 @frozen
@@ -153,7 +153,7 @@ def _worker_errors(role: str, rank: int, phase: str) -> Iterator[None]:
         raise
     except Exception as error:  # the edge of a worker
         details = "".join(traceback.format_exception(error))
-        raise WorkerError(role, rank, phase, f"{type(error).__name__}: {error}", details=details) from error
+        raise WorkerError(role, rank, phase, in_words(error), details=details) from error
 
 
 def _crossed(value: Any) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from whet.errors import in_words
 from whet.refit.link import Link
 from whet.refit.manifest import (
     Entry,
@@ -15,6 +16,7 @@ from whet.refit.manifest import (
     still_current,
     withdraw,
 )
+from whet.run_folder import disk_errors
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +35,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
         for number, bucket in enumerate(_buckets(weights, link.dtype)):
             entries += _write(Path(link.address) / f"weights-{sender}-{link.session}-{number}.safetensors", bucket)
     except BaseException as error:
-        publish(link, sender, (), f"{type(error).__name__}: {error}")
+        publish(link, sender, (), in_words(error))
         raise
     publish(link, sender, entries)
 
@@ -67,7 +69,8 @@ def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iter
 def _write(file: Path, bucket: "dict[str, torch.Tensor]") -> list[Entry]:
     from safetensors.torch import save_file
 
-    save_file(bucket, file)
+    with disk_errors(file):
+        save_file(bucket, file)
     return [
         Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor), file.name)
         for name, tensor in bucket.items()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from whet.errors import RefitError
+from whet.errors import RefitError, in_words
 from whet.refit.link import Link
 from whet.refit.manifest import (
     Entry,
@@ -56,7 +56,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
             )
             offset = -(-end // ALIGN) * ALIGN
     except BaseException as error:
-        publish(link, sender, (), f"{type(error).__name__}: {error}")
+        publish(link, sender, (), in_words(error))
         raise
     publish(link, sender, entries)
 

@@ -29,7 +29,7 @@ from whet.data.records import (
     Trajectory,
 )
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import PluginError, WhetError, WorkerError
+from whet.errors import PluginError, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards
 from whet.randomness import derive_seed
 from whet.rollout.loop import gather_or_cancel
@@ -125,7 +125,7 @@ class Player:
         times = f"{self.retries + 1} times" if self.retries else "once"
         raise EpisodeFailed(
             f"environment {assignment.route.name!r}, task {assignment.position}, sample {sample} failed {times}; "
-            f"last: {type(cause).__name__}: {cause}"
+            f"last: {in_words(cause)}"
         ) from cause
 
     async def _attempt(self, assignment: Assignment, sample: int, attempt: int) -> Episode:

@@ -33,7 +33,7 @@ from attrs import define, field
 
 from whet.data.batch import Batch
 from whet.data.records import Group, Sampling
-from whet.errors import CheckpointError, WhetError, WorkerError
+from whet.errors import CheckpointError, WhetError, WorkerError, in_words
 from whet.metrics import Metric, largest, total
 from whet.rollout.collate import collate, rollout_metrics
 from whet.rollout.episode import Assignment, Chat, Player, with_stop_tokens
@@ -253,7 +253,7 @@ class RolloutStream:
         slot.outcome = "dropped"
         if self._again("dropped") >= self._section.max_failed_groups:
             where = f"environment {self._routes[slot.route].name!r}, task {slot.task}"
-            said = str(error) if where in str(error) else f"{where}: {type(error).__name__}: {error}"
+            said = str(error) if where in str(error) else f"{where}: {in_words(error)}"
             self._fail(WhetError(f"{self._in_a_row['dropped']} groups in a row failed; the last: {said}"), error)
 
     def _again(self, outcome: str) -> int:

@@ -1,11 +1,12 @@
 import json
+import resource
 
 import numpy as np
 import pytest
 import torch
 
 from whet.component import Spec
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, WhetError
 from whet_fsdp2 import checkpoint
 
 LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
@@ -130,3 +131,15 @@ def test_an_exported_folder_holds_the_computing_weights_bitwise(make_worker, bat
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
+
+
+def test_a_file_that_cannot_be_written_is_named(make_worker, tmp_path):
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most[1]))
+    try:
+        with pytest.raises(WhetError, match=r"cannot write .*tensors-00001\.safetensors: File too large"):
+            make_worker().save(str(tmp_path / "saved"))
+        with pytest.raises(WhetError, match=r"cannot write .*exported: File too large"):
+            make_worker().export(str(tmp_path / "exported"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import CheckpointError
+from whet.run_folder import disk_errors
 
 FORMAT = 1
 INDEX = "backend.json"
@@ -31,12 +32,13 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[st
     for number, chunk in enumerate(_chunks(tensors), 1):
         name = f"tensors-{number:05d}.safetensors"
         if writes:
-            _write_file(folder / name, chunk)
+            with disk_errors(folder / name):
+                _write_file(folder / name, chunk)
         for key, tensor in chunk.items():
             index[key] = {"file": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     if writes:
         document = {"format": FORMAT, **extra, "tensors": index}
-        with (folder / INDEX).open("w", encoding="utf-8") as stream:
+        with disk_errors(folder / INDEX), (folder / INDEX).open("w", encoding="utf-8") as stream:
             json.dump(document, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())

@@ -29,6 +29,7 @@ from whet.interfaces.loss import Loss
 from whet.metrics import Metric
 from whet.model import ModelInfo
 from whet.refit.link import Link
+from whet.run_folder import disk_errors
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.export import copy_companions
@@ -326,10 +327,10 @@ class Worker:
         """Write a folder that `transformers` loads, with the weights as the forward pass uses them."""
         state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
         if self._first:
-            copy_companions(Path(self._info.path), Path(folder))
             model = self._root.model
             model.config.dtype = torch.bfloat16 if self._low else torch.float32
-            with no_progress_bars():
+            with disk_errors(Path(folder)), no_progress_bars():
+                copy_companions(Path(self._info.path), Path(folder))
                 model.save_pretrained(folder, state_dict=state)
         self._ranks.sum([0.0])
 
