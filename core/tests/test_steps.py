@@ -5,6 +5,7 @@ import signal
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.config.sections import RunSection
 from whet.data.batch import from_sequences
@@ -111,6 +112,22 @@ def test_a_signal_ends_an_interruptible_wait_at_once(tmp_path):
             step.finish(BATCH)
     steps.save_now()
     assert told.saved == [2]
+
+
+def test_a_second_sigterm_does_not_cut_saving_short(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told)
+    with pytest.raises(Interrupted):
+        for step in steps:
+            with steps.interruptible():
+                if step.number == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            step.finish(BATCH)
+    steps._sinks = evolve(
+        steps._sinks, save=lambda step: (os.kill(os.getpid(), signal.SIGTERM), told.saved.append(step))
+    )
+    steps.save_now()
+    assert told.saved == [1]
 
 
 def test_a_step_that_is_not_finished_is_an_error(tmp_path):

@@ -1,8 +1,11 @@
 """Loggers and hooks watch a run and can never end it."""
 
+import pytest
+
 from whet import hookimpl
 from whet.plugins import new_manager
 from whet.run_folder import RunFolder, read_rows
+from whet.steps import Interrupted
 from whet.watchers import Watchers
 
 
@@ -37,6 +40,17 @@ def test_a_failing_logger_is_dropped_and_noted(tmp_path):
     assert bad.seen == []
     (row,) = read_rows(tmp_path / "journal.jsonl")
     assert (row["event"], row["message"]) == ("watcher failed", "dashboard unreachable")
+
+
+def test_a_signal_that_comes_while_a_logger_works_is_not_the_loggers_failure(tmp_path):
+    class Interrupting(Notes):
+        def status(self, text):
+            raise Interrupted
+
+    watchers = Watchers(new_manager(), RunFolder(tmp_path))
+    watchers.add("slow", Interrupting())
+    with pytest.raises(Interrupted):
+        watchers.status("generator 71 %")
 
 
 def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):

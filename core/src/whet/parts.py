@@ -12,6 +12,7 @@ from whet.component import Selection, Spec
 from whet.config.build import build_selection
 from whet.refit.link import Link
 from whet.spans import Spans
+from whet.steps import Interrupted
 
 if TYPE_CHECKING:
     from whet.cluster.slices import Pending
@@ -153,8 +154,12 @@ class TimedRollouts:
 
     def take(self, groups: int) -> "Batch":
         """Wait for this many groups that pass the filters, in order of admission."""
-        with self._interruptible(), self._spans.phase("rollout", "take"):
-            return self._stream.take(groups)
+        try:
+            with self._interruptible(), self._spans.phase("rollout", "take"):
+                return self._stream.take(groups)
+        except Interrupted:
+            self._stream.close()  # or the answers under way would hold up whatever is to be saved
+            raise
 
 
 class Refit:

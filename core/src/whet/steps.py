@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to end
-    """A signal ended a wait; the last finished step can be saved."""
+class Interrupted(BaseException):
+    """A signal ended a wait; the last finished step can be saved. Nothing that handles errors may swallow it."""
 
 
 @define
@@ -111,7 +111,7 @@ class Steps:
         self.record(number, merged, batch.tokens)
         self.done = number
         self._run.journal("step", step=number)
-        if step.due(section.save_every) and (section.save_every or self.is_last(number)):
+        if step.due(section.save_every):
             self._save()
 
     def record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
@@ -161,9 +161,10 @@ class Steps:
             raise Interrupted
 
     def save_now(self) -> None:
-        """Save the last finished step, unless that is done."""
+        """Save the last finished step, unless that is done. A second SIGTERM does not cut it short."""
         if self._saved != self.done:
-            self._save()
+            with _on_signals(self._stop):
+                self._save()
 
 
 @contextmanager
