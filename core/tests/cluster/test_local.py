@@ -48,6 +48,14 @@ def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) 
         assert first.call("add", 1) == [1]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_live_through_signals_that_a_job_manager_sends_to_all_processes(tmp_path: Path, number: int) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        os.kill(workers.call("state")[0]["pid"], number)
+        assert workers.call("add", 1) == [1]
+
+
 def test_output_goes_to_the_log_of_the_role_and_of_those_that_share(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
         cluster.slice("generator").spawn(TARGET, {}).close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from whet.cluster.channel import receive, send
-from whet.cluster.watchdog import die_with
+from whet.cluster.watchdog import die_with, leave_signals_to_driver
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
 
@@ -20,6 +20,7 @@ def main() -> None:
     """Answer calls until the driver is gone."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
+    leave_signals_to_driver()
     os.set_inheritable(descriptor, False)
     sys.argv = ["whet-grader", sys.argv[3]]
     connection = socket.socket(fileno=descriptor)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
-from whet.cluster.watchdog import die_with
+from whet.cluster.watchdog import die_with, leave_signals_to_driver
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
 from whet.errors import in_words
@@ -243,6 +243,7 @@ def main() -> None:
     global _compute
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
+    leave_signals_to_driver()
     os.set_inheritable(descriptor, False)
     sys.argv = ["whet-worker", sys.argv[3]]
     faulthandler.enable(all_threads=False)

@@ -85,6 +85,15 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def leave_signals_to_driver() -> None:
+    """Live through SIGTERM and SIGINT: job managers send them to all processes, and the driver has yet to save.
+
+    Ignored by a handler rather than by SIG_IGN, which the programs that this process starts would inherit.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
 def kill_group(group: int) -> None:
     """Kill a group of processes, where there is one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
