@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from whet.errors import ConfigError
-from whet.model import ModelInfo, fingerprint, read_model
+from whet.model import ModelInfo, check_weights, fingerprint, read_model
 from whet.testing.models import make_model
 
 
@@ -53,6 +53,36 @@ def test_a_folder_that_is_no_model_is_explained(tmp_path: Path, content: str | N
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_model(tmp_path)
+
+
+def test_whole_weights_are_accepted(tiny_model_folder: Path) -> None:
+    check_weights(tiny_model_folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", None, "holds no weights"),
+        ("model.safetensors", lambda whole: whole[:-1], r"model\.safetensors has 495,\d+ bytes, its header tells of 495"),
+        ("model.safetensors", lambda whole: whole + b"x", "fetch it again"),
+        ("model.safetensors", lambda whole: whole[:100], "is no safetensors file"),
+        ("model.safetensors", lambda whole: b"", "is no safetensors file"),
+        ("model.safetensors", lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("model.safetensors.index.json", lambda _: b'{"weight_map": {"a": "model-2.safetensors"}}', "lacks model-2"),
+        ("model.safetensors.index.json", lambda _: b'{"weight_map": []}', "index.json cannot be read"),
+    ],
+)
+def test_broken_weights_are_explained(
+    tmp_path: Path, tiny_model_folder: Path, name: str, content: Any, message: str
+) -> None:
+    whole = (tiny_model_folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content(whole))
+    with pytest.raises(ConfigError, match=message):
+        check_weights(tmp_path)
 
 
 def test_a_fingerprint_tells_what_differs(tmp_path: Path, tiny_tokenizer: Any, tiny_model_folder: Path) -> None:

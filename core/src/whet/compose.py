@@ -24,7 +24,7 @@ from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
-from whet.model import ModelInfo, locate, read_model
+from whet.model import ModelInfo, check_weights, locate, read_model
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts, closing_all
 from whet.plan import Machine, Plan, facts_of, gather_facts, make_plan, share_groups
 from whet.run_folder import RunFolder, disk_errors, read_rows
@@ -78,6 +78,8 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, config_only: boo
     section = loaded.config.model
     folder = locate(section.path, section.revision, config_only=config_only)
     model = read_model(folder, section.dtype, section.trust_remote_code)
+    if not config_only:
+        check_weights(folder)
     plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model), machine())
     if plan is None:
         raise ConfigError([str(problem) for problem in problems])
@@ -195,7 +197,10 @@ class Builder:
             text = Path(template).read_text(encoding="utf-8") if template else None
         except OSError as error:
             raise ConfigError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
-        return ChatTokenizer(self.prepared.model.path, text, now=self.folder.began())
+        chat = ChatTokenizer(self.prepared.model.path, text, now=self.folder.began())
+        if self.config.environments or self.config.evaluation.environments:
+            _ = chat.template  # one that is missing or cannot be read would fail every episode
+        return chat
 
     def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
         from whet.data.offline import OfflineData

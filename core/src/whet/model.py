@@ -83,6 +83,47 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
     return ModelInfo(str(folder), config, dtype, trust_remote_code)
 
 
+def check_weights(folder: str | Path) -> None:
+    """Check that all files of weights are there, and as long as their headers say: downloads break off.
+
+    Raises `ConfigError` naming the file. Reads headers alone.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path: {str(folder)!r} holds no weights: there is no *.safetensors in it")
+    for file in files:
+        size, wanted = file.stat().st_size, _safetensors_size(file)
+        if size != wanted:
+            raise ConfigError(f"model.path: {file} has {size:,} bytes, its header tells of {wanted:,}; fetch it again")
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"model.path: {index} cannot be read: {error!r}") from error
+        missing = sorted(listed - {file.name for file in files})
+        if missing:
+            raise ConfigError(f"model.path: {str(folder)!r} lacks {', '.join(missing[:3])}, which {index.name} lists")
+
+
+def _safetensors_size(file: Path) -> int:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError("its header would be too long")
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + length + int(max(ends, default=0))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {file} is no safetensors file: {error}; fetch it again (`git lfs pull` where it is a pointer)"
+        ) from error
+
+
+_LONGEST_HEADER = 100_000_000
+
+
 def fingerprint(folder: str | Path) -> dict[str, str]:
     """Hash what makes a model folder what it is: config, tokenizer, chat template, weights.
 

@@ -58,7 +58,7 @@ class ChatTokenizer:
         generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else _given_template(chat_template)
-        self._source = given or read_template(self.folder, self._config)
+        self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -68,7 +68,10 @@ class ChatTokenizer:
                 f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
                 "give one with model.chat_template, or use a model that was tuned for chat"
             )
-        return ChatTemplate(self._source, self._special, self._now)
+        try:
+            return ChatTemplate(self._source, self._special, self._now)
+        except DataError as error:
+            raise DataError(f"{self.folder if self._own else 'model.chat_template'}: {error}") from error
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:

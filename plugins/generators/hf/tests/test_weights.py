@@ -1,5 +1,7 @@
 """New weights are taken as a whole, and the decoder is checked against the model."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 from whet.errors import RefitError, WhetError
 from whet_hf import loading
 from whet_hf.fused import FusedDecoder, unsupported
-from whet_hf.loading import choose_decoder, decoding_error, take_weights
+from whet_hf.loading import choose_decoder, decoding_error, load_model, take_weights
 from whet_hf.plain import PlainDecoder
 
 
@@ -100,3 +102,12 @@ def test_a_model_that_no_decoder_agrees_with_is_refused(load: Any, monkeypatch: 
     monkeypatch.setattr(loading, "decoding_error", lambda decoder, model: 0.5)
     with pytest.raises(WhetError, match=r"other logits with a cache than without, by 5\.0e-01 of the largest"):
         load("qwen3")
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path: Path, tiny_model_folder: Path) -> None:
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WhetError, match=r"the weights in .*model lack model\.layers\.2\.input_layernorm\.weight"):
+        load_model(str(folder), "float32", "cpu", False)

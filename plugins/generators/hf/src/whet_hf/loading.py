@@ -19,19 +19,29 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> Any:
-    """Load a causal language model for inference."""
+    """Load a causal language model for inference. Raises `WhetError` where weights are missing."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
         )
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers makes these up
+        raise WhetError(
+            f"model.path: the weights in {path} lack {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
+            "is the download complete, and is config.json that of these weights?"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 
