@@ -59,6 +59,31 @@ def test_the_journal_has_an_event_a_line(tmp_path):
     assert events == ["opened", "saved"]
 
 
+def test_text_of_a_model_stays_readable_and_steers_no_terminal(tmp_path):
+    said = "né 東\\\x1b[2J\x9b2J\u202egpj.exe\u2028\ud800 end"
+    RunFolder(tmp_path).append("rollouts/step-000001.jsonl", [{"text": said}])
+    line = (tmp_path / "rollouts/step-000001.jsonl").read_bytes().decode()
+    assert "né 東" in line
+    assert line.removesuffix("\n").isprintable()
+    assert json.loads(line) == {"text": said}
+    assert [row["text"] for row in read_rows(tmp_path / "rollouts/step-000001.jsonl")] == [said]
+
+
+def test_rows_that_a_power_cut_damaged_are_left_out(tmp_path):
+    file = tmp_path / "journal.jsonl"
+    file.write_bytes(b'{"event": "opened"}\n\x00\x00\x00\n{"event": "step"}\n{"eve')
+    assert [row["event"] for row in read_rows(file)] == ["opened", "step"]
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_run(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("whet.run_folder.fcntl.flock", no_locks)
+    with pytest.raises(CheckpointError, match="cannot be locked: No locks available"):
+        RunFolder(tmp_path).claim()
+
+
 def test_a_full_disk_is_said_in_words():
     with (
         pytest.raises(WhetError, match=r"cannot write .*metrics\.jsonl: the disk is full; free some space"),

@@ -13,7 +13,7 @@ from whet.errors import CheckpointError, ConfigError
 from whet.metrics import plain
 from whet.parts import closing_all
 from whet.rollout.evaluate import EvaluationResult
-from whet.run_folder import RunFolder, disk_errors
+from whet.run_folder import RunFolder, disk_errors, json_line
 
 
 @frozen
@@ -41,8 +41,7 @@ class Evaluated:
             out.mkdir(parents=True, exist_ok=True)
             (out / "metrics.json").write_text(json.dumps(plain(self.result.metrics), indent=2), encoding="utf-8")
             for name, records in self.result.records.items():
-                rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
-                (out / f"{name}.jsonl").write_text(rows, encoding="utf-8")
+                (out / f"{name}.jsonl").write_text("".join(map(json_line, records)), encoding="utf-8")
 
 
 def evaluate(path: str | Path, overrides: Sequence[str] = (), *, model: str | None = None) -> Evaluated:

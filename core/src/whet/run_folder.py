@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,11 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
-            self._lock = None
+            self.release()
+            if not isinstance(error, BlockingIOError):
+                raise CheckpointError(
+                    f"{self.path} cannot be locked: {error.strerror}; choose a run.folder whose file system has locks"
+                ) from error
             raise CheckpointError(
                 f"{self.path} is in use by another run; wait for it, or choose another run.folder"
             ) from error
@@ -93,7 +96,7 @@ class RunFolder:
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
         """Append JSON lines; durable rows survive a power cut."""
-        left = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        left = "".join(map(json_line, rows)).encode()
         if not left:
             return
         target = self.path / name
@@ -135,19 +138,28 @@ class RunFolder:
         file = self.path / name
         if not file.exists():
             return
-        kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in read_rows(file) if row.get("step", 0) <= step]
-        self.write_text(name, "".join(kept))
+        self.write_text(name, "".join(json_line(row) for row in read_rows(file) if row.get("step", 0) <= step))
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Write a row as a line of JSON: readable text, but what could steer a terminal as an escape."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False)) + "\n"
+
+
+_STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters that JSON allows, line breaks, marks of writing direction, and halves of characters."""
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; a last line that was cut short by a kill is left out."""
+    """Read JSON lines; those that a kill or a power cut left damaged are left out."""
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             if not line.endswith("\n"):
                 return
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 @contextmanager
