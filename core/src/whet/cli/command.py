@@ -32,11 +32,14 @@ class Command(click.Command):
 
 
 def message(error: WhetError) -> str:
-    """Write an error for the terminal; several problems get a line each."""
+    """Write an error for the terminal; several problems get a line each.
+
+    Errors of environments and graders may quote a model, so what could steer the terminal is shown, not sent.
+    """
     problems = error.problems if isinstance(error, ConfigError) else []
-    if len(problems) < 2:
-        return str(error)
-    return "\n".join([f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)])
+    lines = [f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)]
+    text = str(error) if len(problems) < 2 else "\n".join(lines)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
 def config_arguments(function: Decorated) -> Decorated:
