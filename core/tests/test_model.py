@@ -63,7 +63,7 @@ def test_whole_weights_are_accepted(tiny_model_folder: Path) -> None:
     ("name", "content", "message"),
     [
         ("model.safetensors", None, "holds no weights"),
-        ("model.safetensors", lambda whole: whole[:-1], r"model\.safetensors has 495,\d+ bytes, its header tells of 495"),
+        ("model.safetensors", lambda whole: whole[:-1], r"has 495,\d+ bytes, its header tells of 495"),
         ("model.safetensors", lambda whole: whole + b"x", "fetch it again"),
         ("model.safetensors", lambda whole: whole[:100], "is no safetensors file"),
         ("model.safetensors", lambda whole: b"", "is no safetensors file"),
