@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,20 @@ def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, overr
     assert process.returncode == 1
     assert shown in output
     assert "Traceback" not in output
+
+
+def test_another_runs_folder_is_left_as_it_was(uninterrupted):
+    before = (uninterrupted / "journal.jsonl").read_bytes()
+    start(uninterrupted.parent / "run.yaml", "run.seed=4").communicate(timeout=60)
+    assert (uninterrupted / "journal.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted / "checkpoints", tmp_path / "run/checkpoints")
+    process = start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run", "run.seed=4")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "run.seed: the run has 3, the config gives 4" in output
 
 
 def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer):

@@ -119,8 +119,8 @@ def run(path: str | Path, overrides: Sequence[str] = ()) -> Outcome:
 def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     """Write the final model whole, once; a sitting that failed to leaves it to the next."""
     target, partial = folder.path / "model", folder.path / "model.partial"
-    journal = read_rows(folder.path / "journal.jsonl")
-    if target.is_dir() and any((row.get("event"), row.get("step")) == ("exported", step) for row in journal):
+    journal = [row.get("event") for row in read_rows(folder.path / "journal.jsonl")]
+    if target.is_dir() and [event for event in journal if event in ("step", "exported")][-1:] == ["exported"]:
         return
     shutil.rmtree(partial, ignore_errors=True)
     backend.export(partial)
@@ -143,8 +143,9 @@ def open(path: str | Path, *overrides: str) -> Iterator[Parts]:
             yield builder.parts()
         except BaseException as error:
             builder.watchers.failed = True
-            with suppress(WhetError):  # a full disk must not hide what failed
-                folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
+            if builder.opened:
+                with suppress(WhetError):  # a full disk must not hide what failed
+                    folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
             raise
         folder.journal("closed")
 
@@ -155,6 +156,8 @@ class Builder:
     def __init__(self, prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> None:
         self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
         self.folder, self.closers = folder, closers
+        self.opened = False
+        """Whether the run folder is known to be this run's; another run's journal is left alone."""
         self.spans = Spans()
         self._episodes: EpisodeLoop | None = None
         self.watchers = Watchers(self.prepared.loaded.registry.manager, folder)
@@ -232,13 +235,11 @@ class Builder:
             raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
         if before is None and config.run.resume == "must":
             raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
-        different = checkpoint.differences(before, identity, config.run.allow_changed) if before else []
-        if different:
-            raise CheckpointError(
-                f"{folder.path} holds another run; choose another run.folder, or list what may differ in "
-                "run.allow_changed:\n" + "\n".join(f"  {line}" for line in different)
-            )
+        if before is not None:
+            self._refuse_another(f"{folder.path} holds", before, identity)
         saved = checkpoint.latest(folder)
+        if saved:
+            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
         folder.rewind(saved.step if saved else -1)
         shutil.rmtree(folder.scratch, ignore_errors=True)
         folder.scratch.mkdir(parents=True, exist_ok=True)
@@ -247,7 +248,16 @@ class Builder:
         folder.write_json("versions.json", versions())
         folder.write_json("plan.json", self.plan.to_dict())
         folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
+        self.opened = True
         return saved
+
+    def _refuse_another(self, found: str, before: Any, identity: dict[str, Any]) -> None:
+        different = checkpoint.differences(before, identity, self.config.run.allow_changed)
+        if different:
+            raise CheckpointError(
+                f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
+                + "\n".join(f"  {line}" for line in different)
+            )
 
     def _info(self, done: int = 0) -> RunInfo:
         folder = self.folder.path.resolve()
