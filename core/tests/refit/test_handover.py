@@ -200,6 +200,19 @@ def test_a_broken_manifest_is_named(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", ".."])
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(transport: str, name: str, tmp_path: Path) -> None:
+    link = make_link(transport, tmp_path)
+    send(link, make_weights())
+    file = tmp_path / "manifest-0.json"
+    document = json.loads(file.read_text())
+    document["entries"][2]["file"] = name
+    file.write_text(json.dumps(document))
+    with pytest.raises(RefitError, match="wanted one beside it"):
+        taken(link)
+
+
+@pytest.mark.parametrize("transport", BY_FILE)
 def test_a_session_begun_while_another_is_read_is_refused(transport: str, tmp_path: Path) -> None:
     link = make_link(transport, tmp_path)
     send(link, make_weights())

@@ -93,6 +93,8 @@ def read(link: Link, sender: int) -> Manifest | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in document.pop("entries"))
+        if outside := next((entry.file for entry in entries if "/" in entry.file or entry.file[:1] in ("", ".")), None):
+            raise ValueError(f"it names the file {outside!r:.120}, wanted one beside it")
         return Manifest(**document, entries=entries)
     except FileNotFoundError:
         return None
