@@ -113,6 +113,26 @@ def test_a_missed_deadline_shows_where_the_worker_hangs(tmp_path: Path) -> None:
     assert "in hang" in caught.value.last_words
 
 
+def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend", 3).spawn(TARGET, {})
+        os.kill(workers.call("state")[1]["pid"], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"rank 1 failed in hang: .* its process is stopped"):
+            workers.call("hang", timeout_seconds=0.3)
+
+
+def test_a_missed_deadline_shows_where_every_rank_hangs(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        with pytest.raises(WorkerError) as caught:
+            workers.call("hang", timeout_seconds=0.3)
+    assert [line for line in caught.value.last_words.splitlines() if line.startswith("backend-")] == [
+        "backend-0:",
+        "backend-1:",
+    ]
+    assert caught.value.last_words.count("in hang") == 2
+
+
 def test_a_stream_s_deadline_is_for_each_item(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(generate=0.5)) as cluster:
         workers = cluster.slice("generator").spawn(TARGET, {})

@@ -23,6 +23,8 @@ from whet.errors import WorkerError
 
 _PATIENCE_FOR_STACKS = 0.1
 _DEEPEST_STACK = 20
+_MOMENT_SECONDS = 0.05
+_STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
 _IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
 """Where a thread of a worker process waits for something to do."""
 
@@ -95,8 +97,18 @@ class Clock:
                 if self._stopped:
                     return
                 connections = list(self._connections)
-            for connection in connections:
-                connection.end_overdue()
+            _end_overdue(sorted((c for c in connections if c.overdue), key=lambda c: c.name))
+
+
+def _end_overdue(connections: "Sequence[Connection]") -> None:
+    """Fail the calls that have missed their deadlines: first that of a process which stands still, for where ranks
+    wait for each other it is the one to blame, and the first failure is the one that is told.
+    """
+    stands = {connection: connection.standstill() for connection in connections}
+    words = {connection: connection.last_words() for connection in connections}
+    told = [f"{c.name}:\n{words[c]}" if len(connections) > 1 else words[c] for c in connections if words[c]]
+    for connection in sorted(connections, key=lambda c: not stands[c]):
+        connection.end_overdue(stands[connection], "\n".join(told))
 
 
 class Connection:
@@ -195,17 +207,27 @@ class Connection:
         with self._lock:
             return min((call.expires for call in self._calls.values()), default=math.inf)
 
-    def end_overdue(self) -> None:
+    @property
+    def overdue(self) -> bool:
+        """Whether a call has missed its deadline; those that were made with it a moment later count as well."""
+        return self.next_deadline() <= time.monotonic() + _MOMENT_SECONDS
+
+    def standstill(self) -> str:
+        """Say why the process cannot even be scheduled, where it cannot."""
+        return "" if self._child is None else _STANDSTILLS.get(self._child.state(), "")
+
+    def last_words(self) -> str:
+        """Give the end of the process's log, and what its busy threads do."""
+        return "\n".join(filter(None, (self._words(), self._stacks())))
+
+    def end_overdue(self, standstill: str, words: str) -> None:
         """Fail the calls that have missed their deadlines, and end the processes that they were made of."""
-        now = time.monotonic()
+        latest = time.monotonic() + _MOMENT_SECONDS
         with self._lock:
-            numbers = [number for number, call in self._calls.items() if call.expires <= now]
+            numbers = [number for number, call in self._calls.items() if call.expires <= latest]
             calls = [self._calls.pop(number) for number in numbers]
-        if not calls:
-            return
-        words = "\n".join(filter(None, (self._words(), self._stacks())))
         for call in calls:
-            error = call.error(f"no answer within {call.timeout_seconds:g} s", words)
+            error = call.error(f"no answer within {call.timeout_seconds:g} s{standstill}", words)
             call.done(None, error)
             call.missed(error)
 

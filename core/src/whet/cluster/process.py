@@ -88,6 +88,14 @@ class Child:
                 time.sleep(0.002)
         return True
 
+    def state(self) -> str:
+        """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where there is no `/proc`."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as stat:
+                return stat.read().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+
     def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""
         with self._lock:
