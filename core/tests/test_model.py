@@ -36,7 +36,10 @@ def test_what_a_config_does_not_say_is_0() -> None:
 
 
 def test_a_config_of_nonsense_has_no_parameters() -> None:
-    assert ModelInfo("x", {"hidden_size": "many", "num_hidden_layers": None}).parameters == 0
+    info = ModelInfo("x", {"hidden_size": "many", "num_hidden_layers": None, "vocab_size": "x", "text_config": 5})
+    assert (info.parameters, info.vocab_size, info.max_positions, info.token_cache_bytes) == (0, 0, 0, 0)
+    assert ModelInfo("x", {"max_position_embeddings": None}).max_positions == 0
+    assert ModelInfo("x", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0}).parameters == 0
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -195,12 +195,7 @@ class Builder:
         """Give the tokenizer with its chat template."""
         from whet.data.chat import ChatTokenizer
 
-        template = self.config.model.chat_template
-        try:
-            text = Path(template).read_text(encoding="utf-8") if template else None
-        except OSError as error:
-            raise ConfigError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
-        chat = ChatTokenizer(self.prepared.model.path, text, now=self.folder.began())
+        chat = ChatTokenizer(self.prepared.model.path, self.config.model.chat_template, now=self.folder.began())
         if self.config.environments or self.config.evaluation.environments:
             _ = chat.template  # one that is missing or cannot be read would fail every episode
         return chat

@@ -24,13 +24,13 @@ class ModelInfo:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return int(self._text("vocab_size", 0))
+        """Rows of the embedding; 0 where the config does not say."""
+        return self._count("vocab_size")
 
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model was made for; 0 where the config does not say."""
-        return int(self._text("max_position_embeddings", 0))
+        return self._count("max_position_embeddings")
 
     @property
     def architecture(self) -> str:
@@ -38,32 +38,37 @@ class ModelInfo:
         names = self.config.get("architectures") or [""]
         return str(names[0])
 
-    def _text(self, key: str, default: Any) -> Any:
-        inner = self.config.get("text_config")
-        return self.config.get(key, inner.get(key, default) if isinstance(inner, dict) else default)
-
     @property
     def token_cache_bytes(self) -> int:
         """Bytes of keys and values of one token in float32; 0 where the config does not say."""
-        layers, heads = int(self._text("num_hidden_layers", 0)), int(self._text("num_attention_heads", 0) or 0)
+        heads = self._count("num_attention_heads")
         if not heads:
             return 0
-        head = int(self._text("head_dim", 0) or int(self._text("hidden_size", 0)) // heads)
-        return 2 * 4 * layers * int(self._text("num_key_value_heads", heads) or heads) * head
+        head = self._count("head_dim", self._count("hidden_size") // heads)
+        return 2 * 4 * self._count("num_hidden_layers") * self._count("num_key_value_heads", heads) * head
 
     @property
     def parameters(self) -> int:
         """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be."""
-        try:
-            hidden, layers = int(self._text("hidden_size", 0)), int(self._text("num_hidden_layers", 0))
-            heads = int(self._text("num_attention_heads", 1))
-            kv = int(self._text("num_key_value_heads", heads) or heads)
-            head = int(self._text("head_dim", 0) or hidden // heads)
-            mlp = int(self._text("intermediate_size", 4 * hidden))
-        except (TypeError, ValueError):
+        hidden, layers, heads = (
+            self._count(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        if not (hidden and layers and heads):
             return 0
-        embed = self.vocab_size * hidden * (1 if self._text("tie_word_embeddings", False) else 2)
+        kv, head = self._count("num_key_value_heads", heads), self._count("head_dim", hidden // heads)
+        mlp = self._count("intermediate_size", 4 * hidden)
+        embed = self.vocab_size * hidden * (1 if self._text("tie_word_embeddings") else 2)
         return embed + layers * (hidden * head * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden) + hidden
+
+    def _text(self, key: str) -> Any:
+        """Read a value of the config, which those of multimodal models have under `text_config`."""
+        inner = self.config.get("text_config")
+        return self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+
+    def _count(self, key: str, default: int = 0) -> int:
+        """Read a number of the config; the default where it is missing, null or no count."""
+        value = self._text(key)
+        return value if isinstance(value, int) and value > 0 else default
 
 
 def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool = False) -> ModelInfo:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -466,3 +467,34 @@ def test_nothing_heavy_is_imported():
 def test_the_folder_may_be_named_by_a_string(load):
     chat, _ = load("bytes", CHATML)
     assert ChatTokenizer(str(chat.folder)).folder == Path(chat.folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", b"\xff{{ x }}", "chat_template.jinja is not UTF-8 text, at byte 0"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": 5}', "has added tokens that are none"),
+        ("tokenizer_config.json", b'{"extra_special_tokens": 5}', "has added tokens that are none"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}', "has a list of no chat templates"),
+    ],
+)
+def test_files_of_nonsense_are_named(tiny_model_folder, tmp_path, name, content, message):
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / file).unlink(missing_ok=True)
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        ChatTokenizer(folder)
+
+
+def test_a_given_template_that_cannot_be_read_is_named(tiny_model_folder, tmp_path):
+    (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    for name, message in (("latin.jinja", "is not UTF-8 text, at byte 3"), ("none.jinja", "cannot be read: No such")):
+        with pytest.raises(DataError, match=rf"model\.chat_template: .*{name} {message}"):
+            ChatTokenizer(tiny_model_folder, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("template", ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x' * 10 ** 17 }}"])
+def test_a_template_without_end_is_refused(tiny_model_folder, template):
+    with pytest.raises(DataError, match="the chat template refuses a conversation"):
+        ChatTokenizer(tiny_model_folder, template).prompt((Message("user", "x"),))

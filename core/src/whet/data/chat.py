@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from whet.data.messages import Conversation, Message
 from whet.data.records import BoolArray, IntArray
-from whet.data.templates import ChatTemplate, read_template
+from whet.data.templates import ChatTemplate, read_template, read_text
 from whet.errors import DataError
 
 TrainOn = Literal["all", "last"]
@@ -273,7 +273,10 @@ def _read_tokenizer(folder: Path, config: dict[str, Any], special: dict[str, str
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    missing = [token for token in _further_tokens(config, special) if token.content not in known]
+    try:
+        missing = [token for token in _further_tokens(config, special) if token.content not in known]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / 'tokenizer_config.json'} has added tokens that are none: {error}") from error
     tokenizer.add_tokens([token for token in missing if not token.special])
     tokenizer.add_special_tokens([token for token in missing if token.special])
     return tokenizer
@@ -296,9 +299,9 @@ def _given_template(chat_template: str) -> str:
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"model.chat_template: {chat_template} cannot be read: {error.strerror}") from error
+        return read_text(Path(chat_template))
+    except DataError as error:
+        raise DataError(f"model.chat_template: {error}") from error
 
 
 def _offsets(encoding: Encoding) -> IntArray:

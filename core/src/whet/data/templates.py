@@ -47,19 +47,39 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _FAULTS as error:
             roles = ", ".join(message.role for message in conversation) or "none"
             raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+
+
+_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+    MemoryError,
+)  # fmt: skip
+"""What a template can raise while it is rendered."""
+
+
+def read_text(file: Path) -> str:
+    """Read the file of a template. Raises `DataError` saying why it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text, at byte {error.start}") from error
 
 
 def read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """Find a folder's template: `chat_template.jinja`, else the (default) one in `tokenizer_config.json`."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
+        try:
+            found = {entry["name"]: entry["template"] for entry in found}
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{folder / 'tokenizer_config.json'} has a list of no chat templates: {error}") from error
     if isinstance(found, Mapping):
         if "default" not in found:
             raise DataError(
