@@ -15,12 +15,12 @@ from attrs import frozen
 
 from whet import checkpoint
 from whet.cluster.slices import Site
-from whet.component import Selection, Spec
+from whet.component import Problem, Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
-from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.errors import CheckpointError, ConfigError, DataError, WhetError
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
@@ -72,8 +72,13 @@ class Outcome:
     """The signal that ended it early."""
 
 
-def prepare(path: str | Path, overrides: Sequence[str] = (), *, config_only: bool = True) -> Prepared:
-    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch."""
+def prepare(
+    path: str | Path, overrides: Sequence[str] = (), *, config_only: bool = True, trains: bool = True
+) -> Prepared:
+    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch.
+
+    `config_only` leaves weights that are on the hub there; without `trains` the data files need not be here.
+    """
     loaded = load_config(path, overrides)
     section = loaded.config.model
     folder = locate(section.path, section.revision, config_only=config_only)
@@ -81,9 +86,28 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, config_only: boo
     if not config_only:
         check_weights(folder)
     plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model), machine())
-    if plan is None:
+    if trains:
+        problems += missing_files(loaded.config)
+    if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     return Prepared(loaded, model, plan)
+
+
+def missing_files(config: "Config") -> list[Problem]:
+    """Look for the data files that a config names; what is on the hub is left to the run."""
+    from whet.data.readers import find_file
+
+    problems = []
+    for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
+        for i, file in enumerate(files):
+            try:
+                found = find_file(file)
+                message = "" if found is None or found.is_file() else f"there is no file {file.path!r}"
+            except DataError as error:
+                message = str(error)
+            if message:
+                problems.append(Problem(f"data.{name}.{i}.path", message))
+    return problems
 
 
 def machine() -> Machine:

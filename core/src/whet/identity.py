@@ -21,6 +21,7 @@ FREE = {
     "run": ("folder", "steps", "save_every", "keep", "resume", "export", "allow_changed"),
     "rollout": ("retries", "max_failed_groups", "max_filtered_groups"),
     "model": ("path", "revision"),
+    "data": ("train", "validation"),  # where files lie; what they hold is hashed
 }
 """Keys of each section that may change between the sittings of a run."""
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")

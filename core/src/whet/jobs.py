@@ -47,7 +47,7 @@ class Evaluated:
 def evaluate(path: str | Path, overrides: Sequence[str] = (), *, model: str | None = None) -> Evaluated:
     """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched."""
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
-    prepared = prepare(path, [*overrides, *chosen], config_only=False)
+    prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False)
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
@@ -63,13 +63,13 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
-    if Path(out).exists() and any(Path(out).iterdir()):
-        raise CheckpointError(f"{out} is not empty; choose another folder for the model")
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     saved = checkpoint.latest(run, step)
     if saved is None:
         raise CheckpointError(f"{run.path} holds no checkpoint yet; set run.save_every to save more often")
     alone = ["cluster.workers=inline", "cluster.ranks={}", "cluster.gpus={}"]
-    prepared = prepare(run.path / "config.yaml", alone, config_only=False)
+    prepared = prepare(run.path / "config.yaml", alone, config_only=False, trains=False)
     with tempfile.TemporaryDirectory(prefix="whet-export-") as scratch, closing_all([]) as closers:
         builder = _builder(prepared, scratch, closers)
         backend = builder.handle("backend", builder.cluster())

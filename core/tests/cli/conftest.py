@@ -29,9 +29,10 @@ def config(offers: Any, tmp_path: Path) -> Path:
     """A config that can be planned: components of `offers`, and a model folder without weights."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
+    (tmp_path / "data.jsonl").write_text("")
     document = {
         "run": {"folder": "runs/it", "steps": 1}, "model": {"path": str(tmp_path / "model")}, "algorithm": "loop",
-        "backend": "trainer", "loggers": ["screen"], "data": {"train": [{"path": "none.jsonl"}]},
+        "backend": "trainer", "loggers": ["screen"], "data": {"train": [{"path": "data.jsonl"}]},
     }  # fmt: skip
     path = tmp_path / "it.yaml"
     path.write_text(yaml.safe_dump(document))

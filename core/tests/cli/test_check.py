@@ -41,6 +41,16 @@ def test_problems_are_a_line_each(command: Any, config: Path) -> None:
     assert json.loads(found.stdout) == {"ok": False, "problems": problems, "plan": None}
 
 
+def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) -> None:
+    done = command("check", str(config), "data.train.0.path=gone.jsonl", "data.validation=[{path: .}]")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "Error: 2 problems in the config",
+        "  data.train.0.path: there is no file 'gone.jsonl'",
+        "  data.validation.0.path: the folder . has no file for the split 'train'; it has data.jsonl",
+    ]
+
+
 def test_a_broken_plugin_is_a_warning(command: Any, config: Path, install: Any) -> None:
     install("whet-bad", {"bad_hooks": "1 / 0"})
     done = command("check", str(config))

@@ -47,7 +47,7 @@ def read(file: DataFile) -> Iterator[Row]:
 def content_hash(file: DataFile) -> str:
     """Hash what `read` would read: the bytes of the file, or the hub data set's own fingerprint."""
     digest = blake2b(f"{file.limit}:".encode(), digest_size=16)
-    path = _local(file)
+    path = find_file(file)
     if path is None:
         digest.update(str(_hub(file)._fingerprint).encode())
         return digest.hexdigest()
@@ -58,7 +58,7 @@ def content_hash(file: DataFile) -> str:
 
 
 def _rows(file: DataFile) -> Iterator[Row]:
-    path = _local(file)
+    path = find_file(file)
     if path is None:
         hub = enumerate(_hub(file))
         return (_checked(f"{file.path}[{file.split}]:{number}", record) for number, record in hub)
@@ -69,8 +69,8 @@ def _rows(file: DataFile) -> Iterator[Row]:
     return _whole(path)
 
 
-def _local(file: DataFile) -> Path | None:
-    """Find the file that is meant; None: a name on the hub."""
+def find_file(file: DataFile) -> Path | None:
+    """Find the file that is meant; None: a name on the hub. Raises `DataError` for what is neither."""
     path = Path(file.path).expanduser()
     if path.is_dir():
         found = [path / f"{file.split}{suffix}" for suffix in SUFFIXES if (path / f"{file.split}{suffix}").is_file()]
