@@ -14,6 +14,10 @@ def multiply(factor: int) -> Callable[[int], int]:
     return lambda value: value * factor
 
 
+def factorial(number: int) -> int:
+    return 1 if number < 2 else number * factorial(number - 1)
+
+
 def slowly_made() -> Callable[[], int]:
     time.sleep(1000.0)
     return lambda: 0

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import os
 import threading
 import time
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from whet.cluster.pool import GraderCrash, GraderPool, GraderTimeout
-from whet.errors import WhetError
+from whet.component import resolve
+from whet.errors import PluginError, WhetError
 from whet.testing.contracts.workers import alive, wait_until
 
 GRADINGS = f"file:{Path(__file__).with_name('gradings.py')}"
@@ -195,12 +197,25 @@ def test_with_a_setup_the_target_makes_the_function() -> None:
 
 
 @pytest.mark.usefixtures("no_orphans")
+def test_the_target_may_be_a_function_also_of_a_single_file() -> None:
+    for function in (math.factorial, resolve(f"{GRADINGS}:factorial")):
+        pool = GraderPool(function)
+        try:
+            assert call(pool, 5) == 120
+        finally:
+            pool.close()
+    with pytest.raises(PluginError, match="is made inside a function"):
+        GraderPool(lambda: 1)
+
+
+@pytest.mark.usefixtures("no_orphans")
 def test_a_grader_that_cannot_be_imported_fails_every_call_with_the_reason() -> None:
     pool = GraderPool("no_such_module:grade")
     try:
         for _ in range(2):
-            with pytest.raises(GraderCrash, match=r"(?s)could not be started.*no_such_module"):
+            with pytest.raises(GraderCrash, match=r"could not be started: .*no_such_module") as caught:
                 call(pool, 1)
+            assert "Traceback" not in str(caught.value)
     finally:
         pool.close()
 

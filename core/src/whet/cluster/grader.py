@@ -12,6 +12,7 @@ from whet.cluster.channel import receive, send
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
+from whet.errors import in_words
 
 _OPEN_FILES: Final = 64
 
@@ -28,7 +29,11 @@ def main() -> None:
         order = decode(receive(connection))
         sys.path[:] = order["path"]
         _limit(order["memory_bytes"])
-        function = _load(order["target"], order["setup"])
+        try:
+            function = _load(order["target"], order["setup"])
+        except Exception as error:  # of the grader's own module
+            send(connection, encode({"raised": in_words(error)}))
+            os._exit(1)
         send(connection, encode({"ready": True}))
         while True:
             _limit_cpu(order["timeout_seconds"])

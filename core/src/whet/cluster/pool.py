@@ -1,6 +1,6 @@
 """Processes that grade untrusted text: model output can hang, crash or bloat them, and nothing else.
 
-    pool = GraderPool("my_package.grading:verify", timeout_seconds=5.0)
+    pool = GraderPool(verify, timeout_seconds=5.0)  # or "my_package.grading:verify", which imports nothing here
     correct = await pool.call(answer, gold)      # from any event loop
 
 A call that gets no answer in time costs its process, never the run: it is killed and another one is started.
@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from whet.cluster.channel import receive, send
 from whet.cluster.process import Child, describe_end, import_folders, printable
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import Buffer, decode, encode
+from whet.component import import_path
 from whet.errors import WhetError
 
 _LARGEST_ANSWER: Final = 1 << 26
@@ -75,7 +76,7 @@ class GraderPool:
 
     def __init__(
         self,
-        target: str,
+        target: str | Callable[..., Any],
         workers: int = 1,
         timeout_seconds: float = 5.0,
         memory_bytes: int = 2 << 30,
@@ -85,10 +86,11 @@ class GraderPool:
     ) -> None:
         """Make a pool; its processes start at the first call, or with `warm`.
 
-        `target` is the function as `module:function`; with `setup` it is instead called once in each process, as
-        `target(**setup)`, and gives the function. Arguments and results are builtins. `timeout_seconds` is each
-        call's deadline, and `start_seconds` that of a process importing its modules.
+        `target` is a function of a module, or its name as `module:function`; with `setup` it is instead called once
+        in each process, as `target(**setup)`, and gives the function. Arguments and results are builtins.
+        `timeout_seconds` is each call's deadline, and `start_seconds` that of a process importing its modules.
         """
+        target = target if isinstance(target, str) else import_path(target)
         self.target, self.timeout_seconds = target, timeout_seconds
         self.timeouts = 0
         """Calls that missed their deadline."""
@@ -174,7 +176,10 @@ class GraderPool:
         except TimeoutError:
             grader.end()
             reason = f"it was not ready within {self._start_seconds:g} s"
-        except (EOFError, OSError, WhetError):
+        except WhetError as error:
+            grader.end()
+            reason = str(error)
+        except (EOFError, OSError):
             reason = grader.end(patience_seconds=1.0)
         else:
             return None
@@ -270,7 +275,9 @@ class _Grader:
         if self._killed:
             self.kill()
         self.send(encode(self._order), self._start_seconds)
-        self.receive(self._start_seconds)
+        answer = self.receive(self._start_seconds)
+        if "ready" not in answer:
+            raise WhetError(str(answer.get("raised"))[:600])
 
     def send(self, buffers: Sequence[Buffer], timeout_seconds: float) -> None:
         assert self._child is not None
