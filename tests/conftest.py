@@ -1,15 +1,75 @@
-"""An environment on top of the one that runs the tests, in which commands of the documentation may install things."""
+"""whet as people start it: its command in a process of its own, and an environment in which they may install things."""
 
 import os
 import subprocess
 import sys
+import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from attrs import frozen
 
 Shell = Callable[[str, Path], str]
+
+
+@frozen
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+
+    @property
+    def error(self) -> str:
+        """What it ended with: a message in plain words and the exit code 1, or the test fails."""
+        assert self.code == 1, f"exit code {self.code}\n{self.output}\n{self.errors}"
+        assert "Traceback" not in self.errors
+        *_, error = self.errors.partition("Error: ")
+        assert error, self.errors
+        return error.strip()
+
+
+@pytest.fixture(scope="session")
+def whet() -> Callable[..., Ended]:
+    """Run `whet` with arguments, in a folder if one is given."""
+
+    def run(*arguments: object, folder: Path | None = None, python: Path | None = None) -> Ended:
+        command = [str(python or sys.executable), "-m", "whet.cli", *map(str, arguments)]
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+        return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_run(tiny_model_folder: Path) -> Callable[..., Path]:
+    """Write the config of a small GRPO run into a folder; sections that are given take the place of its own."""
+
+    def write(folder: Path, **sections: Any) -> Path:
+        config: Mapping[str, Any] = {
+            "run": {"folder": str(folder / "run"), "steps": 3},
+            "model": {"path": str(tiny_model_folder)},
+            "algorithm": {"use": "grpo", "prompts_per_step": 4, "group_size": 2},
+            "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}},
+            "generator": {"use": "hf"},
+            "rollout": {"max_tokens": 8},
+            "environments": [{"use": "even"}],
+            "cluster": {"threads": {"backend": 1, "generator": 1}},
+            "plugins": [str(Path(__file__).parent / "even_digits.py")],
+            **sections,
+        }
+        path = folder / "run.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,253 @@
+"""Whatever fails, the run ends in time with a message that says who, where and why, and leaves nothing running."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.testing.processes import descendants
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
+
+HERE = Path(__file__).parent
+ENDLESS = {"steps": 100_000, "save_every": 10}
+SOON = 2.0
+"""Seconds of the deadlines in these tests."""
+PATIENCE = 15.0
+"""Seconds for everything else that an ending run has to do, on a busy machine."""
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def trouble(kind: str, every: int = 1, **keys: object) -> dict:
+    return {"use": "trouble", "kind": kind, "every": every, **keys}
+
+
+# A worker process that dies or hangs
+
+APART = {"share": []}
+TWO_RANKS = {"ranks": {"backend": 2}}
+
+
+def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, float]:
+    """Start a run, send a signal to a worker in the middle of a step, and give the error and seconds until the end."""
+    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (config.parent / "run" / "rollouts" / "step-000002.jsonl").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    (worker,) = [p.pid for p in descendants() if "whet.cluster.host" in p.command and p.command.endswith(victim)]
+    os.kill(worker, number)
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "Traceback" not in errors
+    return errors, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("cluster", "victim", "named"),
+    [
+        ({}, "backend-0", r"(backend|generator|run) rank 0"),
+        (APART, "backend-0", "backend rank 0"),
+        (APART, "generator-0", "generator rank 0"),
+        (TWO_RANKS, "backend-1", "backend rank 1"),
+    ],
+    ids=["the one for both roles", "the backend's", "the generator's", "the second of two"],
+)
+def test_a_worker_that_is_killed_is_named(tmp_path, small_run, cluster, victim, named):
+    config = small_run(tmp_path, run={"folder": str(tmp_path / "run"), **ENDLESS}, cluster=cluster)
+    errors, seconds = strike(config, victim, signal.SIGKILL)
+    assert re.match(rf"Error: {named} failed in \w+: its process was killed by SIGKILL", errors), errors
+    assert seconds < PATIENCE
+    journal = rows(tmp_path / "run" / "journal.jsonl")
+    assert (journal[-1]["event"], journal[-1]["error"]) == ("failed", "WorkerError")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "victim", "named"),
+    [
+        ({}, "backend-0", "(backend|generator) rank 0"),
+        (APART, "generator-0", "generator rank 0"),
+        (TWO_RANKS, "backend-1", "backend rank 1"),
+    ],
+    ids=["the one for both roles", "the generator's", "the second of two"],
+)
+def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, small_run, cluster, victim, named):
+    deadlines = dict.fromkeys(("train", "generate", "refit", "save"), SOON)
+    run = {"folder": str(tmp_path / "run"), **ENDLESS}
+    errors, seconds = strike(
+        small_run(tmp_path, run=run, cluster={**cluster, "deadlines": deadlines}), victim, signal.SIGSTOP
+    )
+    assert re.match(rf"Error: {named} failed in \w+: no answer within 2 s; its process is stopped", errors), errors
+    assert seconds < SOON + PATIENCE
+
+
+# An environment or a grader that fails
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("raises", r"LookupError: nothing is known of \d+"),
+        ("nan", r"gave the reward 'fine' = nan, wanted a finite number"),
+        ("hangs", r"the grader file:.*troubles\.py:hangs gave no answer within 0\.3 s"),
+        ("crashes", r"the grader file:.*troubles\.py:crashes failed: its process exited with code 3"),
+    ],
+)
+def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, small_run, whet, kind, cause):
+    config = small_run(
+        tmp_path,
+        plugins=[str(HERE / "troubles.py")],
+        environments=[trouble(kind)],
+        rollout={"max_tokens": 4, "retries": 1, "max_failed_groups": 3},
+    )
+    error = whet("run", config).error
+    assert re.match(
+        r"3 groups in a row failed; the last: environment 'trouble', task \d+, sample \d failed 2 times; last: ", error
+    )
+    assert re.search(cause, error), error
+    assert (tmp_path / "run" / "metrics.jsonl").exists() is False
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory, small_run, whet) -> Path:
+    """The run folder of three environments that each fail for some of their tasks."""
+    folder = tmp_path_factory.mktemp("troubled")
+    entries = [trouble("raises", 4), trouble("nan", 4), trouble("hangs", 8)]
+    config = small_run(
+        folder,
+        run={"folder": str(folder / "run"), "steps": 6},
+        plugins=[str(HERE / "troubles.py")],
+        environments=[{**entry, "name": entry["kind"]} for entry in entries],
+        evaluation={"at_start": False, "environments": [trouble("raises", 4)]},
+        algorithm={"use": "grpo", "prompts_per_step": 6, "group_size": 2},
+        rollout={"max_tokens": 4, "retries": 1},
+    )
+    done = whet("run", config)
+    assert done.code == 0, done.errors
+    return folder / "run"
+
+
+def test_groups_of_failed_episodes_are_dropped_replaced_and_counted(troubled):
+    metrics = rows(troubled / "metrics.jsonl")
+    total = {name: sum(row[name] for row in metrics) for name in ("groups/dropped", "episodes/failed", "tokens")}
+    retried = sum(row["episodes/retried"] for row in metrics)
+    assert total["groups/dropped"] > 3
+    assert total["groups/dropped"] <= total["episodes/failed"] <= 2 * total["groups/dropped"]
+    assert retried >= total["episodes/failed"]
+    assert len(metrics) == 6
+    for step in range(1, 7):
+        assert len({row["group"] for row in rows(troubled / "rollouts" / f"step-{step:06d}.jsonl")}) == 6
+
+
+def test_what_failed_is_never_scored_and_never_trained_on(troubled):
+    assert all(row["reward/mean"] == row["reward/fine"] == 1.0 for row in rows(troubled / "metrics.jsonl"))
+    played = [row for file in (troubled / "rollouts").iterdir() for row in rows(file)]
+    assert {row["environment"] for row in played} == {"raises", "nan", "hangs"}
+    assert all(row["task"] % 4 for row in played if row["environment"] != "hangs")
+    assert all(row["task"] % 8 for row in played if row["environment"] == "hangs")
+
+
+def test_an_evaluation_leaves_failed_episodes_out_and_counts_them(troubled):
+    last = rows(troubled / "metrics.jsonl")[-1]
+    assert (last["evaluation/trouble/dropped"], last["evaluation/trouble/reward"]) == (4.0, 1.0)
+
+
+# A full disk
+
+MOUNTED = """
+mount -t tmpfs -o size={size} tmpfs {disk}
+cd {folder}
+{python} -m whet.cli run run.yaml
+echo "ended with $?"
+cp -a {disk}/run {folder}/kept
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "save_every", "where"),
+    [
+        ("4m", 1, r"run/checkpoints/step-00000\d\.partial/"),
+        ("60k", 0, r"run/(metrics\.jsonl|spans\.jsonl|rollouts/step-\d+\.jsonl)"),
+    ],
+    ids=["by checkpoints", "by rollouts and metrics"],
+)
+def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path, small_run, whet, size, save_every, where):
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs unshare, and the right to use it")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    small_run(tmp_path, run={"folder": str(disk / "run"), "steps": 60, "save_every": save_every})
+    script = MOUNTED.format(size=size, disk=disk, folder=tmp_path, python=sys.executable)
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "ended with 1" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
+    assert re.search(rf"cannot write .*{where}.*: the disk is full; free some space", done.stderr), done.stderr
+    kept = tmp_path / "kept"
+    steps = [row["step"] for row in rows(kept / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert steps
+    for name in ("journal.jsonl", "spans.jsonl"):
+        assert rows(kept / name)
+    assert not list((kept / "checkpoints").glob("*.partial"))
+    # The same command, once there is room.
+    done = whet("run", tmp_path / "run.yaml", f"run.folder={kept}", f"run.steps={len(steps) + 1}")
+    assert done.code == 0, done.errors
+    opened = [row for row in rows(kept / "journal.jsonl") if row["event"] == "opened"]
+    assert opened[-1]["after_step"] == (len(steps) - 1 if save_every else 0)
+    assert [row["step"] for row in rows(kept / "metrics.jsonl")] == [*steps, len(steps) + 1]
+
+
+# A model folder that is damaged
+
+
+def rewrite(name: str, change) -> object:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
+
+
+def remove(name: str) -> object:
+    return lambda folder: (folder / name).unlink()
+
+
+def more_layers(config: bytes) -> bytes:
+    changes = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    return json.dumps({**json.loads(config), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("config.json"), "model.path: .*model' holds no config.json"),
+        (rewrite("config.json", lambda text: text[:50]), "config.json cannot be read as JSON"),
+        (remove("model.safetensors"), "model.path: .*model' holds no weights"),
+        (
+            rewrite("model.safetensors", lambda data: data[:-1000]),
+            "model.safetensors has .* bytes, its header tells of",
+        ),
+        (rewrite("tokenizer.json", lambda text: text[:1000]), "tokenizer.json cannot be read"),
+        (
+            rewrite("chat_template.jinja", lambda text: b"{% for m in messages %}"),
+            "the chat template cannot be read: line 1",
+        ),
+        (rewrite("config.json", more_layers), r"backend rank 0 failed in start: .*model lack model\.layers\.2\."),
+    ],
+    ids=["no config", "half a config", "no weights", "half of the weights", "tokenizer", "template", "other weights"],
+)
+def test_a_damaged_model_folder_is_explained(tmp_path, tiny_model_folder, small_run, whet, damage, message):
+    damage(shutil.copytree(tiny_model_folder, tmp_path / "model"))
+    assert re.search(message, whet("run", small_run(tmp_path, model={"path": str(tmp_path / "model")})).error)
