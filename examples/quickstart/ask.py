@@ -4,6 +4,7 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from whet_env_math.arithmetic import Arithmetic
 from whet_env_math.config import ArithmeticConfig
@@ -11,6 +12,7 @@ from whet_env_math.config import ArithmeticConfig
 
 def main(folder: str) -> None:
     """Load the folder and answer five problems."""
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     tasks = Arithmetic(ArithmeticConfig()).tasks("test")

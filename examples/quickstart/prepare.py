@@ -5,6 +5,8 @@ import itertools
 import json
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from whet.testing.models import make_model, make_tokenizer
 from whet_env_math import arithmetic
 from whet_env_tools import calculator
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", type=int, default=40000)
     args = parser.parse_args()
+    disable_progress_bar()
     done = args.folder / "validation.jsonl"
     if done.exists():
         print(f"{args.folder} is there already")
