@@ -22,7 +22,8 @@ def trajectory(prompt: int, answer: int, stop: str = "stop", version: int = 2) -
 
 def episode(environment: str, sample: int, rewards: dict[str, float], *trajectories: Trajectory) -> Episode:
     messages = (("user", "2+2?"), ("assistant", "\x1b[31m4"))
-    return Episode(environment, 5, sample, trajectories, rewards, sum(rewards.values()), len(trajectories), messages)
+    total, turns = sum(rewards.values()), len(trajectories)
+    return Episode(environment, 5, sample, trajectories, rewards, total, turns, messages, task_id="a.jsonl:6")
 
 
 @pytest.fixture
@@ -108,6 +109,7 @@ def test_records_are_json_and_keep_the_text(groups: list[Group]) -> None:
         "group": 8,
         "environment": "sums",
         "task": 5,
+        "id": "a.jsonl:6",
         "sample": 1,
         "reward": 0.5,
         "rewards": {"correct": 0.0, "format": 0.5},

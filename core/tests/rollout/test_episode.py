@@ -62,7 +62,7 @@ def player(generator: Any, chat: Any = None, **changes: Any) -> Player:
 
 def assigned(environment: Any, index: int = 7, task: Task | None = None) -> Assignment:
     route = Route("puzzle", environment, "train")
-    return Assignment(route, task or Task("hello", {"answer": "yes"}), 3, index)
+    return Assignment(route, task or Task("hello", {"answer": "yes"}, "a.jsonl:4"), 3, index)
 
 
 def play(environment: Any, generator: Any, chat: Any = None, **changes: Any) -> Episode:
@@ -94,7 +94,7 @@ def test_a_single_turn_is_prompt_then_answer() -> None:
     assert (one.logprobs[len(prompt) :] < 0).all()
     assert (one.prompt_length, one.stop) == (len(prompt), "stop")
     assert (episode.rewards, episode.reward, episode.turns) == ({"correct": 1.0}, 1.0, 1)
-    assert (episode.environment, episode.task, episode.sample) == ("puzzle", 3, 0)
+    assert (episode.environment, episode.task, episode.task_id, episode.sample) == ("puzzle", 3, "a.jsonl:4", 0)
     assert episode.messages == (("user", "hello"), ("assistant", "yes"))
 
 

@@ -114,6 +114,8 @@ class Episode:
     turns: int
     messages: tuple[tuple[str, str], ...] = ()
     """(role, text) as a reader sees the conversation, for records and reports."""
+    task_id: str = ""
+    """The task's own name, where it has one."""
 
 
 @frozen(eq=False)

@@ -108,6 +108,7 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         "group": group,
         "environment": episode.environment,
         "task": episode.task,
+        "id": episode.task_id,
         "sample": episode.sample,
         "reward": episode.reward,
         "rewards": dict(episode.rewards),

@@ -154,6 +154,7 @@ class Player:
             reward=total_reward(rewards, route.environment.reward_weights),
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.text) for message in sequences[0].messages),
+            task_id=assignment.task.id,
         )
 
 
