@@ -21,7 +21,6 @@ def test_a_phase_that_raises_is_recorded_too() -> None:
     with pytest.raises(KeyError), spans.phase("backend", "train"):
         raise KeyError
     assert [span.phase for span in spans.drain()] == ["train"]
-    assert spans.waiting() == []
 
 
 def test_draining_takes_each_span_once() -> None:
@@ -30,16 +29,6 @@ def test_draining_takes_each_span_once() -> None:
         pass
     assert len(spans.drain()) == 1
     assert spans.drain() == []
-
-
-def test_what_is_under_way_is_shown_with_its_age() -> None:
-    spans = Spans()
-    with spans.phase("generator", "refit"), spans.phase("backend", "send"):
-        time.sleep(0.02)
-        waiting = {role: (phase, seconds) for role, phase, seconds in spans.waiting()}
-    assert waiting["generator"][0] == "refit"
-    assert waiting["generator"][1] >= waiting["backend"][1] > 0.01
-    assert spans.waiting() == []
 
 
 def test_many_threads_lose_nothing() -> None:

@@ -24,20 +24,16 @@ class Spans:
     """Collects spans from any thread until they are drained, which happens once a step."""
 
     _spans: list[Span] = field(factory=list, init=False)
-    _open: dict[int, tuple[str, str, float]] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     @contextmanager
     def phase(self, role: str, phase: str) -> Iterator[None]:
         """Record what happens inside as a span; also when it raises."""
-        begin, clock, key = time.time(), time.perf_counter(), object()
-        with self._lock:
-            self._open[id(key)] = (role, phase, clock)
+        begin, clock = time.time(), time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._open.pop(id(key))
                 self._spans.append(Span(role, phase, begin, time.perf_counter() - clock))
 
     def drain(self) -> list[Span]:
@@ -46,9 +42,3 @@ class Spans:
             spans = self._spans[:]
             self._spans.clear()
         return spans
-
-    def waiting(self) -> list[tuple[str, str, float]]:
-        """Say what is under way: (role, phase, seconds so far)."""
-        now = time.perf_counter()
-        with self._lock:
-            return [(role, phase, now - begin) for role, phase, begin in self._open.values()]
