@@ -50,6 +50,16 @@ def test_the_mean_over_tokens_counts_those_of_dead_sequences(batch: Batch) -> No
     assert metrics["logprob_gap/max"].number() == pytest.approx(math.log(2))
 
 
+def test_where_no_sequence_can_learn_the_gap_is_shown_all_the_same(batch: Batch) -> None:
+    dead = batch.with_columns(advantages=np.zeros(batch.sequences, np.float32))
+    value, gradient, metrics = computed(ClippedPgConfig(), dead)
+    assert value == 0
+    assert not gradient.any()
+    assert metrics["ratio/mean"].number() == pytest.approx(sum(RATIOS) / 6)
+    assert metrics["clip_fraction"].number() == 0
+    assert metrics["logprob_gap/max"].number() == pytest.approx(math.log(9))
+
+
 def test_the_mean_over_sequences_weighs_answers_alike(batch: Batch) -> None:
     value, _, _ = computed(ClippedPgConfig(aggregation="sequence"), batch)
     assert value == pytest.approx((-1.2 + (1.6 + 2.2) / 2 + 0) / 3)

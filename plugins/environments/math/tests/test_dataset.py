@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_the_prompt_is_as_the_config_says(make):
         make(prompt="answer!")
 
 
-def test_records_that_cannot_be_used_are_named_with_file_and_line(make):
+def test_records_that_cannot_be_used_are_named_with_file_and_line(make, caplog):
     records = [
         *RECORDS[:1],
         "{",
@@ -152,6 +153,7 @@ def test_records_that_cannot_be_used_are_named_with_file_and_line(make):
         make(records).tasks("train")
     assert len(make(records, max_bad_records=0.8).tasks("train")) == 1
     assert make(records, max_bad_records=0.8).tasks("train")[0].id == "train.jsonl:1"
+    assert re.search(r"4 of 5 records left out\n  train\.jsonl:2: not JSON", caplog.text)
 
 
 def test_an_answer_that_the_pattern_misses_is_a_bad_record(make):

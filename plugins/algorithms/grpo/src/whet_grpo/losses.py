@@ -39,7 +39,11 @@ class ClippedPg:
         return batch["advantages"] != 0
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Compute the sum over this micro-batch. Metrics are over the tokens that can have a gradient."""
+        """Compute the sum over this micro-batch.
+
+        Metrics are over the tokens that can have a gradient. Where none can, they are over all loss tokens: a sampler
+        that is broken earns nothing, and its gap is what shows it.
+        """
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
@@ -48,15 +52,16 @@ class ClippedPg:
         # `where` rather than a product: whatever stands at a masked token must not reach the sum.
         loss = torch.where(mask, tokens.loss, 0.0)
         total = loss.sum() if self.config.aggregation == "token" else segment_mean(loss, lengths, mask).sum()
-        count, gap = mask.sum(), _gap(logprobs, old, batch["sampler_logprobs"])[mask]
+        seen = mask if mask.any() else batch["loss_mask"]
+        count, gap = seen.sum(), _gap(logprobs, old, batch["sampler_logprobs"])[seen]
         metrics: dict[str, Metric] = {
-            "ratio/mean": mean(tokens.ratio[mask].sum(), count),
-            "clip_fraction": mean(tokens.clipped[mask].sum(), count),
+            "ratio/mean": mean(tokens.ratio[seen].sum(), count),
+            "clip_fraction": mean(tokens.clipped[seen].sum(), count),
             "logprob_gap/mean": mean(gap.sum(), count),
             "logprob_gap/max": largest(gap.max() if len(gap) else gap.new_zeros(())),
         }
         if self.config.entropy:
-            metrics["entropy"] = mean(outputs["entropy"].detach()[mask].sum(), count)
+            metrics["entropy"] = mean(outputs["entropy"].detach()[seen].sum(), count)
         return LossResult({"policy": total}, metrics)
 
 

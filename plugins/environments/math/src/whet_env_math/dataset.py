@@ -6,6 +6,7 @@ answer that cannot be parsed is wrong. One that the grader does not finish raise
 """
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,11 @@ from whet.errors import DataError
 from whet.interfaces.environment import Model
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, plain_number
 from whet_env_math.config import MathConfig
+
+logger = logging.getLogger(__name__)
+
+QUOTED = 20
+"""Records left out that a report quotes; all of them are counted."""
 
 
 class MathDataset:
@@ -80,6 +86,9 @@ class MathDataset:
                 f"dataset {self._config.dataset!r}, split {split!r}: {len(bad)} of {len(records)} records cannot be "
                 f"used, more than the {self._config.max_bad_records:.1%} that max_bad_records allows:\n{lines}"
             )
+        if bad:
+            said = f"dataset {self._config.dataset!r}, split {split!r}: {len(bad)} of {len(records)} records left out"
+            logger.warning("\n  ".join([said, *bad[:QUOTED]]))
         left_out = {line.split(": ", 1)[0] for line in problems}
         return tuple(self._task(r) for r in records if not r.problem and r.where not in left_out)
 
