@@ -1,11 +1,14 @@
 import json
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from whet.errors import ConfigError
-from whet.model import ModelInfo, check_weights, fingerprint, read_model
+from whet.model import ModelInfo, check_weights, fingerprint, locate, read_model
 from whet.testing.models import make_model
 
 
@@ -114,3 +117,28 @@ def test_a_copy_has_the_same_fingerprint(tmp_path: Path, tiny_model_folder: Path
     for file in tiny_model_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert fingerprint(tmp_path) == fingerprint(tiny_model_folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "unwanted"),
+    [
+        ({"config_only": True}, "config.json", "model.safetensors"),
+        ({}, "model.safetensors", "modeling_x.py"),
+        ({"code": True}, "modeling_x.py", "model.bin"),
+    ],
+)
+def test_of_a_hub_model_only_what_is_needed_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], wanted: str, unwanted: str
+) -> None:
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return "/cache"
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+    assert locate("maker/model", "v1", **options) == Path("/cache")
+    ((name, revision, patterns),) = asked
+    assert (name, revision) == ("maker/model", "v1")
+    assert any(fnmatch(wanted, pattern) for pattern in patterns)
+    assert not any(fnmatch(unwanted, pattern) for pattern in patterns)

@@ -81,7 +81,7 @@ def prepare(
     """
     loaded = load_config(path, overrides)
     section = loaded.config.model
-    folder = locate(section.path, section.revision, config_only=config_only)
+    folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
     model = read_model(folder, section.dtype, section.trust_remote_code)
     if not config_only:
         check_weights(folder)

@@ -159,8 +159,11 @@ def _hash(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def locate(path: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """Find a model folder: a local one, or one of the hub, which is downloaded where it is not in the cache."""
+def locate(path: str, revision: str | None = None, *, config_only: bool = False, code: bool = False) -> Path:
+    """Find a model folder: a local one, or one of the hub, which is downloaded where it is not in the cache.
+
+    `config_only` leaves its weights there; `code` brings the Python files that it may need.
+    """
     if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
         return Path(path).expanduser()
     try:
@@ -169,7 +172,9 @@ def locate(path: str, revision: str | None = None, *, config_only: bool = False)
         raise ConfigError(
             f"model.path: there is no folder {path!r}; to read it from the hub, pip install 'whet[hub]'"
         ) from None
-    patterns = ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model"]
+    patterns = (
+        ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model", *["*.py"] * code]
+    )
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
