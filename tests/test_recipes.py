@@ -1,0 +1,121 @@
+"""Every recipe is right as it stands, is checked at once without anything heavy, and trains."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.compose import run
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+HEAVY = ("torch", "ray", "transformers", "datasets", "vllm", "sglang", "math_verify")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="session")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records that fit every recipe fed by data: conversations, and questions with answers."""
+    file = tmp_path_factory.mktemp("records") / "records.jsonl"
+    lines = []
+    for n in range(40):
+        question, answer = f"Compute {n}+8-3.", f"{n}+8={n + 8}, {n + 8}-3={n + 5}. #### {n + 5}"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages, "question": question, "answer": answer}))
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.fixture
+def needed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Install the package that a recipe lies in, where it does, for this test; give the variables that do so too."""
+    folders: list[str] = []
+    if (recipe.parent / "pyproject.toml").is_file():
+        project = tomllib.loads((recipe.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        info = tmp_path / "site" / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        lines = [f"{entry} = {module}" for entry, module in project["entry-points"]["whet"].items()]
+        (info / "entry_points.txt").write_text("\n".join(["[whet]", *lines]))
+        folders = [str(info.parent), str(recipe.parent / "src")]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
+    """Give the overrides that put local files in the place of those a recipe names."""
+    document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
+    for part in ("train", "validation"):
+        given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
+    evaluated = document.get("evaluation", {}).get("environments", ())
+    for path, entries in (("environments", document.get("environments", ())), ("evaluation.environments", evaluated)):
+        given += [f"{path}.{i}.dataset={records}" for i, entry in enumerate(entries) if "dataset" in entry]
+    return given
+
+
+def small(recipe: Path) -> list[str]:
+    """Give the overrides that make two short steps of a recipe."""
+    document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    given = ["run.steps=2", "cluster.workers=inline", "loggers=[]"]
+    by_algorithm = {
+        "grpo": ["algorithm.prompts_per_step=2", "algorithm.group_size=2"],
+        "sft": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
+    }
+    given += by_algorithm[document["algorithm"]["use"]]
+    if "generator" in document:
+        given += ["rollout.max_tokens=6", "rollout.max_context=0"]
+    entries = document.get("evaluation", {}).get("environments", ())
+    return [*given, *(f"evaluation.environments.{i}.limit=3" for i, _ in enumerate(entries))]
+
+
+CHECK = f"""
+import sys
+from whet.cli.app import group
+code = group.main(["check", *sys.argv[1:]], standalone_mode=False)
+print("loaded:", *sorted(set({HEAVY!r}) & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+@every_recipe
+def test_a_recipe_is_checked_at_once_without_anything_heavy(recipe, needed, tiny_model_folder, records, tmp_path):
+    overrides = local(recipe, tiny_model_folder, records, tmp_path)
+    # The tiny model is shorter than those that recipes are for.
+    overrides += ["rollout.max_tokens=100", "rollout.max_context=0"]
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, str(recipe), *overrides],
+        capture_output=True, text=True, env=needed, timeout=60, check=False,
+    )  # fmt: skip
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("structure: ok\nproblems: none\nplan:\n")
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    # Processor time, which other work on the machine does not add to as it does to time on the clock.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2.0
+
+
+@every_recipe
+def test_a_recipe_trains(recipe, needed, tiny_model_folder, records, tmp_path):
+    overrides = [*local(recipe, tiny_model_folder, records, tmp_path), *small(recipe)]
+    outcome = run(recipe, overrides)
+    assert outcome.finished
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["step"]] == [1, 2]
+    document = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    for entry in document.get("evaluation", {}).get("environments", ()):
+        assert f"evaluation/{entry.get('name', entry['use'])}/reward" in rows[-1]
+    if document.get("data", {}).get("validation"):
+        assert rows[-1]["validation/loss"] > 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
