@@ -67,7 +67,7 @@ def main() -> None:
             save_strategy="no", logging_steps=5, disable_tqdm=True, lr_scheduler_type="constant_with_warmup",
             warmup_steps=3, adam_beta2=0.99, max_grad_norm=1.0, weight_decay=0.0, beta=0.0, bf16=False,
             gradient_checkpointing=False, per_device_train_batch_size=128, num_generations=8,
-            max_completion_length=32, temperature=1.0,
+            max_completion_length=40, temperature=1.0,
         ),
     )  # fmt: skip
     trainer.train()

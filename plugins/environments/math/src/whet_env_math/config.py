@@ -9,7 +9,7 @@ from attrs import field, frozen, validators
 class ArithmeticConfig:
     """Chains of additions and subtractions such as `Compute 7+8-3+6-1.`, made up as they are needed."""
 
-    terms: int = field(default=5, validator=validators.ge(2))
+    terms: int = field(default=6, validator=validators.ge(2))
     """Numbers in a chain."""
     largest_operand: int = field(default=9, validator=validators.ge(1))
     """Each number is between 1 and this."""
