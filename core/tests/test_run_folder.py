@@ -42,6 +42,19 @@ def test_rewinding_forgets_later_steps_alone(tmp_path):
     assert len(list((tmp_path / "evaluations").iterdir())) == 3
 
 
+def test_a_folder_has_steps_once_one_has_left_something(tmp_path):
+    run = RunFolder(tmp_path)
+    run.journal("opened")
+    run.rewind(-1)
+    assert not run.has_steps()
+    run.append("metrics.jsonl", [{"step": 1}])
+    assert run.has_steps()
+    run.rewind(0)
+    assert not run.has_steps()
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    assert run.has_steps()
+
+
 def test_whole_files_are_replaced_whole(tmp_path):
     run = RunFolder(tmp_path)
     run.write_json("plan.json", {"a": 1})

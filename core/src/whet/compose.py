@@ -249,7 +249,7 @@ class Builder:
     def _resume(self, data: "OfflineData | None", routes: "list[Route]") -> "Checkpoint | None":
         config, folder = self.config, self.folder
         identity = identity_of(config, self.prepared.model, data, routes)
-        before = folder.read_json("identity.json")
+        before = folder.read_json("identity.json") if folder.has_steps() else None
         if before is not None and config.run.resume == "never":
             raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
         if before is None and config.run.resume == "must":

@@ -69,6 +69,11 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def has_steps(self) -> bool:
+        """Whether there is anything to resume, or to lose: a run that failed before its first step leaves nothing."""
+        metrics = self.path / "metrics.jsonl"
+        return any(self.checkpoints.glob("step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
     def write_json(self, name: str, value: Any) -> None:
         """Write a small file whole: it is either the old one or the new one."""
         self.write_text(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
