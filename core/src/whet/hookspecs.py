@@ -16,9 +16,9 @@ import pluggy
 
 if TYPE_CHECKING:
     from whet.component import Component, Problem
-    from whet.parts import Parts
     from whet.config.sections import Config
     from whet.interfaces.algorithm import Algorithm
+    from whet.parts import Parts
 
 hookspec = pluggy.HookspecMarker("whet")
 
