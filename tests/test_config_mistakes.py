@@ -1,0 +1,142 @@
+"""Mistakes in a config are all reported at once, a line each: where, what, and the nearest word."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+MISTAKES = """
+run: {folder: run, stepz: 40, seed: one, resume: sometimes}
+model: {path: MODEL, dtype: float16}
+algorithm: {use: grpoo, prompts_per_step: 4}
+backend: {use: fsdp2, optimizer: {lr: fast, beta: [0.9]}}
+generator: {use: hf, max_batch: 0}
+rollout: {max_token: 12, stop: x}
+environments: [{use: arithmetik}, {terms: 5}]
+clustr: {}
+loggers: [consle]
+"""
+
+
+def problems_of(error: str) -> list[str]:
+    first, *lines = error.splitlines()
+    assert first == f"{len(lines)} problems in the config"
+    return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_every_mistake_is_a_line_with_its_path_and_the_nearest_word(tmp_path, tiny_model_folder, whet, command):
+    (tmp_path / "it.yaml").write_text(MISTAKES.replace("MODEL", str(tiny_model_folder)))
+    found = problems_of(whet(command, "it.yaml", folder=tmp_path).error)
+    wanted = [
+        "clustr: unknown key (did you mean 'cluster'?)",
+        "run.stepz: unknown key (did you mean 'steps'?)",
+        "run.seed: wanted an integer, found the text 'one'",
+        "run.resume: wanted one of 'auto', 'never', 'must', found the text 'sometimes'",
+        "model.dtype: wanted one of 'float32', 'bfloat16', found the text 'float16' (did you mean 'bfloat16'?)",
+        "algorithm.use: there is no algorithm 'grpoo' (did you mean 'grpo'?)",
+        "backend.optimizer.beta: unknown key (did you mean 'betas'?)",
+        "backend.optimizer.lr: wanted a number, found the text 'fast'",
+        "generator.max_batch: must be >= 1: 0",
+        "rollout.max_token: unknown key (did you mean 'max_tokens'?)",
+        "rollout.stop: wanted a list of text, found the text 'x'",
+        "environments.0.use: there is no environment 'arithmetik' (did you mean 'arithmetic'?)",
+        "environments.1: missing `use:`, the name of the environment; known: ",
+        "loggers.0.use: there is no logger 'consle' (did you mean 'console'?)",
+    ]
+    assert len(found) == len(wanted)
+    assert all(line.startswith(begin) for line, begin in zip(found, wanted, strict=True)), found
+    assert [file.name for file in tmp_path.iterdir()] == ["it.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {folder: run\nmodel: x\n", "it.yaml, line 2, column 6: expected ',' or '}', but got ':'"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "it.yaml, line 2: the key 'run' is given twice, first in line 1"),
+        ("- a\n- b\n", "it.yaml: wanted a mapping of sections such as `run:`, found a list"),
+        ("run: !!python/object/apply:os.system [echo]", "python/object/apply:os.system' is not allowed"),
+        ("a: &a [*a]\n", "it.yaml, line 1, column 4: "),
+        (b"\xff\xfe\x00", "it.yaml, line 1: the file is not UTF-8 text"),
+        ("", "4 problems in the config\n  run: missing; wanted a mapping"),
+        ("extends: it.yaml\n", "extends: the files extend each other in a circle: it.yaml -> it.yaml"),
+        ("extends: that.yaml\n", "extends: there is no file 'that.yaml' (named in it.yaml)"),
+        (None, "there is no file 'it.yaml'"),
+    ],
+    ids=["unclosed", "twice", "list", "code", "endless", "bytes", "empty", "circle", "extends nothing", "no file"],
+)
+def test_a_file_that_is_no_config_is_explained(tmp_path, whet, text, message):
+    if text is not None:
+        (tmp_path / "it.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert message in whet("check", "it.yaml", folder=tmp_path).error
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Path:
+    """A config that is right."""
+    folder = tmp_path_factory.mktemp("good")
+    document = {
+        "run": {"folder": str(folder / "run"), "steps": 1},
+        "model": {"path": str(tiny_model_folder)},
+        "algorithm": {"use": "grpo"},
+        "backend": "fsdp2",
+        "generator": "hf",
+        "rollout": {"max_tokens": 8},
+        "environments": ["arithmetic"],
+    }
+    (folder / "it.json.yaml").write_text(json.dumps(document))  # JSON is YAML
+    return folder / "it.json.yaml"
+
+
+SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.steps"], "the override 'run.steps' is not of the form key.path=value"),
+        (["run.steps=[1"], "the override 'run.steps=[1', line 1, column 3: expected ',' or ']'"),
+        (["run.steps="], "run.steps: wanted an integer, found null"),
+        (["run.steps.more=3"], "run.steps: wanted an integer|run.steps is the number 1 and has no keys"),
+        (["environments.7.terms=3"], "environments is a list; wanted an index from 0 to 0, found '7'"),
+        (["environments.0.term=3"], "environments.0.term: unknown key (did you mean 'terms'?)"),
+        (["algorithm.use=sft"], "data: sft trains on data files and there are none; list them under data.train"),
+        (["environments=[]"], "environments: grpo is fed by rollouts and there is no environment"),
+        (["generator=null"], "generator: grpo is fed by rollouts and there is no generator"),
+        (
+            ["environments=[arithmetic, arithmetic]"],
+            "environments.1.name: there are two environments named",
+        ),
+        (["rollout.max_context=9999"], "rollout.max_context: is 9999, but the model's positions end at 256"),
+        (["rollout.max_tokens=256"], "rollout.max_tokens: is 256, which leaves no room for a prompt in 256 tokens"),
+        (["cluster.threads.backnd=1"], "cluster.threads.backnd: there is no such role; there are backend, generator"),
+        (["cluster.gpus.backend=99"], "cluster.gpus: asks for 99 GPUs; this machine has"),
+        (["model.path=nowhere"], "model.path: there is no folder 'nowhere'; give a model folder or a hub name"),
+        (["plugins=[nothing.py]"], "nothing.py'"),
+        ([*SFT, "data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
+        (
+            [*SFT, "data.train=[{path: ./words.doc}]"],
+            "'./words.doc' is no data file: wanted a file that",
+        ),
+    ],
+    ids=lambda value: " ".join(value[-1:]) if isinstance(value, list) else "",
+)
+def test_a_single_mistake_is_explained(good, whet, overrides, message):
+    error = whet("check", good, *overrides).error
+    assert any(part in error for part in message.split("|")), error
+    assert not (good.parent / "run").exists()
+
+
+def test_what_a_component_cannot_do_is_found_before_anything_starts(good, whet):
+    error = whet("run", good, "algorithm.group_size=1", "backend.layout=3", "rollout.temperature=0").error
+    assert problems_of(error) == [
+        "algorithm.group_size: must be >= 2: 1",
+        "backend.layout: wanted one of 'auto', 'shared', 'packed', 'padded', found the number 3",
+        "rollout.temperature: must be > 0: 0.0",
+    ]
+    assert not (good.parent / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(good, tiny_model_folder, whet):
+    inside = tiny_model_folder / "config.json" / "run"
+    assert whet("run", good, f"run.folder={inside}").error == f"cannot write {inside}: Not a directory"
