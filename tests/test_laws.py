@@ -63,7 +63,8 @@ def test_structuring_and_planning_a_recipe_loads_nothing_heavy(recipe: Path) -> 
     code = """
 from whet.config.load import load_config
 from whet.plan import Machine, gather_facts, make_plan
-from whet.testing.contracts.component import MODEL
+from whet.model import ModelInfo
+MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000})
 loaded = load_config(sys.argv[1])
 plan, problems = make_plan(loaded.config, MODEL, gather_facts(loaded.config, MODEL), Machine(cores=2))
 assert plan is not None, problems

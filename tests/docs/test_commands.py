@@ -85,11 +85,17 @@ def perform(block: Block, shell, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "command"), shown_commands(), ids=lambda value: value.partition(" ")[0])
-def test_a_recipe_that_is_shown_loads_with_its_overrides(where, command):
+def test_a_recipe_that_is_shown_loads_with_its_overrides(where, command, tmp_path):
     from whet.config.load import load_config
 
     _, _, recipe, *overrides = shlex.split(command, comments=True)
-    load_config(ROOT / recipe, [word for word in overrides if not word.startswith("-")])
+    path = ROOT / recipe
+    if not path.exists():
+        shown = [block for block in blocks(ROOT / where.partition(":")[0]) if block.mark == f"file={recipe}"]
+        assert shown, f"{where} names {recipe}, which is neither in the repository nor on the page"
+        path = tmp_path / recipe
+        path.write_text(shown[0].text, encoding="utf-8")
+    load_config(path, [word for word in overrides if not word.startswith("-")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -20,7 +20,7 @@ from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
-from whet.errors import CheckpointError, ConfigError, DataError, WhetError
+from whet.errors import CheckpointError, ConfigError, PluginError, WhetError, in_words
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
@@ -238,12 +238,13 @@ class Builder:
 
         routes = []
         for entry in entries:
-            environment = build_selection(entry.component)
-            self.closers.append(environment.close)
-            name = entry.name or entry.component.name
-            routes.append(
-                Route(name, environment, entry.split or split, entry.weight, samples=entry.samples, limit=entry.limit)
-            )
+            name, chosen = entry.name or entry.component.name, entry.split or split
+            with _environment_errors(name, chosen):
+                environment = build_selection(entry.component)
+                self.closers.append(environment.close)
+                route = Route(name, environment, chosen, entry.weight, samples=entry.samples, limit=entry.limit)
+                route.tasks()
+            routes.append(route)
         return routes
 
     def _resume(self, data: "OfflineData | None", routes: "list[Route]") -> "Checkpoint | None":
@@ -410,3 +411,14 @@ class Builder:
             backend, generator, self.plan.transport, str(self.folder.scratch.resolve() / "weights"), "",
             self.config.cluster.deadlines.refit, self.spans, stream.set_version if stream else lambda version: None,
         )  # fmt: skip
+
+
+@contextmanager
+def _environment_errors(name: str, split: str) -> Iterator[None]:
+    """Say which environment could not be built, whatever its code raised."""
+    try:
+        yield
+    except WhetError as error:
+        raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
+    except Exception as error:  # an environment's own code
+        raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error

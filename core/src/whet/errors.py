@@ -10,8 +10,15 @@ class WhetError(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """Say what was raised: the message alone where it is of whet, else after the exception's name."""
-    return str(error) if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
+    """Say what was raised: the message alone where it is of whet, else the exception's name, message and place."""
+    if isinstance(error, WhetError):
+        return str(error)
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    code = None if last is None else last.tb_frame.f_code
+    place = "" if code is None or last is None else f" ({code.co_filename}:{last.tb_lineno}, in {code.co_name})"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 class ConfigError(WhetError):

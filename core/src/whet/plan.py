@@ -182,7 +182,7 @@ def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machin
     cluster = config.cluster
     gpus = cluster.gpus.get(name, 0)
     ranks = _ranks(config, name, facts)
-    group = next((g for g in share_groups(config) if name in g), [name])
+    group = [r for r in next((g for g in share_groups(config) if name in g), [name]) if r in _roles(config)]
     apart = [r for r in _roles(config) if r not in group]
     # Roles that share take turns; roles apart work at one time.
     busy = ranks + sum(_ranks(config, r, facts) for r in apart) if config.rollout.max_staleness else ranks

@@ -7,6 +7,7 @@ for step in parts.steps:         starts after the last checkpoint, ends on SIGTE
 """
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +84,7 @@ class Steps:
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
         self._evaluate_every = evaluate_every
         self._saved = done
-        self._interruptible = False
+        self._interruptible, self._saving = False, False
         self._began = time.perf_counter()
 
     def is_last(self, number: int) -> bool:
@@ -138,8 +139,12 @@ class Steps:
         self._sinks.log(number, numbers)
 
     def _save(self) -> None:
-        with self._spans.phase("run", "save"):
-            self._sinks.save(self.done)
+        self._saving = True
+        try:
+            with self._spans.phase("run", "save"):
+                self._sinks.save(self.done)
+        finally:
+            self._saving = False
         self._saved = self.done
 
     @contextmanager
@@ -155,8 +160,12 @@ class Steps:
 
     def _stop(self, number: int) -> None:
         again, self.stopped_by = self.stopped_by is not None, number
+        if self._saving:
+            return
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and not self._interruptible:
+            print("\nending after this step; press Ctrl-C again to end at once", file=sys.stderr, flush=True)
         if self._interruptible:
             raise Interrupted
 

@@ -121,6 +121,14 @@ def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(tmp_pa
             workers.call("hang", timeout_seconds=0.3)
 
 
+def test_a_rank_that_died_is_named_rather_than_one_that_noticed(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        with pytest.raises(WorkerError, match="rank 1 failed in fail_or_die: its process exited with code 3") as caught:
+            workers.call("fail_or_die", 0)
+        assert "rank 0 failed in fail_or_die: ConnectionError" in str(caught.value.__cause__)
+
+
 def test_a_missed_deadline_shows_where_every_rank_hangs(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         workers = cluster.slice("backend", 2).spawn(TARGET, {})

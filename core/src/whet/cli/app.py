@@ -22,7 +22,7 @@ from whet.cli.schema import schema
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(whet.__version__, package_name="whet", prog_name="whet")
 def group() -> None:
-    """Sharpen a language model: fine-tuning, preference optimisation, reinforcement learning, distillation."""
+    """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
 for _command in (run, check, evaluate, export, plugins, schema, new):

@@ -19,7 +19,9 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     warn_of_broken(load_plugins())
     outcome = run_config(config, overrides)
     if outcome.finished:
-        click.echo(f"finished {outcome.steps} steps in {outcome.folder}")
+        click.echo(f"finished {outcome.steps} steps in {outcome.folder}", err=True)
         return 0
-    click.echo(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
+    click.echo(
+        f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}", err=True
+    )
     return 128 + outcome.stopped_by if outcome.stopped_by else 1

@@ -33,6 +33,7 @@ from whet.cluster.wire import encode
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError
 
+_PATIENCE_FOR_A_DEATH = 1.0
 _BUSY_GRACE_SECONDS = 0.3  # who closes in the middle of a call does not want to wait for it
 
 
@@ -225,12 +226,19 @@ class Gathering:
         self._missing = size
         self._lock = threading.Lock()
         self._future: Future[list[Any]] = Future()
+        self._death: Future[WorkerError | None] = Future()
+        """Of a rank that did not raise but was lost; None: all ranks have answered, and none was."""
 
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
-        """Take a rank's answer; what comes after a failure is dropped."""
+        """Take a rank's answer; what comes after a failure is dropped, but for a death."""
         with self._lock:
             self._results[rank] = result
             self._missing -= 1
+            if not self._death.done():
+                if error is not None and not error.details:
+                    self._death.set_result(error)
+                elif not self._missing:
+                    self._death.set_result(None)
             if self._future.done():
                 return
             if error is not None:
@@ -239,8 +247,20 @@ class Gathering:
                 self._future.set_result(self._results)
 
     def result(self) -> list[Any]:
-        """Wait for the results, in rank order; raises `WorkerError`."""
-        return self._future.result()
+        """Wait for the results, in rank order; raises `WorkerError`.
+
+        Where a rank dies, those that talk to it raise, often before its death is known here: it is the one to blame.
+        """
+        try:
+            return self._future.result()
+        except WorkerError as raised:
+            death = None
+            if raised.details:
+                with suppress(TimeoutError):
+                    death = self._death.result(_PATIENCE_FOR_A_DEATH)
+            if death is None:
+                raise
+            raise death from raised
 
     def done(self) -> bool:
         """Whether `result` would return at once."""

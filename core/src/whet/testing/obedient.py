@@ -73,6 +73,13 @@ class ObedientWorker:
             raise ValueError("as told")
         time.sleep(1000.0)
 
+    def fail_or_die(self, rank: int) -> None:
+        """Raise on one rank, and a moment later die on all others."""
+        if self._rank.rank == rank:
+            raise ConnectionError("the other end is gone")
+        time.sleep(0.2)
+        os._exit(3)
+
     def unsendable(self) -> object:
         """Give something that cannot cross."""
         return {"inside": object()}

@@ -1,4 +1,4 @@
-r"""Generated arithmetic: `Compute 7+8-3+6-1.`, answered in `\boxed{17}` and graded exactly.
+r"""Generated arithmetic: `Compute 7+8-3+6-1+2.`, answered in `\boxed{19}` and graded exactly.
 
 Every task is computed from its position. One expression in ten is held out by its hash: those make up the split
 `test`, and neither tasks of `train` nor demonstrations ever show one.

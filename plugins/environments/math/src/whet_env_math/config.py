@@ -7,7 +7,7 @@ from attrs import field, frozen, validators
 
 @frozen
 class ArithmeticConfig:
-    """Chains of additions and subtractions such as `Compute 7+8-3+6-1.`, made up as they are needed."""
+    """Chains of additions and subtractions such as `Compute 7+8-3+6-1+2.`, made up as they are needed."""
 
     terms: int = field(default=6, validator=validators.ge(2))
     """Numbers in a chain."""

@@ -87,7 +87,7 @@ def _training(changes: Sequence[Change], encoding: str) -> Table:
 def _phases(seconds: dict[str, float], encoding: str) -> Table:
     """Share of the steps' time that phases took. They may overlap, and one may be part of another."""
     table = _table("phases", ("seconds", "share of steps"))
-    phases = {phase: spent for phase, spent in seconds.items() if phase != "step"}
+    phases = {phase: spent for phase, spent in seconds.items() if phase != "step" and not phase.endswith(".start")}
     whole = seconds.get("step") or sum(phases.values())
     for phase, spent in sorted(phases.items(), key=lambda item: -item[1]):
         if spent >= SMALLEST_SHARE * whole:
