@@ -20,7 +20,7 @@ from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.load import Loaded, load_config
 from whet.config.structure import unstructure
-from whet.errors import CheckpointError, ConfigError, PluginError, WhetError, in_words
+from whet.errors import CheckpointError, ConfigError, DataError, PluginError, WhetError, in_words
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics

@@ -75,7 +75,7 @@ class ObedientWorker:
 
     def fail_or_die(self, rank: int) -> None:
         """Raise on one rank, and a moment later die on all others."""
-        if self._rank.rank == rank:
+        if self.rank.rank == rank:
             raise ConnectionError("the other end is gone")
         time.sleep(0.2)
         os._exit(3)
