@@ -108,6 +108,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, 
     config = small_run(
         tmp_path,
         plugins=[str(HERE / "troubles.py")],
+        algorithm={"use": "grpo", "prompts_per_step": 1, "group_size": 2},
         environments=[trouble(kind)],
         rollout={"max_tokens": 4, "retries": 1, "max_failed_groups": 3},
     )
