@@ -69,7 +69,12 @@ def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number:
     install("whet-waits", {"waits_hooks": WAITS})
     code_of_it = f"import sys; sys.path.insert(0, {str(site)!r}); from whet.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code_of_it, "plugins"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code_of_it, "plugins"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
