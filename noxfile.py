@@ -50,7 +50,7 @@ def calculator(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
-    install(session, "pytest-timeout", "ruff", "mypy", "import-linter", "types-PyYAML")
+    install(session, "pytest-timeout", "datasets", "huggingface-hub", "ruff", "mypy", "import-linter", "types-PyYAML")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

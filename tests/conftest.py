@@ -73,9 +73,19 @@ def small_run(tiny_model_folder: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def layered_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_layer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Give a function that makes a virtual environment, and gives its folder of commands; see `layered`."""
+    return lambda: layered(tmp_path_factory.mktemp("layer") / "venv")
+
+
+@pytest.fixture(scope="session")
+def layered_python(new_layer: Callable[[], Path]) -> Path:
+    """The folder of commands of an environment that the tests share."""
+    return new_layer()
+
+
+def layered(folder: Path) -> Path:
     """Make a virtual environment that also sees everything installed here; give its folder of commands."""
-    folder = tmp_path_factory.mktemp("layer") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     here = next(p for p in sys.path if p.endswith("site-packages"))
     site = next(folder.glob("lib/python*/site-packages"))

@@ -4,7 +4,7 @@ import json
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,13 +68,16 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def site(layered_python: Path) -> Iterator[Path]:
-    """The folder into which packages of the layered environment are installed; empty again at the end."""
+def layered_python(new_layer: Callable[[], Path]) -> Path:
+    """An environment of this module's own: what is broken in it troubles no other test."""
+    return new_layer()
+
+
+@pytest.fixture(scope="module")
+def site(layered_python: Path) -> Path:
+    """The folder into which packages of the layered environment are installed."""
     (folder,) = layered_python.parent.glob("lib/python*/site-packages")
-    before = set(folder.iterdir())
-    yield folder
-    for path in set(folder.iterdir()) - before:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
 
 
 def install(site: Path, name: str, source: str, requires: str = "") -> None:

@@ -247,6 +247,8 @@ def test_nothing_outlives_a_driver_however_it_ends(tmp_path: Path, how: str) -> 
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert driver.stdout is not None
     with driver.stdout:
