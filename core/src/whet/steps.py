@@ -135,13 +135,14 @@ class Steps:
             for s in spans
         ]
         self._run.append("spans.jsonl", rows)
-        self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}], durable=True)
+        self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
         self._sinks.log(number, numbers)
 
     def _save(self) -> None:
         self._saving = True
         try:
             with self._spans.phase("run", "save"):
+                self._run.sync()
                 self._sinks.save(self.done)
         finally:
             self._saving = False
