@@ -65,7 +65,7 @@ def reward_names(episodes: Sequence[Episode]) -> tuple[str, ...]:
 
 def response_length(episode: Episode) -> int:
     """Count the tokens of an episode that the model produced."""
-    return int(sum(trajectory.loss_mask.sum() for trajectory in episode.trajectories))
+    return sum(int(np.count_nonzero(trajectory.loss_mask)) for trajectory in episode.trajectories)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -103,7 +103,8 @@ def record(group: Group) -> list[dict[str, Any]]:
 
 
 def _row(group: int, episode: Episode) -> dict[str, Any]:
-    produced = [trajectory.versions[trajectory.loss_mask] for trajectory in episode.trajectories]
+    # Plain lists: for a few dozen tokens they are several times faster than a reduction of NumPy's.
+    produced = [v for t in episode.trajectories for v in t.versions[t.loss_mask].tolist()]
     return {
         "group": group,
         "environment": episode.environment,
@@ -113,8 +114,8 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         "reward": episode.reward,
         "rewards": dict(episode.rewards),
         "turns": episode.turns,
-        "response_length": response_length(episode),
+        "response_length": len(produced),
         "stop": episode.trajectories[-1].stop,
-        "versions": [int(min(v.min() for v in produced)), int(max(v.max() for v in produced))],
+        "versions": [min(produced), max(produced)],
         "messages": [{"role": role, "content": text} for role, text in episode.messages],
     }
