@@ -57,6 +57,15 @@ def _children() -> list[int]:
     return [subprocess.Popen(["sleep", "1000"], start_new_session=own).pid for own in (False, True)]
 
 
+def _meet(mine: str, other: str) -> bool:
+    """Wait until another call has come as far as this one."""
+    os.mkdir(mine)
+    deadline = time.monotonic() + 20.0
+    while not os.path.isdir(other) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return os.path.isdir(other)
+
+
 def _recurse(depth: int) -> int:
     return 0 if not depth else 1 + _recurse(depth - 1)
 
@@ -70,6 +79,7 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "same": lambda a, b: a == b,
     "echo": lambda value: value,
     "sleep": time.sleep,
+    "meet": _meet,
     "spin": _spin,
     "crash": _crash,
     "die": _die,

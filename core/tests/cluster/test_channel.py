@@ -3,11 +3,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from whet.cluster.channel import receive, send
+from whet.cluster.channel import Incoming, frame, receive, send
 from whet.cluster.wire import WireError
 
 
@@ -74,3 +75,47 @@ def test_a_sender_that_trickles_does_not_outlast_the_deadline(pair: tuple[socket
     stop.set()
     thread.join()
     assert time.monotonic() - begin < 1.0
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 1000, 1 << 16])
+def test_messages_are_put_together_from_whatever_comes_at_once(
+    pair: tuple[socket.socket, socket.socket], step: int
+) -> None:
+    wanted = [[], [b""], [b"x"], [b"a" * 63, b"", b"b" * 65], [b"c"] * 40, [bytes(range(256)) * 12], []]
+    stream = b"".join(bytes(piece) for buffers in wanted for piece in frame(buffers))
+    incoming, scratch, arrived = Incoming(), memoryview(bytearray(1 << 12)), []
+    for begin in range(0, len(stream), step):
+        part = stream[begin : begin + step]
+        pair[0].sendall(part)
+        pair[1].setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                arrived += list(incoming.receive(pair[1], scratch))
+    scratch[:] = bytes(len(scratch))
+    assert [[bytes(buffer) for buffer in message] for message in arrived] == wanted
+    filled = [np.frombuffer(buffer, np.uint8) for message in arrived for buffer in message if len(buffer)]
+    assert all(array.ctypes.data % 64 == 0 and array.flags.writeable for array in filled)
+
+
+def test_a_large_payload_is_received_where_it_stays(pair: tuple[socket.socket, socket.socket]) -> None:
+    sent = np.random.default_rng(0).integers(0, 256, 30_000_000, np.uint8)
+    send_from_thread(pair[0], [b"head", sent.data, b"tail"])
+    incoming, scratch = Incoming(), memoryview(bytearray(1 << 10))
+    arrived: list[list[memoryview]] = []
+    while not arrived:
+        arrived += list(incoming.receive(pair[1], scratch))
+    head, large, tail = arrived[0]
+    assert (bytes(head), bytes(tail)) == (b"head", b"tail")
+    assert np.array_equal(np.frombuffer(large, np.uint8), sent)
+
+
+def test_what_comes_in_pieces_is_refused_as_what_comes_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].sendall(b"WHT1" + struct.pack("<I2Q", 2, 1 << 62, (1 << 64) - 1))
+    with pytest.raises(WireError, match="was announced"):
+        list(Incoming(limit=1 << 20).receive(pair[1], memoryview(bytearray(100))))
+    pair[0].sendall(b"hello, worker\n")
+    with pytest.raises(WireError, match="no proper beginning"):
+        list(Incoming().receive(pair[1], memoryview(bytearray(100))))
+    pair[0].close()
+    with pytest.raises(EOFError):
+        list(Incoming().receive(pair[1], memoryview(bytearray(100))))

@@ -1,19 +1,26 @@
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from whet.cluster.local import LocalCluster
+from whet.cluster.channel import send
+from whet.cluster.connection import Call, Clock, Connection
+from whet.cluster.local import LocalCluster, LocalProcess
 from whet.cluster.slices import Slice
+from whet.cluster.traffic import Traffic
+from whet.cluster.wire import encode
 from whet.config.sections import DeadlinesSection
-from whet.errors import ConfigError, WorkerError
+from whet.errors import ConfigError, WorkerError, WorkerLost
 from whet.testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
 from whet.testing.obedient import TARGET
 
@@ -129,6 +136,19 @@ def test_a_rank_that_died_is_named_rather_than_one_that_noticed(tmp_path: Path) 
         assert "rank 0 failed in fail_or_die: ConnectionError" in str(caught.value.__cause__)
 
 
+def test_deadlines_are_kept_also_where_stacks_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: LocalProcess) -> None:
+        raise OSError("no more descriptors")
+
+    monkeypatch.setattr(LocalProcess, "show_stacks", refuse)
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="no answer within"):
+                workers.call("hang", timeout_seconds=0.2)
+            workers.restart(0)
+
+
 def test_a_missed_deadline_shows_where_every_rank_hangs(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         workers = cluster.slice("backend", 2).spawn(TARGET, {})
@@ -157,6 +177,140 @@ def test_a_constructor_that_hangs_misses_the_deadline_of_the_start(tmp_path: Pat
         cluster.slice("backend").spawn(TARGET, {"hang": True})
 
 
+def test_a_process_that_stands_still_is_found_long_before_its_deadline(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.0)) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        pid = workers.call("state")[0]["pid"]
+        pending = workers.start("hang", phase="train")
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(
+            WorkerLost, match="backend rank 0 failed in train: no sign of life for 1 s; its process is stopped"
+        ):
+            pending.result()
+        wait_until(lambda: not alive(pid), "the process is gone")
+
+
+def test_a_process_that_stands_still_while_nobody_waits_is_found_too(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.0)) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        pid = workers.call("state")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: not alive(pid), "the process is gone")
+        with pytest.raises(WorkerLost, match="rank 0 failed in add: its process gave no sign of life for 1 s"):
+            workers.call("add", 1)
+
+
+class SlowLine:
+    """Stands for a process at the end of a slow network: an answer of 20 parts, each a moment after the last."""
+
+    pid = 0
+
+    def start(self) -> socket.socket:
+        here, self._there = socket.socketpair()
+        return here
+
+    def wait(self) -> str:
+        alive = encode({"number": 0, "say": "alive", "value": {"doing": "", "seconds": 0.0}})
+        send(self._there, alive)
+        near, far = socket.socketpair()
+        with far:
+            answer = encode({"number": 7, "say": "done", "value": bytes(1 << 20)})
+            sending = threading.Thread(target=lambda: (send(near, answer), near.close()))
+            sending.start()
+            while part := far.recv((1 << 20) // 20, socket.MSG_WAITALL):
+                time.sleep(0.1)
+                self._there.sendall(part)
+            sending.join()
+        self._ended.wait(10)
+        return "it was told to end"
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def kill(self) -> None:
+        self._ended.set()
+
+    def state(self) -> str:
+        return ""
+
+    def show_stacks(self) -> None:
+        """Nothing can be shown."""
+
+
+def test_an_answer_that_takes_longer_to_come_than_silence_may_last_is_not_silence(tmp_path: Path) -> None:
+    clock, traffic, answer = Clock(), Traffic(), Future[object]()
+    connection = Connection("backend-0", tmp_path / "log", SlowLine(), clock, traffic)
+    call = Call("backend", 0, "score", 30.0, lambda value, error: answer.set_result(error or value))
+    connection.expect_heartbeats(0.8)
+    connection.ask(7, encode({}), call)
+    assert answer.result(30) == bytes(1 << 20)
+    connection.end(time.monotonic())
+    clock.stop()
+    traffic.stop()
+
+
+def test_a_busy_process_is_not_silent_and_says_what_it_does(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, DeadlinesSection(heartbeat=2.0)) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        assert cluster.under_way() == []
+        pending = workers.start("hang", 3.5, phase="train")
+        wait_until(lambda: cluster.under_way()[0].doing == "hang", "it says what it does")
+        (found,) = cluster.under_way()
+        assert re.match(
+            r"backend-0 train since \d s \(its process computes hang since \d s, heard of \d s ago\)", str(found)
+        )
+        assert "in hang" in cluster.stacks()["backend-0"]
+        assert pending.result() == [None]
+        assert cluster.under_way() == []
+
+
+SLEEPER = """
+import os, pathlib, signal, sys, threading, time
+from whet.cluster.local import LocalCluster
+from whet.config.sections import DeadlinesSection
+with LocalCluster(pathlib.Path(sys.argv[1]), DeadlinesSection(heartbeat=1.5)) as cluster:
+    workers = cluster.slice("backend").spawn("whet.testing.obedient:ObedientWorker", {})
+    time.sleep(0.5)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    time.sleep(0.5)
+    print(workers.call("add", 1), flush=True)
+"""
+
+
+def test_a_driver_that_stood_still_does_not_blame_its_workers(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate("go\n", timeout=30)
+    assert output == "[1]\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "cause"),
+    [
+        ("hang_up", "its process closed the connection to the driver"),
+        ("babble", "its process sent no proper answer: a message is damaged"),
+    ],
+)
+def test_a_process_that_lives_on_without_its_connection_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, cause: str
+) -> None:
+    monkeypatch.setattr("whet.cluster.connection._PATIENCE_FOR_AN_END", 0.2)
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend", 2).spawn(f"file:{Path(__file__).with_name('rude.py')}:RudeWorker", {})
+        pids = workers.call("pid")
+        with pytest.raises(WorkerLost, match=f"rank 1 failed in {method}: {cause}"):
+            workers.start_on(1, method).result()
+        wait_until(lambda: not alive(pids[1]), "the process is gone")
+        assert workers.start_on(0, "pid").result() == pids[:1]
+
+
 def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         part = cluster.slice("backend")
@@ -165,6 +319,25 @@ def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> N
             workers.call("die", signal.SIGKILL)
         workers.close()
         assert part.spawn(TARGET, {}).call("add", 1) == [1]
+
+
+def test_a_missed_deadline_does_not_end_the_process_that_took_the_place_since(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        restarted = threading.Event()
+
+        def restart(failed: object) -> None:
+            workers.restart(0)
+            restarted.set()
+
+        pending = workers.start_on(0, "hang", timeout_seconds=0.3)
+        pending._future.add_done_callback(restart)  # runs before whoever failed the call goes on
+        with pytest.raises(WorkerLost, match=r"no answer within 0\.3 s"):
+            pending.result()
+        assert restarted.wait(30)
+        with pytest.raises(WorkerLost, match=r"no answer within 0\.3 s"):  # the same thread has finished by then
+            cluster.slice("other").spawn(TARGET, {}).call("hang", timeout_seconds=0.3)
+        assert workers.call("add", 1) == [1]
 
 
 def test_what_could_steer_a_terminal_is_not_quoted_as_it_is(tmp_path: Path) -> None:

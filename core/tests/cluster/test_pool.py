@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from whet.cluster.pool import GraderCrash, GraderPool, GraderTimeout
+from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised, GraderTimeout, _Grader
 from whet.component import resolve
 from whet.errors import PluginError, WhetError
 from whet.testing.contracts.workers import alive, wait_until
@@ -62,20 +62,20 @@ def test_many_calls_at_once_from_several_loops_come_back_to_their_callers(pool: 
 
 def test_an_exception_is_told_and_the_grader_lives(pool: GraderPool) -> None:
     pid, crashes = call(pool, "pid"), pool.crashes
-    with pytest.raises(GraderCrash, match="obey failed: ValueError: what a mess"):
+    with pytest.raises(GraderRaised, match="obey failed: ValueError: what a mess"):
         call(pool, "fail", "what a mess")
     assert pool.crashes == crashes + 1
     assert call(pool, "pid") == pid
 
 
 def test_deep_recursion_is_an_error_like_any_other(pool: GraderPool) -> None:
-    with pytest.raises(GraderCrash, match="RecursionError"):
+    with pytest.raises(GraderRaised, match="RecursionError"):
         call(pool, "recurse", 100_000)
 
 
 @pytest.mark.parametrize("what", ["unsendable", "forge"])
 def test_a_result_that_cannot_cross_is_told(pool: GraderPool, what: str) -> None:
-    with pytest.raises(GraderCrash, match="WireError"):
+    with pytest.raises(GraderRaised, match="WireError"):
         call(pool, what)
 
 
@@ -109,12 +109,12 @@ def test_much_output_neither_blocks_nor_shows(pool: GraderPool, capfd: pytest.Ca
 
 
 def test_nothing_is_written_to_files(pool: GraderPool, tmp_path: Path) -> None:
-    with pytest.raises(GraderCrash, match="File too large"):
+    with pytest.raises(GraderRaised, match="File too large"):
         call(pool, "write", str(tmp_path / "x"))
 
 
 def test_open_files_are_few(pool: GraderPool) -> None:
-    with pytest.raises(GraderCrash, match="Too many open files"):
+    with pytest.raises(GraderRaised, match="Too many open files"):
         call(pool, "files", 100)
 
 
@@ -155,7 +155,25 @@ def test_calls_behind_a_late_or_crashing_one_are_not_lost(pool: GraderPool) -> N
     results = asyncio.run(run())
     assert [results[i] for i in (0, 2, 4)] == [0, 1, 2]
     assert isinstance(results[1], GraderCrash)
-    assert isinstance(results[3], GraderCrash)
+    assert isinstance(results[3], GraderRaised)
+
+
+def test_answers_given_before_a_crash_count_also_while_more_is_sent(
+    pool: GraderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(grader: _Grader, buffers: Any, timeout_seconds: float) -> None:
+        time.sleep(0.3)  # so that it is dead before all is sent
+        send(grader, buffers, timeout_seconds)
+
+    async def run() -> list[Any]:
+        await pool.call("echo", 0)
+        monkeypatch.setattr(_Grader, "send", slowly)
+        orders = [("echo", 0), ("die", 1, ""), ("echo", 1), ("echo", 2)]
+        return await asyncio.gather(*[pool.call(*order) for order in orders], return_exceptions=True)
+
+    send = _Grader.send
+    first, second, *rest = asyncio.run(run())
+    assert (first, type(second), rest) == (0, GraderCrash, [1, 2])
 
 
 def test_a_cancelled_call_does_not_disturb_others(pool: GraderPool) -> None:
@@ -170,19 +188,15 @@ def test_a_cancelled_call_does_not_disturb_others(pool: GraderPool) -> None:
 
 
 @pytest.mark.usefixtures("no_orphans")
-def test_several_workers_work_at_one_time() -> None:
-    pool = GraderPool(f"{GRADINGS}:obey", workers=2)
-    pool.warm()
+def test_several_workers_work_at_one_time(tmp_path: Path) -> None:
+    pool = GraderPool(f"{GRADINGS}:obey", workers=2, timeout_seconds=30.0)
     try:
 
-        async def run() -> set[int]:
-            await asyncio.gather(pool.call("sleep", 0.3), pool.call("sleep", 0.3))
-            begin = time.monotonic()
-            await asyncio.gather(pool.call("sleep", 0.3), pool.call("sleep", 0.3))
-            assert time.monotonic() - begin < 0.55
-            return set(await asyncio.gather(*[pool.call("pid") for _ in range(40)]))
+        async def run() -> list[bool]:
+            one, other = str(tmp_path / "one"), str(tmp_path / "other")
+            return await asyncio.gather(pool.call("meet", one, other), pool.call("meet", other, one))
 
-        assert asyncio.run(run())
+        assert asyncio.run(run()) == [True, True]
     finally:
         pool.close()
 

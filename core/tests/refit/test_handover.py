@@ -3,20 +3,36 @@
 import json
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
 from whet.errors import ConfigError, RefitError
+from whet.refit.exchange import Exchange
 from whet.refit.handover import choose_transport, receive, send
 from whet.refit.link import Link
 
-TRANSPORTS = ("shared", "shared-memory", "disk")
+TRANSPORTS = ("shared", "shared-memory", "tcp", "disk")
+BY_BYTES = ("shared-memory", "tcp", "disk")
 BY_FILE = ("shared-memory", "disk")
 
 
+@pytest.fixture(autouse=True)
+def exchange() -> Iterator[None]:
+    EXCHANGES.append(Exchange("127.0.0.1"))
+    yield
+    EXCHANGES.pop().close()
+
+
+EXCHANGES: list[Exchange] = []
+
+
 def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> Link:
+    if transport == "tcp":
+        folder, options = EXCHANGES[0].address, {"token": EXCHANGES[0].token, **options}
     return Link(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
 
 
@@ -41,6 +57,14 @@ def assert_equal(found: dict[str, torch.Tensor], sent: list[tuple[str, torch.Ten
     for name, tensor in sent:
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("transport", BY_BYTES)
+def test_a_receiver_that_comes_late_gets_what_the_last_session_left(tmp_path: Path, transport: str) -> None:
+    link, sent = make_link(transport, tmp_path), make_weights()
+    send(link, sent)
+    for _ in range(2):
+        assert_equal(taken(link), sent)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -85,7 +109,7 @@ def test_several_receivers_take_the_same(transport: str, tmp_path: Path) -> None
     assert_equal(taken(link), make_weights())
 
 
-@pytest.mark.parametrize("transport", BY_FILE)
+@pytest.mark.parametrize("transport", BY_BYTES)
 def test_tensors_are_cast_to_the_dtype_that_the_receiver_wants(transport: str, tmp_path: Path) -> None:
     link = make_link(transport, tmp_path, dtype="bfloat16")
     send(link, make_weights())
@@ -117,7 +141,7 @@ def test_an_earlier_session_is_refused_as_stale(transport: str, tmp_path: Path) 
 def test_another_version_under_the_same_session_is_refused(transport: str, tmp_path: Path) -> None:
     sent = make_link(transport, tmp_path, 3)
     send(sent, make_weights())
-    wanted = Link(transport, sent.address, sent.session, 4, timeout_seconds=5.0)
+    wanted = attrs.evolve(sent, version=4)
     with pytest.raises(RefitError, match="sent version 3, wanted 4"):
         taken(wanted)
 
@@ -137,7 +161,7 @@ def test_a_name_sent_twice_is_refused_at_the_sender(transport: str, tmp_path: Pa
         send(make_link(transport, tmp_path), [*make_weights(), make_weights()[0]])
 
 
-@pytest.mark.parametrize("transport", BY_FILE)
+@pytest.mark.parametrize("transport", BY_BYTES)
 def test_a_sender_that_fails_half_way_ends_the_wait_of_the_receiver(transport: str, tmp_path: Path) -> None:
     def failing():  # type: ignore[no-untyped-def]
         yield make_weights()[0]
@@ -151,7 +175,7 @@ def test_a_sender_that_fails_half_way_ends_the_wait_of_the_receiver(transport: s
 
 
 def test_a_missing_sender_is_named(tmp_path: Path) -> None:
-    for transport in BY_FILE:
+    for transport in BY_BYTES:
         link = make_link(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
         send(link, make_weights(), sender=0)
         with pytest.raises(RefitError, match=r"1 of 2 senders.*sender 1: none"):
@@ -239,7 +263,8 @@ def test_the_best_transport_that_both_know_and_the_placement_allows_is_chosen() 
     known = TRANSPORTS
     assert choose_transport(known, known, same_process=True, same_host=True) == "shared"
     assert choose_transport(known, known, same_process=False, same_host=True) == "shared-memory"
-    assert choose_transport(known, known, same_process=False, same_host=False) == "disk"
+    assert choose_transport(known, known, same_process=False, same_host=False) == "tcp"
+    assert choose_transport(known, ("shared", "disk"), same_process=False, same_host=False) == "disk"
     assert choose_transport(("disk", "shared"), known, same_process=True, same_host=True) == "disk"
     with pytest.raises(ConfigError, match="backend offers shared, the generator takes disk, and they are in one"):
         choose_transport(("shared",), ("disk",), same_process=True, same_host=True)

@@ -1,30 +1,33 @@
 """The driver's end of one worker process: what was asked, what came back, and how it ended.
 
-live      starts the process and waits for its end (the kernel ties the process to this thread)
-write     sends, so that nobody blocks on a process that does not read
-read      takes answers to the calls that wait for them
+A thread for each process starts it and waits for its end (the kernel ties the process to this thread). The messages
+of all of them pass through the one thread of `whet.cluster.traffic`, and one `Clock` watches all deadlines.
 """
 
 import math
-import queue
-import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from attrs import define, field
+from attrs import define, field, frozen
 
-from whet.cluster.channel import receive, send
-from whet.cluster.process import Child, describe_end, last_words
-from whet.cluster.wire import Buffer, WireError, decode, encode
-from whet.errors import WorkerError
+from whet.cluster.process import last_words
+from whet.cluster.traffic import Line, Traffic
+from whet.cluster.wire import Buffer, decode, encode
+from whet.errors import WhetError, WorkerError, WorkerLost, in_words
 
 _PATIENCE_FOR_STACKS = 0.1
+_PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
+_PATIENCE_FOR_LAST_ANSWERS = 1.0
 _DEEPEST_STACK = 20
 _MOMENT_SECONDS = 0.05
+_STOOD_STILL_SECONDS = 1.0
+"""A clock that is so late stood still, with the driver: what processes said meanwhile was not heard."""
 _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
+_SLOWEST_BEAT_SECONDS = 5.0
 _IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
 """Where a thread of a worker process waits for something to do."""
 
@@ -39,10 +42,12 @@ class Call:
     timeout_seconds: float
     """For the answer, or for each item of a stream."""
     done: Callable[[Any, WorkerError | None], None]
+    """Called once, and `part` with each item of a stream; by threads that serve all calls, so neither may wait."""
     part: Callable[[Any], None] = lambda item: None
     missed: Callable[[WorkerError], None] = lambda error: None
     """Called when the deadline has passed."""
     expires: float = field(init=False)
+    began: float = field(factory=time.monotonic, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.renew()
@@ -54,6 +59,63 @@ class Call:
     def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
         """Say that this call failed."""
         return WorkerError(self.role, self.rank, self.phase, cause, words, details)
+
+    def lost(self, cause: str, words: str = "") -> WorkerLost:
+        """Say that the process that this call was made of is lost."""
+        return WorkerLost(self.role, self.rank, self.phase, cause, words)
+
+
+@frozen
+class UnderWay:
+    """What a worker process was asked and has not answered yet."""
+
+    role: str
+    rank: int
+    phase: str
+    seconds: float
+    """Since it was asked, or since the oldest of several such calls was."""
+    doing: str
+    """What its compute thread does, by its own last word; empty: nothing."""
+    doing_seconds: float
+    silence_seconds: float
+    """Since it was last heard of."""
+
+    def __str__(self) -> str:
+        said = f"computes {self.doing} since {self.doing_seconds:.0f} s" if self.doing else "computes nothing"
+        heard = f"{said}, heard of {self.silence_seconds:.0f} s ago"
+        return f"{self.role}-{self.rank} {self.phase} since {self.seconds:.0f} s (its process {heard})"
+
+
+class HostProcess(Protocol):
+    """A process that runs `whet.cluster.host`, however it is started. What it writes ends in its log."""
+
+    @property
+    def pid(self) -> int:
+        """On its machine; 0 before it is started."""
+        ...
+
+    def start(self) -> socket.socket:
+        """Start it and give the driver's end of the socket to it. Raises `OSError` or `WhetError` saying why not.
+
+        `start` and `wait` are called by one thread, which lives as long as the process may.
+        """
+        ...
+
+    def wait(self) -> str:
+        """Wait for its end and for that of all it started; say how it ended, in words."""
+        ...
+
+    def kill(self) -> None:
+        """End it, from any thread, and without waiting; where it is not started yet, as soon as it is."""
+        ...
+
+    def state(self) -> str:
+        """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where that is not known."""
+        ...
+
+    def show_stacks(self) -> None:
+        """Let it write what its threads do to its log, as far as it still can."""
+        ...
 
 
 class Clock:
@@ -97,6 +159,11 @@ class Clock:
                 if self._stopped:
                     return
                 connections = list(self._connections)
+                if (late := time.monotonic() - self._next) > _STOOD_STILL_SECONDS:
+                    for connection in connections:
+                        connection.excuse(late)
+            for connection in connections:
+                connection.end_if_deaf()
             _end_overdue(sorted((c for c in connections if c.overdue), key=lambda c: c.name))
 
 
@@ -104,34 +171,44 @@ def _end_overdue(connections: "Sequence[Connection]") -> None:
     """Fail the calls that have missed their deadlines: first that of a process which stands still, for where ranks
     wait for each other it is the one to blame, and the first failure is the one that is told.
     """
-    stands = {connection: connection.standstill() for connection in connections}
-    words = {connection: connection.last_words() for connection in connections}
+    stands = {connection: _told(connection.standstill) for connection in connections}
+    words = {connection: _told(connection.last_words) for connection in connections}
     told = [f"{c.name}:\n{words[c]}" if len(connections) > 1 else words[c] for c in connections if words[c]]
     for connection in sorted(connections, key=lambda c: not stands[c]):
         connection.end_overdue(stands[connection], "\n".join(told))
 
 
+def _told(ask: Callable[[], str]) -> str:
+    """Ask what helps to understand an error, and never let that hide it, or end the thread that watches deadlines."""
+    try:
+        return ask()
+    except Exception as error:  # of a launcher, a full disk, a process that is gone meanwhile
+        return f"(nothing more is known: {in_words(error)})"
+
+
 class Connection:
     """One worker process, started at once in the background."""
 
-    def __init__(self, name: str, log: Path, environment: Mapping[str, str], clock: Clock) -> None:
-        self.name, self._log, self._environment, self._clock = name, log, environment, clock
+    def __init__(self, name: str, log: Path, process: HostProcess, clock: Clock, traffic: Traffic) -> None:
+        self.name, self.process, self._log, self._clock = name, process, log, clock
         log.touch()
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
         self._slots: set[int] = set()
-        self._outbox: queue.SimpleQueue[Sequence[Buffer] | None] = queue.SimpleQueue()
+        self._line = Line(traffic, self._take, self._broken, self._hear)
         self._lock = threading.Lock()
-        self._exited, self._gone = threading.Event(), threading.Event()
+        self._gone = threading.Event()
+        self._exited = False
         self._cause = ""
         """Why it is no longer of use; empty while it is."""
-        self._child: Child | None = None
-        self._threads = [
-            threading.Thread(target=target, name=f"whet-{name}-{target.__name__.strip('_')}", daemon=True)
-            for target in (self._live, self._write, self._read)
-        ]
+        self._left = False
+        """Whether it was asked to end, or never came to be."""
+        self._deaf_until, self._deaf_cause = math.inf, ""
+        """When a process that lives on without a connection is ended, and why."""
+        self._heartbeat_seconds = 0.0
+        self._heard, self._said = 0.0, ("", 0.0)
         self._started = threading.Event()
-        self._threads[0].start()
+        threading.Thread(target=self._live, name=f"whet-{name}", daemon=True).start()
 
     @property
     def dead(self) -> bool:
@@ -142,7 +219,7 @@ class Connection:
     def pid(self) -> int:
         """Of the process, once it is started; 0 where it could not be."""
         self._started.wait()
-        return 0 if self._child is None else self._child.pid
+        return self.process.pid
 
     def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
         """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
@@ -150,15 +227,38 @@ class Connection:
             cause = self._cause
             if not cause:
                 self._calls[number] = call
-                self._outbox.put(buffers)
+                self._line.send(buffers)
         if cause:
-            call.done(None, call.error(cause, self._words()))
+            call.done(None, self._ended(call))
         else:
             self._clock.watch(self, call.expires)
 
+    def expect_heartbeats(self, seconds: float) -> None:
+        """Hold the process for hung once it has been silent for so long after its first sign of life."""
+        self._heartbeat_seconds = seconds
+        self.tell({"do": "beat", "every": min(seconds / 4, _SLOWEST_BEAT_SECONDS)})
+
+    def under_way(self) -> "list[UnderWay]":
+        """Say what the process was asked and has not answered: the oldest call of each phase first."""
+        now = time.monotonic()
+        with self._lock:
+            calls = sorted(self._calls.values(), key=lambda call: call.began)
+            heard, (doing, since) = self._heard, self._said
+        oldest: dict[tuple[str, int, str], Call] = {}
+        for call in calls:
+            oldest.setdefault((call.role, call.rank, call.phase), call)
+        silence = now - heard if heard else 0.0
+        return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
+
+    def excuse(self, seconds: float) -> None:
+        """Count so many seconds of silence as not heard, rather than not said."""
+        with self._lock:
+            self._heard += seconds if self._heard else 0.0
+            self._deaf_until += seconds
+
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""
-        self._outbox.put(encode(message))
+        self._line.send(encode(message))
 
     def drop(self, number: int) -> None:
         """Wait no longer for the answer to a call."""
@@ -175,6 +275,11 @@ class Connection:
         with self._lock:
             self._slots.add(slot)
 
+    def houses_only(self, slot: int) -> bool:
+        """Whether no other workers live here."""
+        with self._lock:
+            return self._slots <= {slot}
+
     def exit(self, slot: int) -> bool:
         """Note that they are gone; where they were the last, ask the process to end and say so."""
         with self._lock:
@@ -187,6 +292,7 @@ class Connection:
     def leave(self) -> None:
         """Ask the process to end."""
         with self._lock:
+            self._left = self._left or not self._cause
             self._cause = self._cause or "its process was closed"
         self.tell({"do": "exit"})
 
@@ -203,18 +309,27 @@ class Connection:
         self._kill()
 
     def next_deadline(self) -> float:
-        """Give the time at which the first of the calls under way must have been answered."""
+        """Give the time at which the first of the calls under way must have been answered, or a sign of life heard."""
         with self._lock:
-            return min((call.expires for call in self._calls.values()), default=math.inf)
+            return min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
 
     @property
     def overdue(self) -> bool:
         """Whether a call has missed its deadline; those that were made with it a moment later count as well."""
         return self.next_deadline() <= time.monotonic() + _MOMENT_SECONDS
 
+    def end_if_deaf(self) -> None:
+        """End the process where it has lost the connection and lived on for too long."""
+        with self._lock:
+            if self._deaf_until > time.monotonic() + _MOMENT_SECONDS:
+                return
+            self._deaf_until = math.inf
+            self._cause = self._cause or self._deaf_cause
+        self._kill()
+
     def standstill(self) -> str:
         """Say why the process cannot even be scheduled, where it cannot."""
-        return "" if self._child is None else _STANDSTILLS.get(self._child.state(), "")
+        return _STANDSTILLS.get(self.process.state(), "")
 
     def last_words(self) -> str:
         """Give the end of the process's log, and what its busy threads do."""
@@ -224,24 +339,35 @@ class Connection:
         """Fail the calls that have missed their deadlines, and end the processes that they were made of."""
         latest = time.monotonic() + _MOMENT_SECONDS
         with self._lock:
-            numbers = [number for number, call in self._calls.items() if call.expires <= latest]
+            silent = self._silent_at() <= latest
+            numbers = [number for number, call in self._calls.items() if silent or call.expires <= latest]
             calls = [self._calls.pop(number) for number in numbers]
+            silence = f"no sign of life for {self._heartbeat_seconds:g} s{standstill}"
+            if silent:
+                self._cause = self._cause or f"its process gave {silence}"
         for call in calls:
-            error = call.error(f"no answer within {call.timeout_seconds:g} s{standstill}", words)
+            error = call.lost(silence if silent else f"no answer within {call.timeout_seconds:g} s{standstill}", words)
             call.done(None, error)
             call.missed(error)
+        if silent:
+            self._clock.forget(self)
+            self._kill()
+
+    def _silent_at(self) -> float:
+        """Give the time at which the process will have been silent for too long."""
+        if not self._heard or not self._heartbeat_seconds or self._cause:
+            return math.inf
+        return self._heard + self._heartbeat_seconds
 
     def _kill(self) -> None:
-        self._started.wait(10.0)
-        if self._child is not None:
-            self._child.signal(signal.SIGKILL)
+        self.process.kill()
 
     def _stacks(self) -> str:
         """Say what each busy thread of the process is doing, as far as it can still tell."""
-        if self._child is None:
-            return ""
+        if not self._heard:
+            return ""  # it may not be able yet to bear the question
         begin = self._log.stat().st_size if self._log.exists() else 0
-        self._child.signal(signal.SIGUSR1)  # `whet.cluster.host` answers it into the log
+        self.process.show_stacks()
         time.sleep(_PATIENCE_FOR_STACKS)
         threads = [thread.splitlines() for thread in last_words(self._log, begin, lines=1000).split("\n\n")]
         busy = [lines for lines in threads if not any(place in line for place in _IDLE for line in lines[1:2])]
@@ -252,24 +378,20 @@ class Connection:
 
     def _live(self) -> None:
         try:
-            with self._log.open("ab") as log:
-                self._child = Child(
-                    "whet.cluster.host", self.name, environment=self._environment, stdout=log, stderr=log
-                )
-        except OSError as error:
+            connection = self.process.start()
+        except (OSError, WhetError) as error:
+            self._left = True
             self._bury(f"its process could not be started: {error}")
             self._started.set()
             return
         self._started.set()
-        _, write, read = self._threads
-        write.start()
-        read.start()
-        code = self._child.wait()
-        self._exited.set()
-        read.join(1.0)  # what it said before it ended counts
-        self._bury(describe_end(code))
-        self._outbox.put(None)
-        self._child.socket.close()
+        self._line.open(connection)
+        cause = self.process.wait()
+        with self._lock:
+            self._exited, self._deaf_until = True, math.inf
+        self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # what it said before it ended counts
+        self._bury(cause)
+        self._line.close()
 
     def _bury(self, cause: str) -> None:
         with self._lock:
@@ -277,33 +399,36 @@ class Connection:
             calls, self._calls = list(self._calls.values()), {}
         self._clock.forget(self)
         for call in calls:
-            call.done(None, call.error(self._cause, self._words()))
+            call.done(None, self._ended(call))
         self._gone.set()
 
-    def _write(self) -> None:
-        assert self._child is not None
-        try:
-            while (buffers := self._outbox.get()) is not None:
-                send(self._child.socket, buffers)
-        except OSError:
-            pass  # it is gone, which `_live` sees too
+    def _ended(self, call: Call) -> WorkerError:
+        return (call.error if self._left else call.lost)(self._cause, self._words())
 
-    def _read(self) -> None:
-        assert self._child is not None
-        try:
-            while True:
-                self._take(decode(receive(self._child.socket)))
-        except (EOFError, OSError):
-            cause = "its process closed the connection to the driver"
-        except (WireError, LookupError, TypeError) as error:
-            cause = f"its process sent no proper answer: {error}"
-        if not self._exited.wait(1.0):  # it lives on, deaf
-            with self._lock:
-                self._cause = self._cause or cause
-            self._kill()
+    def _broken(self, cause: str) -> None:
+        """Give the process a while to end, which tells more than that its connection did."""
+        with self._lock:
+            if self._exited:
+                return
+            self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
+            self._deaf_cause = cause
+        self._clock.watch(self, at)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _hear(self) -> None:
+        """Note a sign of life: a part of a message that takes long to come."""
+        if self._heard:
+            self._heard = time.monotonic()
+
+    def _take(self, buffers: Sequence[Buffer]) -> None:
+        message = decode(buffers)
         number, kind, value = message["number"], message["say"], message["value"]
+        now = time.monotonic()
+        first, self._heard = not self._heard, now
+        if first and self._heartbeat_seconds:
+            self._clock.watch(self, now + self._heartbeat_seconds)
+        if kind == "alive":
+            self._said = value["doing"], now - value["seconds"]
+            return
         with self._lock:
             call = self._calls.get(number) if kind == "part" else self._calls.pop(number, None)
         if call is None:

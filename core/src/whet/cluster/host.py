@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
@@ -37,8 +38,10 @@ class ComputeThread(Executor):
     """An executor of one thread: the one that calls `run`."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], str] | None] = queue.SimpleQueue()
         self._thread = 0
+        self.doing: tuple[str, float] = "", 0.0
+        """Name of the job under way, empty where there is none, and when it began in seconds of `time.monotonic`."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         """Run a function on the thread, after what was submitted before.
@@ -46,7 +49,7 @@ class ComputeThread(Executor):
         A job must not wait for another: `result` raises `RuntimeError` on the thread itself instead of hanging.
         """
         future: Future[T] = _ComputeFuture(self)
-        self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        self._jobs.put((future, lambda: fn(*args, **kwargs), getattr(fn, "__name__", "work").strip("_")))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -57,12 +60,14 @@ class ComputeThread(Executor):
         """Be the thread until `shutdown`."""
         self._thread = threading.get_ident()
         while (job := self._jobs.get()) is not None:
-            future, function = job
+            future, function, name = job
             if future.set_running_or_notify_cancel():
+                self.doing = name, time.monotonic()
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
+                self.doing = "", 0.0
             del job, future, function  # or their values would live until the next job
 
     def is_current(self) -> bool:
@@ -112,6 +117,7 @@ class Host:
         """Start the threads beside the compute thread."""
         threading.Thread(target=self._read, name="whet-reader", daemon=True).start()
         threading.Thread(target=self._loop.run_forever, name="whet-loop", daemon=True).start()
+        self._live()
 
     def close(self) -> None:
         """Close the workers that are left."""
@@ -142,12 +148,14 @@ class Host:
             case "cancel":
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
-                self._compute.submit(self._answer, number, lambda: self._build(message))
+                self._compute.submit(_named("start", self._answer), number, lambda: self._build(message))
             case "close":
                 self._loop.call_soon_threadsafe(self._cancel_slot, message["slot"])
-                self._compute.submit(self._answer, number, lambda: self._close(message["slot"]))
+                self._compute.submit(_named("close", self._answer), number, lambda: self._close(message["slot"]))
             case "import":
                 self._compute.submit(_import, message["modules"])
+            case "beat":
+                threading.Thread(target=self._beat, args=(message["every"],), name="whet-heart", daemon=True).start()
             case "exit":
                 self._compute.shutdown()
 
@@ -162,7 +170,17 @@ class Host:
         if inspect.iscoroutinefunction(function):
             self._loop.call_soon_threadsafe(self._begin, number, slot, self._run(number, function, args))
         else:
-            self._compute.submit(self._answer, number, lambda: function(*args))
+            self._compute.submit(_named(method, self._answer), number, lambda: function(*args))
+
+    def _beat(self, every: float) -> None:
+        """Say again and again that this process lives, whatever its workers do."""
+        while True:
+            time.sleep(every)
+            self._live()
+
+    def _live(self) -> None:
+        name, since = self._compute.doing
+        self._say(0, "alive", {"doing": name, "seconds": time.monotonic() - since if name else 0.0})
 
     def _build(self, message: dict[str, Any]) -> None:
         self._workers[message["slot"]] = resolve(message["target"])(rank=message["rank"], **message["arguments"])
@@ -225,6 +243,22 @@ class Host:
             _end_all()
 
 
+def _import_from(path: list[str], add: list[str]) -> None:
+    """Import from a path in place of this interpreter's own, where one is given, and from what it lacks of others."""
+    sys.path[:] = path or sys.path
+    sys.path += [folder for folder in add if folder not in sys.path and os.path.isdir(folder)]
+
+
+def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Give the function another name, under which it is said to be under way."""
+
+    def named(*args: Any) -> None:
+        function(*args)
+
+    named.__name__ = name
+    return named
+
+
 def _import(modules: list[str]) -> None:
     """Import ahead of need; what fails here fails again, with a name to it, where it is needed."""
     for module in modules:
@@ -249,7 +283,7 @@ def main() -> None:
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
     connection = socket.socket(fileno=descriptor)
-    sys.path[:] = decode(receive(connection))["path"]
+    _import_from(**decode(receive(connection)))
     _compute = ComputeThread()
     hosted = Host(connection, _compute)
     hosted.start()

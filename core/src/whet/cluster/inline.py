@@ -38,12 +38,13 @@ class InlineSlice:
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> "InlineWorkers":
         """Build one worker object for each rank."""
-        workers = []
-        for rank in range(self.size):
+
+        def build(rank: int) -> Any:
             place = WorkerRank(self.role, rank, self.size, threads=self.threads, device=self.device)
             with _worker_errors(self.role, rank, "start"):
-                workers.append(resolve(target)(rank=place, **_crossed(dict(arguments))))
-        return InlineWorkers(self.role, workers)
+                return resolve(target)(rank=place, **_crossed(dict(arguments)))
+
+        return InlineWorkers(self.role, self.size, build)
 
 
 @frozen
@@ -67,9 +68,11 @@ class Finished:
 class InlineWorkers:
     """The worker objects of one role in this process."""
 
-    def __init__(self, role: str, workers: Sequence[Any]) -> None:
-        self.role, self.size = role, len(workers)
-        self._workers = list(workers)
+    alone = True
+
+    def __init__(self, role: str, size: int, build: Callable[[int], Any]) -> None:
+        self.role, self.size, self._build = role, size, build
+        self._workers = [build(rank) for rank in range(size)]
         self._loop: asyncio.AbstractEventLoop | None = None  # where streams run; coroutine methods run there too
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
@@ -80,6 +83,15 @@ class InlineWorkers:
         """Call on every rank, here and now; what it raises comes from `result`."""
         try:
             return Finished(self.call(method, *args, phase=phase, timeout_seconds=timeout_seconds))
+        except WhetError as error:
+            return Finished(error=error)
+
+    def start_on(
+        self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
+    ) -> Finished:
+        """Call on one rank, here and now."""
+        try:
+            return Finished([self._call(rank, method, _crossed(args), phase or method)])
         except WhetError as error:
             return Finished(error=error)
 
@@ -106,16 +118,24 @@ class InlineWorkers:
                 async for item in items:
                     yield _crossed(item)
 
+    def restart(self, rank: int) -> None:
+        """Close the worker of one rank and build it anew."""
+        self._close(rank, self._workers[rank])
+        self._workers[rank] = self._build(rank)
+
     def close(self) -> None:
         """Call the workers' `close`, where they have one, and forget them."""
         workers, self._workers = self._workers, []
         for rank, worker in enumerate(workers):
-            try:
-                with _worker_errors(self.role, rank, "close"):
-                    if hasattr(worker, "close"):
-                        worker.close()
-            except WorkerError as error:  # the run is over; say it and go on
-                print(error.details, file=sys.stderr)
+            self._close(rank, worker)
+
+    def _close(self, rank: int, worker: Any) -> None:
+        try:
+            with _worker_errors(self.role, rank, "close"):
+                if hasattr(worker, "close"):
+                    worker.close()
+        except WorkerError as error:  # it is over; say it and go on
+            print(error.details, file=sys.stderr)
 
     def _call(self, rank: int, method: str, args: tuple[Any, ...], phase: str) -> Any:
         with _worker_errors(self.role, rank, phase):

@@ -28,7 +28,8 @@ from whet.cluster.process import Child, describe_end, import_folders, printable
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import Buffer, decode, encode
 from whet.component import import_path
-from whet.errors import WhetError
+from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import InfrastructureError, WhetError
 
 _LARGEST_ANSWER: Final = 1 << 26
 _MOST_WORDS: Final = 1 << 14
@@ -37,12 +38,16 @@ _MOST_AHEAD: Final = 16
 _MOST_AHEAD_BYTES: Final = 1 << 15  # far less than a socket holds, so that sending never waits for the process
 
 
-class GraderTimeout(WhetError):  # noqa: N818 - the word that callers catch
+class GraderTimeout(InfrastructureError):  # noqa: N818 - the word that callers catch
     """A grader gave no answer in time. It was killed."""
 
 
-class GraderCrash(WhetError):  # noqa: N818
-    """A grader raised, died or could not be started."""
+class GraderCrash(InfrastructureError):  # noqa: N818
+    """A grader died, could not be started or sent no proper answer."""
+
+
+class GraderRaised(WhetEnvironmentError):  # noqa: N818
+    """A grader's function raised; its process lives on."""
 
 
 @frozen(eq=False)
@@ -109,7 +114,7 @@ class GraderPool:
         self._closed = False
 
     async def call(self, *args: Any) -> Any:
-        """Call the function. Raises `GraderTimeout` or `GraderCrash`, saying which function and why."""
+        """Call the function. Raises `GraderTimeout`, `GraderCrash` or `GraderRaised`, saying which function and why."""
         loop = asyncio.get_running_loop()
         job = _Job(encode(args), loop, loop.create_future())
         with self._changed:
@@ -179,8 +184,8 @@ class GraderPool:
         except WhetError as error:
             grader.end()
             reason = str(error)
-        except (EOFError, OSError):
-            reason = grader.end(patience_seconds=1.0)
+        except (EOFError, OSError) as error:
+            reason = grader.end(patience_seconds=1.0) if grader.alive else str(error)
         else:
             return None
         return GraderCrash(f"the grader {self.target} could not be started: {reason}")
@@ -206,8 +211,10 @@ class GraderPool:
         """Send calls and take their answers, each under its own deadline."""
         waiting = deque(job for job in jobs if not job.future.cancelled())
         try:
-            for job in waiting:
-                grader.send(job.buffers, self.timeout_seconds)
+            # One that dies meanwhile may have answered some calls before: those answers are read below.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                for job in waiting:
+                    grader.send(job.buffers, self.timeout_seconds)
             while waiting:
                 answer = grader.receive(self.timeout_seconds)
                 self._hand_out(waiting.popleft(), answer)
@@ -229,11 +236,11 @@ class GraderPool:
         if "value" in answer:
             job.finish(answer["value"])
         else:
-            self._crash(job, str(answer.get("raised"))[:600])
+            self._crash(job, str(answer.get("raised"))[:600], GraderRaised)
 
-    def _crash(self, job: _Job, cause: str) -> None:
+    def _crash(self, job: _Job, cause: str, kind: type[GraderCrash] | type[GraderRaised] = GraderCrash) -> None:
         self.crashes += 1
-        job.finish(None, GraderCrash(f"the grader {self.target} failed: {cause}"))
+        job.finish(None, kind(f"the grader {self.target} failed: {cause}"))
 
     def _fail_waiting(self, error: WhetError) -> None:
         with self._changed:

@@ -33,8 +33,10 @@ class Child:
         stdout: int | IO[bytes],
         stderr: int | IO[bytes],
         folder: Path | None = None,
+        connection: socket.socket | None = None,
     ) -> None:
-        self.socket, theirs = socket.socketpair()
+        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone."""
+        self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
         self._mark = f"{watchdog().family}.{next(_marks)}."
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
         with theirs:
@@ -59,6 +61,11 @@ class Child:
     def pid(self) -> int:
         """Of the process, and so of its group and session."""
         return self._process.pid
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Where it was asked for as a pipe."""
+        return self._process.stdout
 
     @property
     def stderr(self) -> IO[bytes] | None:
@@ -96,6 +103,16 @@ class Child:
         except (OSError, IndexError):
             return ""
 
+    def show_stacks(self) -> None:
+        """Let it write what its threads do to its stderr, if it has come to where it can; see `whet.cluster.host`."""
+        try:
+            with open(f"/proc/{self.pid}/status", encoding="utf-8", errors="replace") as status:
+                caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
+        except OSError:
+            return
+        if caught >> (signal.SIGUSR1 - 1) & 1:  # else it would die of it
+            self.signal(signal.SIGUSR1)
+
     def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""
         with self._lock:
@@ -103,9 +120,34 @@ class Child:
                 os.kill(self.pid, number)
 
 
+def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[str, str]:
+    """Give the environment variables of a process that hosts workers, on top of its parent's own.
+
+    Threads wait for work passively (OMP_WAIT_POLICY=PASSIVE) unless the parent's environment says otherwise: spinning
+    threads are a little faster on a quiet machine and many times slower on a shared one.
+    """
+    return {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **own,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def import_folders() -> list[str]:
     """Give the folders from which this process imports, so that another one imports the same modules."""
     return [os.path.abspath(folder) for folder in sys.path]
+
+
+def foreign_folders() -> list[str]:
+    """Give the folders from which this process imports and which are not its interpreter's own."""
+    own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    inside = tuple(prefix + os.sep for prefix in own)
+    return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]
 
 
 def describe_end(code: int) -> str:

@@ -12,8 +12,10 @@ from attrs import frozen
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from whet.errors import WorkerLost
     from whet.interfaces.logger import RunInfo
     from whet.model import ModelInfo
+    from whet.refit.link import Link
 
 
 class Pending(Protocol):
@@ -44,12 +46,23 @@ class Workers(Protocol):
 
     size: int
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other role lives in their processes, so that one can be restarted by itself."""
+        ...
+
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call on every rank with the same arguments and wait; results in rank order."""
         ...
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> "Pending":
         """Start a call on every rank; its result is the list in rank order."""
+        ...
+
+    def start_on(
+        self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
+    ) -> "Pending":
+        """Start a call on one rank; its result is a list of one. A missed deadline ends that rank alone."""
         ...
 
     def scatter(
@@ -65,6 +78,13 @@ class Workers(Protocol):
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
         """Call an async-generator method of one rank; yields what it yields. Closing the iterator cancels it."""
+        ...
+
+    def restart(self, rank: int) -> None:
+        """End the process of one rank, start another, and build the worker anew with the same arguments.
+
+        Calls of that rank that are under way fail. Only where the workers are `alone` and need not meet each other.
+        """
         ...
 
     def close(self) -> None:
@@ -110,6 +130,21 @@ class Slice(Protocol):
         ...
 
 
+class Replacing(Protocol):
+    """Lets a generator replace a replica that was lost."""
+
+    def grant(self, error: "WorkerLost") -> bool:
+        """Say whether a replica may be restarted after this, which is noted and told to the user."""
+        ...
+
+    def hand_over(self, give: "Callable[[Link | None], None]") -> None:
+        """Call `give` once with a link over which a replica gets the current weights, None where it has them already.
+
+        Waits until they can be given; meanwhile no other hand-over begins.
+        """
+        ...
+
+
 @frozen
 class Site:
     """What a backend or generator gets beside its config."""
@@ -125,3 +160,5 @@ class Site:
     """Say what is going on, e.g. "generator 71 %"."""
     max_context: int = 0
     """Longest sequence that will be asked for; 0: the model's own limit."""
+    replacing: Replacing | None = None
+    """For generators; None: a replica that is lost is not replaced."""

@@ -21,6 +21,7 @@ import time
 FAMILY = "WHET_FAMILY"
 """Environment variable that marks every process that a driver starts, and so what those start in turn."""
 _PR_SET_PDEATHSIG = 1
+_PATIENCE_SECONDS = 2.0
 
 
 class Watchdog:
@@ -28,6 +29,8 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.family = f"{os.getpid()}-{secrets.token_hex(6)}"
+        self.detached = False
+        """Whether the watchdog's process is to be nobody's child, for whoever kills this one kills its children too."""
         self._guarded: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -44,17 +47,24 @@ class Watchdog:
         with self._lock:
             self._guarded.discard(f"{kind} {name}")
             if self._process is not None and self._guarded:
-                self._say(f"done {kind} {name}")
+                if not self._say(f"done {kind} {name}"):
+                    self._start()
             elif self._process is not None:
                 process, self._process = self._process, None
-                process.communicate()
+                try:
+                    process.communicate(timeout=_PATIENCE_SECONDS)
+                except subprocess.TimeoutExpired:  # it was stopped, and has nothing left to do
+                    process.kill()
+                    process.wait()
 
     def _start(self) -> None:
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.family]
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.family, "detached" * self.detached]
         null = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True, env={}, cwd="/"
         )
+        if self.detached:
+            self._process.wait()
         for line in sorted(self._guarded):
             self._say(line)
 
@@ -86,11 +96,11 @@ def die_with(parent: int) -> None:
 
 
 def leave_signals_to_driver() -> None:
-    """Live through SIGTERM and SIGINT: job managers send them to all processes, and the driver has yet to save.
+    """Live through SIGTERM, SIGINT and SIGHUP: job managers send them to all processes, and the driver has yet to save.
 
     Ignored by a handler rather than by SIG_IGN, which the programs that this process starts would inherit.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
@@ -158,4 +168,6 @@ def _end(guarded: set[str], family: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[3] and os.fork():
+        os._exit(0)
     _watch(int(sys.argv[1]), sys.argv[2])

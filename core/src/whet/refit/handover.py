@@ -17,8 +17,9 @@ from whet.refit.link import Link
 if TYPE_CHECKING:
     import torch
 
-TRANSPORTS = {"shared": "shared", "shared-memory": "shared_memory", "disk": "disk"}
-"""Transports and their modules."""
+TRANSPORTS = {"shared": "shared", "shared-memory": "shared_memory", "tcp": "tcp", "disk": "disk"}
+"""Transports and their modules. All but `shared` keep what was sent until the next session begins, so that a receiver
+that comes late, or a second time, gets it too."""
 
 
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
@@ -45,7 +46,7 @@ def choose_transport(sender: Sequence[str], receiver: Sequence[str], *, same_pro
 
     `sender` and `receiver` are the transports of their facts, best first. Raises `ConfigError` saying why none fits.
     """
-    reachable = {"shared": same_process, "shared-memory": same_host, "disk": True}
+    reachable = {"shared": same_process, "shared-memory": same_host, "tcp": True, "disk": True}
     for transport in sender:
         if transport in receiver and reachable.get(transport, False):
             return transport

@@ -7,7 +7,7 @@ Senders and receivers meet through the driver, which makes a `Link` per hand-ove
     generator receive_weights(link) -> whet.refit.TRANSPORT.receive(link) gives (name, tensor), checked
 """
 
-from attrs import frozen
+from attrs import field, frozen
 
 
 @frozen
@@ -15,9 +15,10 @@ class Link:
     """One hand-over: complete or refused."""
 
     transport: str
-    """`shared` (same process), `shared-memory` (same host), `disk` (same file system)."""
+    """`shared` (same process), `shared-memory` (same host), `tcp` (same network), `disk` (same file system)."""
     address: str
-    """Of shared-memory and disk: a folder. Of shared: a key within the process."""
+    """Of shared-memory and disk: a folder. Of shared: a key within the process. Of tcp: `host:port` of the
+    driver's exchange."""
     session: str
     """A fresh name for this hand-over; both ends check it."""
     version: int
@@ -28,3 +29,5 @@ class Link:
     """How many workers send; each name comes from exactly one."""
     receivers: int = 1
     timeout_seconds: float = 300.0
+    token: str = field(default="", repr=False)
+    """Of tcp: what both ends must know, in hexadecimal digits."""

@@ -121,7 +121,7 @@ def await_manifests(link: Link) -> list[Manifest]:
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
     ordered = [manifests[sender] for sender in range(link.senders)]
-    _check(link, ordered)
+    check(link, ordered)
     return ordered
 
 
@@ -130,28 +130,29 @@ def still_current(link: Link, manifests: Iterable[Manifest]) -> None:
     for manifest in manifests:
         now = read(link, manifest.sender)
         if now is None or now.session != link.session:
-            raise RefitError(f"{_name(link)}: sender {manifest.sender} began another session while this one was read")
+            raise RefitError(f"{title(link)}: sender {manifest.sender} began another session while this one was read")
 
 
 def damaged(link: Link, entry: Entry, found: str) -> RefitError:
     """Make the error for bytes that are not those of the manifest."""
     where = Path(link.address) / entry.file
-    return RefitError(f"{_name(link)}: {entry.name} in {where} is damaged: {found}")
+    return RefitError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
 
 
-def _check(link: Link, manifests: list[Manifest]) -> None:
+def check(link: Link, manifests: list[Manifest]) -> None:
+    """Raise `RefitError` where a sender gave up, or a version or a name contradicts the link."""
     owner: dict[str, int] = {}
     for manifest in manifests:
         if manifest.failed:
-            raise RefitError(f"{_name(link)}: sender {manifest.sender} gave up: {manifest.failed}")
+            raise RefitError(f"{title(link)}: sender {manifest.sender} gave up: {manifest.failed}")
         if manifest.version != link.version:
             raise RefitError(
-                f"{_name(link)}: sender {manifest.sender} sent version {manifest.version}, wanted {link.version}"
+                f"{title(link)}: sender {manifest.sender} sent version {manifest.version}, wanted {link.version}"
             )
         for entry in manifest.entries:
             first = owner.setdefault(entry.name, manifest.sender)
             if first != manifest.sender:
-                raise RefitError(f"{_name(link)}: {entry.name} came from senders {first} and {manifest.sender}")
+                raise RefitError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
 
 
 def _overdue(link: Link, missing: list[int]) -> str:
@@ -161,12 +162,13 @@ def _overdue(link: Link, missing: list[int]) -> str:
         what = f"that of session {found.session}, version {found.version}" if found else "none"
         lines.append(f"sender {sender}: {what}")
     return (
-        f"{_name(link)}: no complete manifest of {len(missing)} of {link.senders} senders in {link.address} after "
+        f"{title(link)}: no complete manifest of {len(missing)} of {link.senders} senders in {link.address} after "
         f"{link.timeout_seconds:g} s; found of {'; '.join(lines)}"
     )
 
 
-def _name(link: Link) -> str:
+def title(link: Link) -> str:
+    """Name a hand-over in errors."""
     return f"hand-over {link.session} of version {link.version}"
 
 

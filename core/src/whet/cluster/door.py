@@ -1,0 +1,194 @@
+"""Connections over TCP between processes of one run: both ends prove that they know the run's token.
+
+    guest   "whet" + its nonce              ->
+            <-  the door's nonce + HMAC(token, "door" + both nonces)              door
+    guest   HMAC(token, "guest" + both nonces + name) + name  ->
+            <-  "in"                                                              door
+
+The token itself never crosses. Whoever does not know it is refused and logged, under a deadline. What crosses later is
+neither encrypted nor signed: the network between the nodes is as trusted as Ray's own traffic makes it.
+"""
+
+import hmac
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Final
+
+from whet.cluster.channel import receive_exactly
+from whet.errors import WhetError
+
+log = logging.getLogger(__name__)
+
+_MAGIC: Final = b"whet\x00\x01\r\n"
+_NONCE: Final = 32
+_WELCOME: Final = b"in"
+_HANDSHAKE_SECONDS: Final = 10.0
+_KNOCK_SECONDS: Final = 30.0
+"""More than strangers who say nothing can take up all places of a door."""
+_MOST_HANDSHAKES: Final = 64
+_LONGEST_NAME: Final = 255
+_PAUSE_SECONDS: Final = 0.1
+_SILENCE_SECONDS: Final = 60
+"""After which a connection whose other end answers nothing, not even the kernel's probes, is given up."""
+
+
+class DoorError(WhetError):
+    """Somebody at one end of a connection does not know the run's token."""
+
+
+class Door:
+    """Listens for guests and hands each to `take`, with the name that it gave, on a thread of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        take: Callable[[str, socket.socket], None],
+        handshake_seconds: float = _HANDSHAKE_SECONDS,
+    ) -> None:
+        """Listen on an address of this machine, at a port that is free.
+
+        The connection is `take`'s from then on, unless it raises `DoorError`: then the guest is refused.
+        """
+        self._listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+        self._closed = False
+        self._token, self._take, self._seconds = token, take, handshake_seconds
+        self._places = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+        threading.Thread(target=self._listen, name="whet-door", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: host and port."""
+        host, port, *_ = self._listener.getsockname()
+        return host, port
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            self._places.acquire()
+            try:
+                guest, address = self._listener.accept()
+            except OSError as error:
+                self._places.release()
+                if self._closed:
+                    return
+                # Out of file descriptors, or a guest that left while it waited: others will still come.
+                log.warning("could not let a guest in: %s", error)
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            threading.Thread(target=self._greet, args=(guest, address), name="whet-greeting", daemon=True).start()
+
+    def _greet(self, guest: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            try:
+                name = greet(guest, self._token, self._seconds)
+            finally:
+                self._places.release()
+            self._take(name, guest)
+        except (OSError, EOFError, WhetError) as error:
+            guest.close()
+            log.warning("refused a connection from %s:%s: %s", *address[:2], str(error) or type(error).__name__)
+
+
+class Expected:
+    """Guests that somebody waits for, by name. Its `take` is for a `Door`."""
+
+    def __init__(self) -> None:
+        self._futures: dict[str, Future[socket.socket]] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, name: str) -> "Future[socket.socket]":
+        """Give the connection of the guest of that name, once it comes."""
+        with self._lock:
+            return self._futures.setdefault(name, Future())
+
+    def forget(self, name: str) -> None:
+        """Expect a guest no longer."""
+        with self._lock:
+            self._futures.pop(name, None)
+
+    def take(self, name: str, guest: socket.socket) -> None:
+        """Hand a guest over, once."""
+        with self._lock:
+            future = self._futures.pop(name, None)
+        if future is None:
+            raise DoorError(f"nobody expects {name!r}")
+        future.set_result(guest)
+
+
+def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
+    """Be the door of one connection: give the guest's name. Raises `DoorError`, `EOFError` or `OSError`."""
+    receive = _receiver(guest, seconds)
+    if receive(len(_MAGIC)) != _MAGIC:
+        raise DoorError("it does not speak whet's language")
+    theirs, mine = receive(_NONCE), os.urandom(_NONCE)
+    guest.sendall(mine + _proof(token, b"door", theirs, mine))
+    proof, length = receive(_NONCE), receive(1)[0]
+    name = receive(length)
+    if not hmac.compare_digest(proof, _proof(token, b"guest", theirs, mine, name)):
+        raise DoorError("it does not know the run's token")
+    guest.sendall(_WELCOME)
+    _keep_open(guest)
+    return name.decode()
+
+
+def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
+    """Connect to a door under a name. Raises `DoorError`, `EOFError` or `OSError`."""
+    words = name.encode()
+    if len(words) > _LONGEST_NAME:
+        raise ValueError(f"the name {name!r:.60} has {len(words)} bytes, at most {_LONGEST_NAME} are taken")
+    connection = socket.create_connection(address, seconds)
+    try:
+        receive = _receiver(connection, seconds)
+        mine = os.urandom(_NONCE)
+        connection.sendall(_MAGIC + mine)
+        theirs, proof = receive(_NONCE), receive(_NONCE)
+        if not hmac.compare_digest(proof, _proof(token, b"door", mine, theirs)):
+            raise DoorError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
+        connection.sendall(_proof(token, b"guest", mine, theirs, words) + bytes([len(words)]) + words)
+        receive(len(_WELCOME))
+        _keep_open(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _receiver(connection: socket.socket, seconds: float) -> Callable[[int], bytes]:
+    deadline = time.monotonic() + seconds
+    connection.settimeout(seconds)
+    return lambda size: bytes(receive_exactly(connection, size, deadline))
+
+
+def _proof(token: bytes, who: bytes, *said: bytes) -> bytes:
+    return hmac.digest(token, b"|".join((who, *said)), "sha256")
+
+
+def _keep_open(connection: socket.socket) -> None:
+    """Block without a deadline from now on; send at once, and notice when the other machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _SILENCE_SECONDS // 3),
+        ("TCP_KEEPINTVL", _SILENCE_SECONDS // 6),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,140 @@
+"""Stands by one host process on a node of a Ray cluster: an actor that starts it, passes on its output, and ends it.
+
+    driver ── Connection ──────── TCP ─────────> whet.cluster.host      the same as on the driver's own machine
+       └───── RayProcess ── TCP ── Keeper ── child, output, signals ──┘
+
+The host is a process of its own rather than the actor's: it ends with a code or a signal that is known, its stacks can
+be seen while its interpreter is stuck, and its threads, imports and environment are not Ray's. Only builtins cross Ray.
+"""
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from typing import IO, Any
+
+from whet.cluster.channel import receive, send
+from whet.cluster.door import knock
+from whet.cluster.process import Child, describe_end, worker_environment
+from whet.cluster.watchdog import watchdog
+from whet.cluster.wire import decode, encode
+from whet.errors import WhetError, in_words
+
+_OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
+"""Variables that Ray set for its own processes, and that its guests have no business with."""
+_PATIENCE_FOR_OUTPUT = 2.0
+_PATIENCE_FOR_AN_END = 5.0
+_PATIENCE_FOR_RAY = 2.0
+
+
+class Keeper:
+    """The actor. `keep` returns at once, so that Ray can always ask it something."""
+
+    def keep(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Connect to the driver and start the host; give this node's versions, or say under `error` why not."""
+        found = {**versions(), "error": ""}
+        if {key: found[key] for key in order["versions"]} != order["versions"]:
+            return found  # the driver says what differs
+        try:
+            address, token, name = tuple(order["address"]), order["token"], order["name"]
+            control, connection = (knock(address, token, f"{name}/{end}") for end in ("control", "host"))
+        except (OSError, EOFError, WhetError) as error:
+            return {**found, "error": f"the driver at {address[0]}:{address[1]} cannot be reached: {in_words(error)}"}
+        Keeping(control, connection, order).begin()
+        return found
+
+    def ping(self) -> None:
+        """Answer; Ray says why where it cannot."""
+
+
+class Keeping:
+    """One host process and the connection over which the driver commands it."""
+
+    def __init__(self, control: socket.socket, connection: socket.socket, order: Mapping[str, Any]) -> None:
+        self._control, self._connection, self._order = control, connection, order
+        self._sending, self._started, self._over = threading.Lock(), threading.Event(), threading.Event()
+        self._child: Child | None = None
+
+    def begin(self) -> None:
+        """Start the process from a thread that lives as long as it may."""
+        threading.Thread(target=self._live, name="whet-keeper", daemon=True).start()
+        threading.Thread(target=self._obey, name="whet-keeper-orders", daemon=True).start()
+
+    def _live(self) -> None:
+        watchdog().detached = True  # Ray kills the children of an actor that ends, but not those that they started
+        try:
+            self._child = Child(
+                "whet.cluster.host", self._order["process"], environment=self._environment(),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, connection=self._connection,
+            )  # fmt: skip
+        except OSError as error:
+            self._started.set()
+            self._say(ended=f"its process could not be started: {error}")
+            return
+        self._started.set()
+        self._say(started=self._child.pid)
+        assert self._child.stdout is not None
+        pump = threading.Thread(target=self._pass_on, args=(self._child.stdout,), name="whet-keeper-log", daemon=True)
+        pump.start()
+        end = describe_end(self._child.wait())
+        self._over.set()
+        pump.join(_PATIENCE_FOR_OUTPUT)  # its last words come before its end
+        self._say(ended=end)
+
+    def _environment(self) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if name not in _OURS}
+        gpus = own.get("CUDA_VISIBLE_DEVICES", "") if self._order["gpu"] else ""
+        return {**worker_environment(own, self._order["threads"], gpus), **self._order["environment"]}
+
+    def _pass_on(self, output: IO[bytes]) -> None:
+        while words := os.read(output.fileno(), 1 << 16):
+            self._say(output=words)
+
+    def _obey(self) -> None:
+        """Do what the driver says; without a driver, end the process and this one."""
+        try:
+            while True:
+                order = decode(receive(self._control))["do"]
+                self._started.wait()
+                if self._child is not None and order == "kill":
+                    self._child.signal(signal.SIGKILL)
+                elif self._child is not None and order == "stacks":
+                    self._child.show_stacks()
+                elif self._child is not None and order == "state":
+                    self._say(state=self._child.state())
+                elif order == "port":
+                    self._say(port=free_port(self._control.getsockname()[0]))
+        except (EOFError, OSError, WhetError):
+            self._started.wait()
+            if self._over.is_set():
+                time.sleep(_PATIENCE_FOR_RAY)  # the driver lets Ray end this actor, which is quieter than its exit
+            if self._child is not None:
+                self._child.signal(signal.SIGKILL)
+                self._over.wait(_PATIENCE_FOR_AN_END)
+            os._exit(0)
+
+    def _say(self, **words: Any) -> None:
+        with suppress(OSError), self._sending:  # a driver that is gone is noticed by `_obey`
+            send(self._control, encode(words))
+
+
+def versions() -> dict[str, str]:
+    """Give what must be alike on all nodes of a run."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "ray": metadata.version("ray"),
+        "whet": metadata.version("whet"),
+    }
+
+
+def free_port(address: str) -> int:
+    """Find a port that nobody listens on."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,126 @@
+"""Where Ray puts processes: a placement group for each group of roles, a bundle for each process."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from attrs import frozen
+
+from whet.cluster.launcher import Host
+from whet.cluster.ray_session import PROCESS, Node, RaySession
+from whet.errors import WhetError
+
+STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
+"""Ray's words for ours."""
+_PATIENCE_FOR_NODES: Final = 30.0
+"""How long what no node can hold is waited for: nodes may be about to join."""
+_STEP_SECONDS: Final = 0.2
+
+
+@frozen(eq=False)
+class Bundle:
+    """The place of one process in a placement group that is there."""
+
+    group: Any
+    index: int
+    resources: Mapping[str, float]
+    session: RaySession
+
+    def start(self, cls: type) -> Any:
+        """Start an actor of a class in it, with all that the bundle has."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        rest = dict(self.resources)
+        cpus, gpus = rest.pop("CPU", 0), rest.pop("GPU", 0)
+        strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
+        return (
+            ray.remote(cls)
+            .options(num_cpus=cpus, num_gpus=gpus, resources=rest, max_restarts=0, scheduling_strategy=strategy)
+            .remote()
+        )
+
+    def node(self) -> str:
+        """Name the node that it is on."""
+        from ray.util import placement_group_table
+
+        id = placement_group_table(self.group).get("bundles_to_node_id", {}).get(self.index, "")
+        address = next((node.address for node in self.session.nodes if node.id == id), "")
+        return f"{address} ({id[:8]})" if address else id[:8] or "?"
+
+
+class Places:
+    """All bundles of a cluster; a process that is started again gets its old one."""
+
+    def __init__(
+        self, session: RaySession, placement: Mapping[str, str], resources: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        self._session, self._placement, self._resources = session, placement, resources
+        self._bundles: dict[str, Bundle] = {}
+        self._groups: list[Any] = []
+        self._lock = threading.Lock()
+
+    def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
+        """Wait for a process's bundle. Raises `WhetError` saying what was asked and what there is."""
+        with self._lock:
+            if host.name not in self._bundles:
+                self._claim([other for other in group if other.name not in self._bundles])
+            bundle = self._bundles[host.name]
+        began = time.monotonic()
+        while not bundle.group.wait(_STEP_SECONDS):
+            now = time.monotonic()
+            if stopped.is_set():
+                raise WhetError("its process was closed while it waited for a place")
+            hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fits(bundle.group)
+            if now > deadline or hopeless:
+                raise WhetError(self._refusal(bundle, now - began, hopeless))
+        return bundle
+
+    def close(self) -> None:
+        """Give all places back."""
+        import ray
+        from ray.util import remove_placement_group
+
+        for group in self._groups if ray.is_initialized() else ():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    def _claim(self, hosts: Sequence[Host]) -> None:
+        from ray.util import placement_group
+
+        wanted = [self._wanted(host) for host in hosts]
+        word = next((self._placement[role] for role in hosts[0].roles if role in self._placement), "pack")
+        group = placement_group(wanted, strategy=STRATEGIES[word])
+        self._groups.append(group)
+        for index, host in enumerate(hosts):
+            self._bundles[host.name] = Bundle(group, index, wanted[index], self._session)
+
+    def _wanted(self, host: Host) -> dict[str, float]:
+        own: dict[str, float] = {PROCESS: 1} if self._session.own else {"CPU": host.threads}
+        asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
+        return {**own, **({"GPU": 1} if host.gpus else {}), **asked}
+
+    def _fits(self, group: Any) -> bool:
+        """Whether the nodes that there are could hold a group if they were empty; roughly, for Ray knows best."""
+        nodes = self._session.nodes
+        return all(any(_holds(node, bundle) for node in nodes) for bundle in group.bundle_specs)
+
+    def _refusal(self, bundle: Bundle, seconds: float, hopeless: bool) -> str:
+        specs = [_listed(spec) for spec in bundle.group.bundle_specs]
+        asked = "; ".join(f"{specs.count(spec)} x {spec}" for spec in dict.fromkeys(specs))
+        found = "; ".join(map(str, self._session.nodes)) or "no nodes"
+        why = "no node can hold that" if hopeless else "they are in use, or cannot be placed together as asked"
+        return (
+            f"Ray has not placed it within {seconds:.0f} s: asked for {asked}, and the cluster has {found}: {why}; "
+            "change cluster.threads, gpus, resources or placement, or add nodes"
+        )
+
+
+def _holds(node: Node, bundle: Mapping[str, float]) -> bool:
+    return all(node.resources.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    shown = {name: amount for name, amount in resources.items() if name != PROCESS}
+    return " + ".join(f"{name} {amount:g}" for name, amount in shown.items()) or "a process"

@@ -1,0 +1,80 @@
+"""What this machine has, found without torch: cores and memory that a container may use, and GPUs."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Give the cores that this process may use: those it is bound to, or fewer where its container's share is less."""
+    bound, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return bound if quota is None else max(1, min(bound, math.floor(quota)))
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Give the cores' worth of time that the container may use; None: as much as there is."""
+    shares = []
+    for folder in _groups(root, "cpu"):
+        limits = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")
+        ]  # fmt: skip
+        if len(limits) == 2 and all(word.isdecimal() for word in limits) and int(limits[1]):
+            shares.append(int(limits[0]) / int(limits[1]))
+    return min(shares, default=None)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Give the bytes of memory that the container may use; None: as much as there is."""
+    limits = [
+        int(word)
+        for folder in _groups(root, "memory")
+        for word in _words(folder / "memory.max") + _words(folder / "memory.limit_in_bytes")
+        if word.isdecimal() and int(word) < 1 << 60  # version 1 writes a huge number for no limit
+    ]
+    return min(limits, default=None)
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Give the bytes of memory that programs can still take, as far as the machine and the container know."""
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    limit = memory_limit(root)
+    return free if limit is None else min(free, limit)
+
+
+def gpu_count(root: Path = ROOT) -> int:
+    """Count the GPUs that the driver shows and `CUDA_VISIBLE_DEVICES` leaves."""
+    driver = root / "proc/driver/nvidia/gpus"
+    gpus = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else min(gpus, len([name for name in visible.split(",") if name.strip()]))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Give this process's control group and those around it, each of which may set a limit; version 2, then 1."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0":
+            mount = root / "sys/fs/cgroup"
+        elif controller in names.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        parts = Path(path).parts[1:]
+        for depth in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
+
+
+def _words(path: Path) -> list[str]:
+    return [word for line in _lines(path) for word in line.split()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):  # there is no such limit here, or nobody may see it
+        return []

@@ -1,0 +1,150 @@
+"""Only who knows the run's token comes in, and nobody holds up the others."""
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from whet.cluster.channel import receive, send
+from whet.cluster.door import Door, DoorError, Expected, knock
+
+TOKEN = b"a token of 32 bytes and no others"
+
+
+@pytest.fixture
+def guests() -> Expected:
+    return Expected()
+
+
+@pytest.fixture
+def door(guests: Expected) -> Iterator[Door]:
+    made = Door("127.0.0.1", TOKEN, guests.take, handshake_seconds=0.5)
+    yield made
+    made.close()
+
+
+def test_a_guest_that_is_expected_gets_a_connection(door: Door, guests: Expected) -> None:
+    expected = guests.expect("backend-0")
+    with knock(door.address, TOKEN, "backend-0") as guest, expected.result(5.0) as host:
+        send(guest, [b"hello"])
+        assert receive(host) == [b"hello"]
+
+
+def test_a_guest_without_the_token_is_refused_and_logged(
+    door: Door, guests: Expected, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = guests.expect("backend-0")
+    # It learns at once that the door's token is another; one that does not look cannot prove that it knows it.
+    with pytest.raises(DoorError, match="does not know the run's token"):
+        knock(door.address, b"another token", "backend-0")
+    with caplog.at_level(logging.WARNING), socket.create_connection(door.address) as stranger:
+        stranger.sendall(b"whet\x00\x01\r\n" + bytes(32))
+        stranger.recv(64, socket.MSG_WAITALL)
+        stranger.sendall(bytes(32) + b"\x09backend-0")
+        assert stranger.recv(1) == b""
+    assert "127.0.0.1" in caplog.text
+    assert not expected.done()
+
+
+def test_a_guest_that_was_heard_cannot_be_played_back(door: Door, guests: Expected) -> None:
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def pass_on() -> None:
+            guest, _ = between.accept()
+            with guest, socket.create_connection(door.address) as host:
+                for size, (one, other) in ((40, (guest, host)), (64, (host, guest)), (34, (guest, host))):
+                    words = one.recv(size, socket.MSG_WAITALL)
+                    heard.append(words)
+                    other.sendall(words)
+                guest.sendall(host.recv(2, socket.MSG_WAITALL))
+
+        thread = threading.Thread(target=pass_on)
+        thread.start()
+        first = guests.expect("x")
+        knock(between.getsockname(), TOKEN, "x").close()
+        first.result(5.0).close()
+        thread.join(5.0)
+    again = guests.expect("x")
+    with socket.create_connection(door.address) as stranger:
+        stranger.sendall(heard[0])
+        stranger.recv(64, socket.MSG_WAITALL)
+        stranger.sendall(heard[2])
+        assert stranger.recv(1) == b""
+    assert not again.done()
+
+
+def test_what_is_no_guest_at_all_is_refused(door: Door) -> None:
+    with socket.create_connection(door.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        stranger.settimeout(5.0)
+        with pytest.raises((ConnectionResetError, IndexError)):
+            assert stranger.recv(1)[0]
+
+
+def test_who_says_nothing_is_put_out_and_holds_nobody_up(door: Door, guests: Expected) -> None:
+    silent = [socket.create_connection(door.address) for _ in range(70)]
+    begin = time.monotonic()
+    expected = guests.expect("late")
+    knock(door.address, TOKEN, "late").close()
+    expected.result(5.0).close()
+    assert silent[0].recv(1) == b""
+    assert time.monotonic() - begin < 5.0
+    for one in silent:
+        one.close()
+
+
+def test_a_name_comes_in_once(door: Door, guests: Expected) -> None:
+    expected = guests.expect("backend-0")
+    knock(door.address, TOKEN, "backend-0").close()
+    expected.result(5.0).close()
+    with knock(door.address, TOKEN, "backend-0") as second:
+        assert second.recv(1) == b""
+
+
+def test_a_door_that_is_no_door_of_the_run_learns_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            guest, _ = other.accept()
+            with guest:
+                guest.recv(40, socket.MSG_WAITALL)
+                guest.sendall(bytes(64))
+                told.append(guest.recv(100))
+
+        told: list[bytes] = []
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(DoorError, match="who listens at 127"):
+            knock(other.getsockname(), TOKEN, "backend-0")
+        thread.join(5.0)
+        assert told == [b""]
+
+
+def test_a_door_that_ran_out_of_file_descriptors_opens_again() -> None:
+    program = """
+import os, resource, socket, time
+from whet.cluster.door import Door, Expected, knock
+guests, held = Expected(), []
+door, expected, early = Door("127.0.0.1", bytes(32), guests.take), guests.expect("late"), socket.socket()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        held.append(os.open("/dev/null", 0))
+except OSError:
+    pass
+early.connect(door.address)
+time.sleep(0.3)
+for descriptor in held:
+    os.close(descriptor)
+knock(door.address, bytes(32), "late")
+expected.result(20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "could not let a guest in: [Errno 24] Too many open files" in done.stderr
