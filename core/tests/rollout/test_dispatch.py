@@ -185,21 +185,6 @@ def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     assert dispatcher.outstanding == [0]
 
 
-def test_what_runs_can_be_aborted_from_another_thread() -> None:
-    async def aborting(dispatcher: RequestDispatcher, replicas: Replicas) -> None:
-        task = asyncio.create_task(dispatcher.generate(make_request("a")))
-        while not replicas.messages:
-            await asyncio.sleep(0)
-        await asyncio.to_thread(dispatcher.abort_running)
-        while not replicas.aborted:
-            await asyncio.sleep(0)
-        task.cancel()
-
-    dispatcher, replicas = dispatcher_over(2, never)
-    run(aborting(dispatcher, replicas))
-    assert replicas.aborted[0] == (0, [])  # the other replica has nothing to do
-
-
 def test_two_requests_of_one_id_are_refused() -> None:
     dispatcher, _ = dispatcher_over(1)
     found = run(gather(dispatcher, [make_request("a"), make_request("a")]))

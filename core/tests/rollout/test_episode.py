@@ -9,7 +9,7 @@ from attrs import evolve
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
-from whet.errors import WorkerError
+from whet.errors import InfrastructureError, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.routing import Route
@@ -283,6 +283,37 @@ def test_a_failed_episode_is_played_again_with_other_randomness() -> None:
     assert assignment.tally == {"retried": 2, "done": 1}
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError, InfrastructureError])
+def test_what_breaks_down_in_passing_leaves_no_trace(error: type[Exception]) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        if len(generator.requests) == 1:
+            raise error("the sandbox is gone")
+        return {"correct": 1.0}
+
+    generator = FakeGenerator("x")
+    assignment = assigned(Played(run))
+    asyncio.run(player(generator, retries=0, infrastructure_retries=1).episode(assignment, 0))
+    first, second = generator.requests
+    assert first.seed == second.seed
+    assert assignment.tally == {"retried": 1, "done": 1}
+
+
+def test_what_breaks_down_twice_is_tried_with_other_randomness_until_its_own_budget_is_spent() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        raise ConnectionError("the sandbox is gone")
+
+    generator = FakeGenerator("x")
+    assignment = assigned(Played(run))
+    with pytest.raises(EpisodeFailed, match="sample 0 failed 3 times; last: ConnectionError: the sandbox") as caught:
+        asyncio.run(player(generator, retries=5, infrastructure_retries=2).episode(assignment, 0))
+    assert caught.value.infrastructure
+    assert len({request.seed for request in generator.requests[:2]}) == 1
+    assert len({request.seed for request in generator.requests}) == 2
+    assert assignment.tally == {"retried": 2, "infrastructure": 1}
+
+
 async def _no_question(task: Task, model: Model) -> Mapping[str, float]:
     return {"correct": 1.0}
 
@@ -354,7 +385,6 @@ def _broken(change: Callable[[Completion], Completion]) -> FakeGenerator:
         (lambda c: Completion(c.id, c.tokens, c.logprobs[1:], "stop", c.versions), "gave 3 logprobs for the 4 tokens"),
         (lambda c: Completion(c.id, c.tokens, c.logprobs * np.nan, "stop", c.versions), "wanted a finite one"),
         (lambda c: Completion(c.id, c.tokens, c.logprobs, "stop", ()), "no weight version"),
-        (lambda c: Completion(c.id, c.tokens, c.logprobs, "abort", c.versions), "was aborted after 4 tokens"),
     ],
 )
 def test_a_completion_that_breaks_the_contract_is_not_trained_on(change: Any, message: str) -> None:

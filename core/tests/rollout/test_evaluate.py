@@ -29,7 +29,14 @@ def environment(tasks: int = 6) -> SingleTurn:
 
 def judged(*routes: Route, generator: Any = None, **changes: Any) -> tuple[EnvironmentResult, ...]:
     sampling = Sampling(max_tokens=8)
-    return evaluate(routes, generator or letters(), ByteChat(), sampling, 0, **{"retries": 0, **changes}).environments
+    return evaluate(
+        routes,
+        generator or letters(),
+        ByteChat(),
+        sampling,
+        0,
+        **{"retries": 0, "infrastructure_retries": 0, **changes},
+    ).environments
 
 
 def test_means_and_interval_are_over_tasks() -> None:
@@ -86,7 +93,7 @@ def test_it_draws_alike_whatever_was_trained_in_between() -> None:
 
 def test_metrics_and_records_are_named_by_environment() -> None:
     routes = [Route("ab", environment(), "test", limit=4), Route("more", environment(3), "test")]
-    result = evaluate(routes, letters(), ByteChat(), Sampling(max_tokens=8), 0)
+    result = evaluate(routes, letters(), ByteChat(), Sampling(max_tokens=8), 0, retries=0, infrastructure_retries=0)
     assert {name: len(rows) for name, rows in result.records.items()} == {"ab": 4, "more": 3}
     names = {"reward", "interval", "first", "count", "response_length", "dropped"}
     assert set(result.metrics) == {f"evaluation/{env}/{name}" for env in ("ab", "more") for name in names}

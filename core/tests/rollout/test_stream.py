@@ -1,4 +1,7 @@
+import asyncio
+import json
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +34,8 @@ class Jittery(FakeGenerator):
         self.longest = longest
 
     async def generate(self, request: Request) -> Completion:
-        version, self._delay = self.version, self._random.uniform(0, self.longest)
-        made = await super().generate(request)
-        return Completion(made.id, made.tokens, made.logprobs, made.stop, ((0, version),))
+        self._delay = self._random.uniform(0, self.longest)
+        return await super().generate(request)
 
     @property
     def groups(self) -> list[int]:
@@ -84,46 +86,166 @@ def some_dropped(group: Group) -> bool:
     return group.index % 3 != 1
 
 
-@settings(max_examples=12, deadline=None)
+class Unlucky(SingleTurn):
+    """Fails on every fifth group for good."""
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        rewards = await super().run(task, model)
+        if model._assignment.index % 5 == 2:  # type: ignore[attr-defined]
+            raise RuntimeError("no luck")
+        return rewards
+
+
+@settings(max_examples=24, deadline=None)
 @given(
-    staleness=st.sampled_from([0, 1, 3]),
+    order=st.sampled_from(["admission", "completion"]),
+    staleness=st.sampled_from([0, 1, 2, 3]),
     size=st.integers(1, 4),
     jitter=st.integers(0, 1000),
     filtered=st.booleans(),
+    unlucky=st.booleans(),
 )
-def test_no_group_is_lost_repeated_reordered_or_too_old(staleness: int, size: int, jitter: int, filtered: bool) -> None:
+def test_every_group_ends_once_and_no_sequence_is_too_old(
+    order: str, staleness: int, size: int, jitter: int, filtered: bool, unlucky: bool
+) -> None:
     keep = some_dropped if filtered else lambda group: True
-    ahead, handed_over = [], list[int]()
-
-    class Watching(Jittery):
-        async def generate(self, request: Request) -> Completion:
-            # Groups that are known to be filtered do not count, so this is an upper bound only without filters.
-            ahead.append(len(set(self.groups)) - len(handed_over))
-            return await super().generate(request)
-
-    generator = Watching(jitter)
-    with stream(generator, max_staleness=staleness, filters=[keep]) as made:
-        for step in range(1, 7):
-            batch = made.take(size)
-            groups = list(dict.fromkeys(batch["group"].tolist()))
+    made_of = Unlucky if unlucky else SingleTurn
+    letters = made_of({"train": [Task(f"q{i}", {"i": i}) for i in range(50)]}, {"correct": correct})
+    trained, filtered_out, dropped = list[int](), list[int](), list[int]()
+    generator = Jittery(jitter)
+    options: dict[str, Any] = {"max_staleness": staleness, "order": order, "filters": [keep]}
+    with stream(generator, [Route("letters", letters, "train")], **options) as made:
+        for step in range(1, 9):
+            batch, consumed, metrics = made.take(size), made.collect(), made.metrics()
+            groups = [group.index for group in consumed.trained]
+            assert list(dict.fromkeys(batch["group"].tolist())) == groups == sorted(groups)
             assert len(groups) == size
-            handed_over += groups
-            made_by = batch["version"][batch["loss_mask"]]
-            assert (step - 1 - made_by).max() <= staleness
-            assert (step - 1 - made_by).min() >= 0
-            assert made.metrics()["staleness/max"].number() == (step - 1 - made_by).max()
+            if order == "admission" and trained:
+                assert groups[0] > trained[-1]
+            trained += groups
+            filtered_out += consumed.filtered
+            dropped += consumed.dropped
+            ages = step - 1 - batch["version"][batch["loss_mask"]]
+            assert 0 <= ages.min() <= ages.max() <= staleness
+            assert metrics["staleness/max"].number() == ages.max()
+            assert metrics["groups/filtered"].number() == len(consumed.filtered)
+            assert metrics["groups/dropped"].number() == len(consumed.dropped)
+            state = made.state()
+            ended = sorted(trained + filtered_out + dropped)
+            assert ended == [*range(state["groups"]["letters"]), *state["beyond"]]
+            time.sleep(0.001)
             generator.version = step
             made.set_version(step)
-        seen = set(generator.groups)
-    expected = [index for index in range(max(handed_over) + 1) if not filtered or index % 3 != 1]
-    assert handed_over == expected, "every kept group once, in order of admission"
-    assert seen == set(range(max(seen) + 1))
-    kept_ahead = [i for i in seen - set(handed_over) if not filtered or i % 3 != 1]
-    assert len(kept_ahead) <= staleness * size
+        asked = set(generator.groups)
+    assert asked == set(range(max(asked) + 1))
+    assert {index % 5 for index in dropped} <= ({2} if unlucky else set())
+    assert {index % 3 for index in filtered_out} <= ({1} if filtered else set())
+    assert not any((filtered and i % 3 == 1) or (unlucky and i % 5 == 2) for i in trained)
+    kept = [i for i in asked - set(trained) if not (filtered and i % 3 == 1) and not (unlucky and i % 5 == 2)]
+    assert len(kept) <= staleness * size, "more is prepared than the bound allows"
     assert len(generator.requests) == len({request.id for request in generator.requests})
-    assert not generator.cancelled or staleness
-    if not filtered:
-        assert max(ahead) <= size * (staleness + 1)
+    assert not generator.cancelled or staleness or unlucky
+
+
+class OneSlow(Jittery):
+    """The fourth group takes as long as it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=0)
+        self.let = threading.Event()
+
+    async def generate(self, request: Request) -> Completion:
+        if request.id.split("-")[1] == "3":
+            await asyncio.to_thread(self.let.wait, 30)
+        return await super().generate(request)
+
+
+def test_in_order_of_completion_a_slow_group_is_overtaken_until_it_is_due() -> None:
+    generator = OneSlow()
+    with stream(generator, max_staleness=2, order="completion") as made:
+        taken = [sorted(set(batch["group"].tolist())) for batch in drive(made, generator, 2, 2)]
+        assert 3 not in [*taken[0], *taken[1]]
+        state = made.state()
+        assert state["groups"]["letters"] == 3
+        assert state["beyond"] == [i for i in taken[1] if i > 3]
+        threading.Timer(0.3, generator.let.set).start()
+        begin = time.monotonic()
+        last = made.take(2)
+        assert time.monotonic() - begin > 0.2, "it was admitted by the first take, so the third has to wait for it"
+        assert 3 in last["group"]
+        assert made.state()["groups"]["letters"] == 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_consumed_beyond_a_slow_group_is_not_played_again(seed: int) -> None:
+    generator = OneSlow()
+    try:
+        with stream(generator, two_routes(), max_staleness=2, order="completion", filters=[some_dropped]) as made:
+            drive(made, generator, 2, 2)
+            before, state = made.collect(), made.state()
+    finally:
+        generator.let.set()
+    ended = {*(group.index for group in before.trained), *before.filtered}
+    assert 3 not in ended
+    assert ended == {*range(sum(state["groups"].values())), *state["beyond"]}
+    assert state["beyond"]
+    generator = Jittery(seed)
+    with stream(generator, two_routes(), max_staleness=2, order="completion", filters=[some_dropped]) as made:
+        made.restore(json.loads(json.dumps(state)))
+        assert made.state() == state
+        made.take(2)
+        after = made.collect()
+        assert not ended & {*(group.index for group in after.trained), *after.filtered}
+        assert min(generator.groups) == 3
+        assert not ended & set(generator.groups)
+        again = {group.index: (group.environment, group.task) for group in after.trained}
+    with stream(Jittery(), two_routes(), filters=[some_dropped]) as whole:
+        whole.take(max(again) + 1)
+        expected = {group.index: (group.environment, group.task) for group in whole.collect().trained}
+    assert all(expected[index] == played for index, played in again.items())
+
+
+def test_while_it_is_paused_nothing_of_it_is_under_way() -> None:
+    class Counting(Jittery):
+        under_way = 0
+
+        async def generate(self, request: Request) -> Completion:
+            self.under_way += 1
+            try:
+                return await super().generate(request)
+            finally:
+                self.under_way -= 1
+
+    generator = Counting(longest=0.05)
+    with stream(generator, max_staleness=3) as made:
+        made.take(2)
+        with made.paused():
+            seen = len(generator.requests)
+            for _ in range(10):
+                time.sleep(0.01)
+                assert generator.under_way == 0
+            assert len(generator.requests) == seen
+        assert len(set(made.take(2)["group"].tolist())) == 2
+    with stream(Jittery()) as made, made.paused():
+        pass
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_two_takes_to_a_step_keep_the_bound_and_are_counted_together(staleness: int) -> None:
+    generator = Jittery(3)
+    with stream(generator, max_staleness=staleness) as made:
+        for step in range(1, 7):
+            for _ in range(2):
+                batch = made.take(2)
+                assert (step - 1 - batch["version"][batch["loss_mask"]]).max() <= staleness
+            consumed = made.collect()
+            assert [group.index for group in consumed.trained] == list(range(4 * step - 4, 4 * step))
+            lengths = [
+                len(t.tokens) - t.prompt_length for g in consumed.trained for e in g.episodes for t in e.trajectories
+            ]
+            assert made.metrics()["response_length/mean"].number() == pytest.approx(np.mean(lengths))
+            generator.version = step
+            made.set_version(step)
 
 
 def test_it_plays_ahead_while_the_trainer_trains() -> None:
@@ -204,6 +326,7 @@ def test_with_staleness_what_was_not_handed_over_is_played_again() -> None:
         first = drive(made, generator, 2, 3)[-1]
         state = made.state()
     assert sum(state["groups"].values()) == max(first["group"]) + 1
+    assert state["beyond"] == []
     with stream(Jittery(), two_routes(), max_staleness=2) as made:
         made.restore(state)
         assert sorted(set(made.take(3)["group"].tolist())) == [6, 7, 8]
@@ -227,7 +350,7 @@ def test_environments_get_their_share() -> None:
 def test_every_task_comes_once_in_each_pass() -> None:
     with stream(routes=[Route("letters", environment(6), "train")]) as made:
         made.take(12)
-        tasks = [group.task for group in made.last_groups]
+        tasks = [group.task for group in made.collect().trained]
     assert sorted(tasks[:6]) == sorted(tasks[6:]) == list(range(6))
     assert tasks[:6] != tasks[6:]
 
@@ -248,6 +371,8 @@ def test_rewards_and_lengths_are_metrics_of_the_take_once() -> None:
 class Failing(SingleTurn):
     """Fails on some tasks, always or on the first attempts."""
 
+    error: type[Exception] = RuntimeError
+
     def __init__(self, bad: set[int], attempts: int = 1000) -> None:
         super().__init__({"train": [Task(f"q{i}", {"i": i}) for i in range(20)]}, {"correct": correct})
         self._bad, self._attempts = bad, attempts
@@ -258,7 +383,7 @@ class Failing(SingleTurn):
         index = task.data["i"]
         if index in self._bad and self.failures.get(index, 0) < self._attempts:
             self.failures[index] = self.failures.get(index, 0) + 1
-            raise RuntimeError("the grader broke")
+            raise self.error("the grader broke")
         return rewards
 
 
@@ -266,7 +391,7 @@ def test_a_group_that_fails_is_dropped_counted_and_replaced() -> None:
     bad = {3, 8}
     with stream(routes=[Route("fragile", Failing(bad), "train")], retries=1) as made:
         made.take(18)
-        tasks = {group.task for group in made.last_groups}
+        tasks = {group.task for group in made.collect().trained}
         metrics = made.metrics()
     assert tasks == set(range(20)) - bad
     assert metrics["groups/dropped"].number() == 2
@@ -288,6 +413,26 @@ def test_many_failed_groups_in_a_row_end_the_run_with_the_cause() -> None:
     with (
         stream(routes=[route], retries=1, max_failed_groups=4) as made,
         pytest.raises(WhetError, match=r"4 groups in a row failed; the last: environment 'fragile', task \d+, .*broke"),
+    ):
+        made.take(8)
+
+
+def test_groups_lost_to_infrastructure_have_a_budget_and_a_counter_of_their_own() -> None:
+    class Unreachable(Failing):
+        error = ConnectionError
+
+    bad = {3, 8, 11}
+    route = Route("fragile", Unreachable(bad), "train")
+    with stream(routes=[route], infrastructure_retries=0, max_failed_groups=1) as made:
+        made.take(17)
+        metrics = made.metrics()
+    assert metrics["groups/dropped"].number() == 3
+    assert metrics["episodes/infrastructure"].number() >= 3
+    assert metrics["episodes/failed"].number() == 0
+    route = Route("fragile", Unreachable(set(range(20))), "train")
+    with (
+        stream(routes=[route], infrastructure_retries=0, max_infrastructure_groups=2) as made,
+        pytest.raises(WhetError, match=r"2 groups in a row failed because of their infrastructure; the last: .*broke"),
     ):
         made.take(8)
 
@@ -341,10 +486,10 @@ def test_an_interrupt_reaches_the_taker_and_costs_no_group() -> None:
     with stream(generator, status=status) as made:
         with pytest.raises(Stop):
             made.take(2)
-        assert made.state() == {"groups": {"letters": 0}}
+        assert made.state() == {"groups": {"letters": 0}, "beyond": []}
         batch = made.take(2)
         assert sorted(set(batch["group"].tolist())) == [0, 1]
-        assert made.state() == {"groups": {"letters": 2}}
+        assert made.state() == {"groups": {"letters": 2}, "beyond": []}
     assert told[0] in {f"generator {100 * done / 6:.0f} %" for done in range(7)}
     assert told[-1] == ""
 

@@ -4,22 +4,26 @@
                       <- future <- lists of completions, as each decoded batch ends
 
 The worker's side is an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or
-`(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early, where `[]` stands for
-all that run.
+`(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early.
+
+A request whose replica is lost goes to another one, or waits until there is one, with its id and seed as they were.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from attrs import define, field
+from attrs import Factory, define, field
 
 from whet.cluster.slices import Workers
 from whet.data.records import Completion, Request
-from whet.errors import WhetError, WorkerError
+from whet.errors import InfrastructureError, WhetError, WorkerError, WorkerLost
+from whet.rollout.roster import Roster
 
 PATIENCE = 8
 """Turns of the event loop that an outbox may wait for more at most."""
+MOST_LOSSES = 3
+"""A request that was with so many replicas when they were lost may be what kills them: it is not served again."""
 
 
 @define(eq=False)
@@ -28,6 +32,8 @@ class _Waiting:
     future: "asyncio.Future[Completion]"
     rank: int = -1
     """-1: not sent yet."""
+    losses: int = 0
+    """Replicas that were lost while they had it."""
 
     @property
     def load(self) -> int:
@@ -42,6 +48,7 @@ class RequestDispatcher:
     """
 
     workers: Workers
+    roster: Roster = field(default=Factory(lambda self: Roster(self.workers), takes_self=True))
     _outbox: list[_Waiting] = field(factory=list, init=False)
     _patience: int = field(default=0, init=False)
     _loads: list[int] = field(init=False)
@@ -58,14 +65,12 @@ class RequestDispatcher:
     async def generate(self, request: Request) -> Completion:
         """Have one request served. Cancelling the awaiting task aborts it at the worker.
 
-        Raises `WhetError` where the request cannot be served, `WorkerError` where the replica fails or dies.
+        Raises `WhetError` where the request cannot be served, `InfrastructureError` where replicas were lost with it
+        again and again, `WorkerError` where a replica fails or there is none left.
         """
         self._loop = asyncio.get_running_loop()
         waiting = _Waiting(request, self._loop.create_future())
-        if not self._outbox:
-            self._patience = PATIENCE
-            self._loop.call_soon(self._flush, 0)
-        self._outbox.append(waiting)
+        self._send_soon([waiting])
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -75,15 +80,21 @@ class RequestDispatcher:
                 self._cancelled.setdefault(waiting.rank, []).append(request.id)
             raise
 
-    def abort_running(self) -> None:
-        """End what the replicas decode at the moment with `stop="abort"`. May be called from any thread."""
+    def wake(self) -> None:
+        """Look again who is there. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._abort_all)
+            self._loop.call_soon_threadsafe(lambda: self._flush(len(self._outbox)))
 
     @property
     def outstanding(self) -> list[int]:
         """Tokens under way at each replica, prompts and limits counted."""
         return list(self._loads)
+
+    def _send_soon(self, waiting: list[_Waiting]) -> None:
+        if not self._outbox:
+            self._patience = PATIENCE
+            asyncio.get_running_loop().call_soon(self._flush, 0)
+        self._outbox += waiting
 
     def _flush(self, seen: int) -> None:
         if len(self._outbox) != seen and self._patience > 0:
@@ -91,26 +102,36 @@ class RequestDispatcher:
             # within a few turns of the loop, and batches should not depend on how many.
             self._patience -= 1
             asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
-            return
+            return None
+        present, failure = self.roster.present(), self.roster.failure
+        if not present and failure is None:
+            return None  # `wake` comes back
         outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
+        if failure is not None:
+            return self._fail(outbox, failure)
         messages: dict[int, list[_Waiting]] = {}
         for waiting in outbox:
-            waiting.rank = self._place(waiting)
+            waiting.rank = self._place(waiting, present)
             messages.setdefault(waiting.rank, []).append(waiting)
         for rank, batch in messages.items():
             self._spawn(self._serve(rank, batch))
+        return None
 
-    def _place(self, waiting: _Waiting) -> int:
+    def _place(self, waiting: _Waiting, present: list[int]) -> int:
         prefix = waiting.request.prefix
-        least = min(range(self.workers.size), key=self._loads.__getitem__)
+        least = min(present, key=self._loads.__getitem__)
         rank, count = self._prefixes.get(prefix, (least, 0)) if prefix else (least, 0)
+        rank = rank if rank in present else least
         if prefix:
             self._prefixes[prefix] = rank, count + 1
         self._loads[rank] += waiting.load
         return rank
 
     def _leave(self, waiting: _Waiting) -> None:
+        if waiting.rank < 0:
+            return
         self._loads[waiting.rank] -= waiting.load
+        waiting.rank = -1
         prefix = waiting.request.prefix
         if prefix:
             rank, count = self._prefixes.pop(prefix)
@@ -121,23 +142,42 @@ class RequestDispatcher:
         open_ = {waiting.request.id: waiting for waiting in batch}
         if len(open_) != len(batch):
             return self._fail(batch, WhetError("two requests made at one time have the same id"))
+        if rank not in self.roster.present():  # lost since it was chosen: a fresh process has no weights to serve with
+            for waiting in batch:
+                self._leave(waiting)
+            return self._send_soon([waiting for waiting in batch if not waiting.future.done()])
+        life = self.roster.life(rank)
         stream = self.workers.stream(rank, "generate", [w.request for w in batch], phase="generate")
         cause: BaseException | None = None
+        served_again = False
         try:
             async for outcomes in stream:
                 for outcome in outcomes:
                     self._settle(open_, outcome)
+        except WorkerLost as error:
+            served_again = self.roster.lost(rank, life, error)
+            cause = error if served_again else self.roster.failure or error
         except WhetError as error:
             cause = error
         except Exception as error:  # a worker's edge: whatever came must reach those who wait
             cause = WorkerError("generator", rank, "generate", repr(error))
         finally:
             await _close(stream)
-            self._fail(
-                list(open_.values()),
-                cause or WorkerError("generator", rank, "generate", "it ended without answering"),
-            )
+            left = list(open_.values())
+            if served_again and cause is not None:
+                self._serve_again(left, cause)
+            else:
+                self._fail(left, cause or WorkerError("generator", rank, "generate", "it ended without answering"))
         return None
+
+    def _serve_again(self, batch: list[_Waiting], cause: BaseException) -> None:
+        for waiting in batch:
+            self._leave(waiting)
+            waiting.losses += 1
+            if waiting.losses >= MOST_LOSSES and not waiting.future.done():
+                lost = f"{waiting.losses} replicas were lost while they had request {waiting.request.id}"
+                waiting.future.set_exception(InfrastructureError(f"{lost}; the last: {cause}"))
+        self._send_soon([waiting for waiting in batch if not waiting.future.done()])
 
     def _settle(self, open_: dict[str, _Waiting], outcome: Any) -> None:
         id_ = outcome.id if isinstance(outcome, Completion) else outcome[0]
@@ -162,11 +202,6 @@ class RequestDispatcher:
         cancelled, self._cancelled = self._cancelled, {}
         for rank, ids in cancelled.items():
             self._spawn(self._abort(rank, ids))
-
-    def _abort_all(self) -> None:
-        for rank, load in enumerate(self._loads):
-            if load:
-                self._spawn(self._abort(rank, []))
 
     async def _abort(self, rank: int, ids: list[str]) -> None:
         stream = self.workers.stream(rank, "abort", ids, phase="abort")

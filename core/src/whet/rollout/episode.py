@@ -29,9 +29,11 @@ from whet.data.records import (
     Trajectory,
 )
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import PluginError, WhetError, WorkerError, in_words
+from whet.errors import InfrastructureError, PluginError, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards
 from whet.randomness import derive_seed
+from whet.rollout.complete import complete
+from whet.rollout.gate import Gate
 from whet.rollout.loop import gather_or_cancel
 from whet.rollout.routing import Route
 
@@ -59,6 +61,20 @@ Prompts = dict[Conversation, tuple[str, IntArray]]
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
     """An episode failed on every attempt. Names environment, task and sample; its cause is the last error."""
 
+    def __init__(self, message: str, infrastructure: bool = False) -> None:
+        super().__init__(message)
+        self.infrastructure = infrastructure
+        """Whether what it stands on failed, rather than the episode."""
+
+
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
+"""Before an episode is played again whose infrastructure failed: four times as long each time."""
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether an error says that what an episode stands on failed: a sandbox, a server, a grader's process."""
+    return isinstance(error, InfrastructureError | ConnectionError | TimeoutError)
+
 
 @frozen(eq=False)
 class Assignment:
@@ -73,7 +89,7 @@ class Assignment:
     prompts: Prompts = field(factory=dict)
     """Filled while playing."""
     tally: Counter[str] = field(factory=Counter)
-    """Counts episodes `done`, `retried` and `failed` while playing."""
+    """Counts episodes `done`, `retried`, and `failed` or lost to `infrastructure` for good, while playing."""
 
 
 @frozen(eq=False)
@@ -93,6 +109,9 @@ class Player:
     retries: int
     deadline_seconds: float
     """For one attempt at an episode, all its turns included."""
+    infrastructure_retries: int = 0
+    gate: Gate = field(factory=Gate)
+    """What requests pass on their way to the generator."""
 
     async def group(self, assignment: Assignment, samples: int) -> Group:
         """Play all episodes of a group at once. The first that fails for good ends the others."""
@@ -102,11 +121,13 @@ class Player:
     async def episode(self, assignment: Assignment, sample: int) -> Episode:
         """Play an episode, and again with fresh randomness when it fails. Raises `EpisodeFailed` in the end.
 
-        A `WorkerError` is not the episode's fault: it comes through at once.
+        When its infrastructure fails it is played again just as it was: what broke down in passing leaves no trace.
+        Where that does not help the answer itself may be the cause, as of a grader that it hangs, and randomness is
+        fresh from then on. A `WorkerError` comes through at once.
         """
-        cause: BaseException = WhetError("it was never played")
-        for attempt in range(self.retries + 1):
-            assignment.tally["retried"] += attempt > 0
+        attempt, failures = 0, Counter[str]()
+        cause: BaseException
+        while True:
             try:
                 episode = await self._attempt(assignment, sample, attempt)
             except WorkerError:
@@ -121,24 +142,34 @@ class Player:
             else:
                 assignment.tally["done"] += 1
                 return episode
-        assignment.tally["failed"] += 1
-        times = f"{self.retries + 1} times" if self.retries else "once"
-        raise EpisodeFailed(
+            kind = "infrastructure" if is_infrastructure(cause) else "failed"
+            failures[kind] += 1
+            if failures[kind] > (self.infrastructure_retries if kind == "infrastructure" else self.retries):
+                assignment.tally[kind] += 1
+                raise self._failure(assignment, sample, failures.total(), cause) from cause
+            assignment.tally["retried"] += 1
+            attempt += kind == "failed" or failures[kind] > 1
+            if kind == "infrastructure":
+                await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures[kind] - 1), LONGEST_PAUSE_SECONDS))
+
+    def _failure(self, assignment: Assignment, sample: int, failures: int, cause: BaseException) -> EpisodeFailed:
+        times = f"{failures} times" if failures > 1 else "once"
+        return EpisodeFailed(
             f"environment {assignment.route.name!r}, task {assignment.position}, sample {sample} failed {times}; "
-            f"last: {in_words(cause)}"
-        ) from cause
+            f"last: {in_words(cause)}",
+            is_infrastructure(cause),
+        )
 
     async def _attempt(self, assignment: Assignment, sample: int, attempt: int) -> Episode:
         route = assignment.route
         model = RecordedModel(self, assignment, (sample, attempt))
-        deadline = asyncio.timeout(self.deadline_seconds)
         try:
-            async with deadline:
+            async with self.gate.time_limit(self.deadline_seconds) as deadline:
                 given = await route.environment.run(assignment.task, model)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise WhetEnvironmentError(
+            raise InfrastructureError(
                 f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
             ) from None
         rewards = checked_rewards(given, route.name)
@@ -227,7 +258,9 @@ class RecordedModel:
             seed=derive_seed(player.seed, player.purpose, *position),
             prefix=prefix,
         )
-        completion = checked_completion(await player.generator.generate(request), request)
+        async with player.gate:
+            completion = await complete(player.generator, request, player.chat.decode)
+        completion = checked_completion(completion, request)
         text = player.chat.decode(completion.tokens)
         self._completions.append((len(tokens), completion))
         self._tokens = np.concatenate([tokens, completion.tokens])
@@ -273,8 +306,6 @@ class RecordedModel:
 def checked_completion(completion: Completion, request: Request) -> Completion:
     """Check what a generator gave. Raises `PluginError` saying what is wrong with it."""
     count, limit = len(completion.tokens), request.sampling.max_tokens
-    if completion.stop == "abort":
-        raise WhetError(f"request {request.id} was aborted after {count} tokens")
     if not 0 < count <= limit:
         raise PluginError(f"the generator gave {count} tokens for request {request.id}, wanted 1 to {limit}")
     if len(completion.logprobs) != count or not np.isfinite(completion.logprobs).all():

@@ -96,7 +96,8 @@ class Evaluator:
             top_k=section.top_k,
             stop=tuple(rollout.stop),
         )
-        self._max_context, self._retries, self._deadline_seconds = max_context, rollout.retries, deadline_seconds
+        self._max_context, self._deadline_seconds = max_context, deadline_seconds
+        self._retries, self._infrastructure_retries = rollout.retries, rollout.infrastructure_retries
         self._status, self._loop = status, loop
 
     def evaluate(self) -> EvaluationResult:
@@ -109,6 +110,7 @@ class Evaluator:
             self._seed,
             max_context=self._max_context,
             retries=self._retries,
+            infrastructure_retries=self._infrastructure_retries,
             deadline_seconds=self._deadline_seconds,
             status=self._status,
             loop=self._loop,
@@ -123,7 +125,8 @@ def evaluate(
     seed: int,
     *,
     max_context: int = 0,
-    retries: int = 2,
+    retries: int,
+    infrastructure_retries: int,
     deadline_seconds: float = 3600.0,
     concurrency: int = 1024,
     status: Callable[[str], None] = lambda text: None,
@@ -143,7 +146,7 @@ def evaluate(
     wanted = sum(route.samples * _count(route) for route in routes)
 
     def report() -> None:
-        done = sum(tally["done"] + tally["failed"] for tally in tallies)
+        done = sum(tally["done"] + tally["failed"] + tally["infrastructure"] for tally in tallies)
         status(f"evaluation {100 * done / max(1, wanted):.0f} %")
 
     async def play() -> list[EnvironmentResult]:
@@ -153,7 +156,9 @@ def evaluate(
     def player(route: Route) -> Player:
         purpose = f"evaluate {route.name}"
         turn = with_stop_tokens(sampling, chat)
-        return Player(generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds)
+        return Player(
+            generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries
+        )
 
     try:
         return EvaluationResult(tuple(running.run(play(), tick=report)))

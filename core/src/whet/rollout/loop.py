@@ -5,8 +5,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import WhetError
@@ -15,6 +17,7 @@ Result = TypeVar("Result")
 
 TICK_SECONDS = 0.2
 """How often a caller that waits is told how far it is."""
+_MOST_PLACES = 4
 CLOSE_SECONDS = 5.0
 """How long closing waits for code that does not come back to the loop."""
 
@@ -56,6 +59,14 @@ class EpisodeLoop:
 
         return self.run(calling())
 
+    def where(self) -> list[str]:
+        """Say where tasks wait, the most common places first, e.g. `8 at environment.py:60 in run`."""
+        try:
+            places = Counter(place for task in asyncio.all_tasks(self._loop) if (place := _place(task)))
+        except RuntimeError:  # tasks came and went while they were counted
+            return []
+        return [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
+
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
         """Run a coroutine that cleans up; whether it came to its end within a few seconds."""
         return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
@@ -77,6 +88,18 @@ class EpisodeLoop:
             f"an environment keeps all others waiting: for {self._stall_seconds:g} seconds its code has run without "
             f"awaiting anything; put slow work into a GraderPool or asyncio.to_thread. It is at:\n{where}"
         )
+
+
+def _place(task: "asyncio.Task[Any]") -> str:
+    """Give file, line and name of the innermost coroutine of a task that is not asyncio's own."""
+    place = ""
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.parent.name != "asyncio":
+            place = f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return place
 
 
 def _done(future: "Future[Any]", seconds: float) -> bool:

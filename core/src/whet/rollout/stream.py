@@ -1,16 +1,11 @@
-"""The rollout stream: admits groups of episodes, plays them, and hands them over in order of admission.
+"""The rollout stream: admits groups of episodes, plays them, and hands over those that passed the filters.
 
     admitted     0 1 2 3 4 5 6 7 8 9          a position in this order is a position in the data
     outcome      k k f k k d k . k .          kept, filtered, dropped (failed), still playing
-                 |-- take --| |-- waiting for 7
+                 |-- take --| |-- waiting for 7        with `order: admission`
+                 |-- take --|     ^ next               with `order: completion`
 
-One rule paces it, whatever the staleness. With n groups to a take, a group is admitted only while
-
-    groups kept or still playing, not handed over  <  n x (max_staleness + 1 while a take waits)
-
-so at most `max_staleness` takes are in preparation beyond the one that is waited for. A group admitted under
-version v is therefore among the next 1 + max_staleness takes, and since weights change at most once between two
-takes, it is at most `max_staleness` versions old when it is trained on. Nothing is ever thrown away for age.
+How many are admitted and which a take gives is decided in `pacing`, which keeps the bound of staleness.
 
     max_staleness 0    take 1 |##### play #####|  train  | take 2 |##### play #####|  train
     max_staleness 1    take 1 |##### play #####|  train  | take 2 | train  | take 3
@@ -19,25 +14,28 @@ takes, it is at most `max_staleness` versions old when it is trained on. Nothing
 At staleness 0 nothing plays between takes, and groups to replace filtered ones are admitted only when all others
 are through. So what the generator is asked together does not depend on timing, and a run repeats bit by bit.
 
-Environments are chosen and tasks drawn by integers (see `routing`), so the state of the stream is a count of
-groups for each environment, up to the first that was not handed over: a resumed run plays those again.
+A group ends exactly once: given to the trainer, filtered or dropped. Those that ended by the time of a take are
+consumed with it; all others are played again when a run resumes there. Environments are chosen and tasks drawn by
+integers (see `routing`), so the state of the stream is a count of groups for each environment, up to the first that
+was not consumed, and the numbers of those beyond it that were.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
-
-from attrs import define, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import Batch
 from whet.data.records import Group, Sampling
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
-from whet.metrics import Metric, largest, total
+from whet.metrics import Metric, largest, mean, merge, total
 from whet.rollout.collate import collate, rollout_metrics
-from whet.rollout.episode import Assignment, Chat, Player, with_stop_tokens
+from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.gate import Gate
+from whet.rollout.journal import Consumed
 from whet.rollout.loop import EpisodeLoop
+from whet.rollout.pacing import Pacing, Slot
 from whet.rollout.routing import Route, choose, shuffled
 
 if TYPE_CHECKING:
@@ -46,25 +44,6 @@ if TYPE_CHECKING:
 
 Filter = Callable[[Group], bool]
 """Says whether a group is kept."""
-
-
-@define(eq=False)
-class Slot:
-    """One admitted group."""
-
-    index: int
-    route: int
-    task: int
-    outcome: Literal["playing", "kept", "filtered", "dropped"] = "playing"
-    group: Group | None = None
-    """When kept."""
-    tally: Counter[str] = field(factory=Counter)
-    """Its episodes by how they ended."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is, or may become, one of the groups that a take gives."""
-        return self.outcome in ("playing", "kept")
 
 
 class RolloutStream:
@@ -95,6 +74,8 @@ class RolloutStream:
             raise WhetError(f"of {len(self._weights)} environments none has a weight above 0; raise one's `weight`")
         self._tasks = [route.tasks() for route in routes]
         self._group_size, self._seed = group_size, seed
+        self._pacing = Pacing(section.max_staleness, section.order)
+        self._gate = Gate()
         self._player = Player(
             generator=generator,
             chat=chat,
@@ -106,22 +87,26 @@ class RolloutStream:
             purpose="sample",
             retries=section.retries,
             deadline_seconds=deadline_seconds,
+            infrastructure_retries=section.infrastructure_retries,
+            gate=self._gate,
         )
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on everything is read and written on the loop's thread only.
         self._admitted = [0] * len(self._routes)  # per environment, over the whole run
-        self._slots: list[Slot] = []  # admitted and not handed over, in order
+        self._slots: list[Slot] = []  # admitted and not consumed, in order
+        self._beyond: dict[int, int] = {}  # consumed before a group ahead of them was: index, route
+        self._skipped: set[int] = set()  # consumed before this sitting and not yet passed by admission
         self._running: dict[int, asyncio.Task[None]] = {}
         self._size = 0  # of a take
-        self._taking = False
+        self._takes, self._taking = 0, False
+        self._through = 0
         self._version = 0
         self._in_a_row: Counter[str] = Counter()
         self._tally: Counter[str] = Counter()
         self._fatal: BaseException | None = None
         self._changed = asyncio.Event()
         self._metrics: dict[str, Metric] = {}
-        self.last_groups: tuple[Group, ...] = ()
-        """The groups of the last take."""
+        self._consumed = Consumed()
 
     def take(self, groups: int) -> Batch:
         """Wait for this many groups that pass the filters, and give them as a batch, in order of admission.
@@ -129,15 +114,20 @@ class RolloutStream:
         Raises `WorkerError` when a worker failed, and `WhetError` when groups fail or are filtered too often in a row.
         """
         try:
-            taken = self.loop.run(self._take(groups), tick=self._report)
+            consumed, counted = self.loop.run(self._take(groups), tick=self._report)
         finally:
             self._status("")
-        self.last_groups = taken
-        self._metrics = {**rollout_metrics(taken), **self.loop.call(self._drain, taken)}
-        return collate(taken, self._section.temperature, [route.name for route in self._routes])
+        self._consumed = self._consumed + consumed
+        self._metrics = merge([self._metrics, rollout_metrics(consumed.trained), counted])
+        return collate(consumed.trained, self._section.temperature, [route.name for route in self._routes])
+
+    def collect(self) -> Consumed:
+        """Give what the takes since the last call consumed, once."""
+        consumed, self._consumed = self._consumed, Consumed()
+        return consumed
 
     def metrics(self) -> dict[str, Metric]:
-        """Give the metrics of the last take, once."""
+        """Give the metrics of the takes since the last call, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -145,9 +135,25 @@ class RolloutStream:
         """Say which version the trained weights have now; call it after each hand-over to the generator."""
         self.loop.call(self._set_version, version)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold back all requests of this stream meanwhile; begins when those under way are answered.
+
+        What else uses the generator then has it for itself, so that it does not depend on timing.
+        """
+        try:
+            self.loop.run(self._gate.shut(), tick=lambda: self._status("answers under way"))
+            self._status("")
+            yield
+        finally:
+            self.loop.call(self._gate.open)
+
     def state(self) -> dict[str, Any]:
-        """Give the position in the data as builtins: groups of each environment before the next to be handed over."""
-        return {"groups": self.loop.call(self._position)}
+        """Give the position in the data as builtins.
+
+        `groups`: of each environment, before the first group that was not consumed; `beyond`: those after it that were.
+        """
+        return self.loop.call(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Only before the first take."""
@@ -157,9 +163,10 @@ class RolloutStream:
                 f"the checkpoint was made with the environments {', '.join(groups)}, the config has "
                 f"{', '.join(names)}; continue with the same environments or start a new run"
             )
-        if self._size:
+        if self._takes:
             raise WhetError("a stream that has given batches cannot be restored; restore it before the first take")
         self._admitted = [int(groups[name]) for name in names]
+        self._skipped = {int(index) for index in state["beyond"]}
 
     def close(self) -> None:
         """Cancel all episodes. Safe to call twice."""
@@ -169,7 +176,7 @@ class RolloutStream:
         else:
             self.loop.try_run(self._cancel())
 
-    async def _take(self, size: int) -> tuple[Group, ...]:
+    async def _take(self, size: int) -> tuple[Consumed, dict[str, Metric]]:
         if size < 1 or (self._size not in (0, size) and self._section.max_staleness):
             raise ValueError(
                 f"take({size}) after take({self._size}): wanted at least 1, and with staleness always the same"
@@ -179,38 +186,54 @@ class RolloutStream:
             while True:
                 if self._fatal is not None:
                     raise self._fatal
-                if len(ready := self._ready()) >= size:
+                if (chosen := self._pacing.choose(self._slots, size, self._takes + 1)) is not None:
                     break
                 self._admit()
                 self._changed.clear()
                 await self._changed.wait()
         finally:
             self._taking = False
-        last = ready[size - 1].index
-        self._slots = [slot for slot in self._slots if slot.index > last]
+        self._takes += 1
+        consumed = self._consume(chosen)
+        counted = self._count(consumed)
         self._admit()
-        return tuple(slot.group for slot in ready[:size] if slot.group is not None)
+        return consumed, counted
 
-    def _ready(self) -> list[Slot]:
-        """Kept groups before the first one that is still playing."""
-        through = takewhile(lambda slot: slot.outcome != "playing", self._slots)
-        return [slot for slot in through if slot.outcome == "kept"]
+    def _consume(self, chosen: Sequence[Slot]) -> Consumed:
+        """Forget what is given, and with it all that was filtered or dropped until now."""
+        ended = [slot for slot in self._slots if not slot.counts]
+        gone = {slot.index: slot.route for slot in (*chosen, *ended)}
+        self._slots = [slot for slot in self._slots if slot.index not in gone]
+        self._beyond |= gone
+        return Consumed(
+            trained=tuple(slot.group for slot in chosen if slot.group is not None),
+            filtered=tuple(slot.index for slot in ended if slot.outcome == "filtered"),
+            dropped=tuple(slot.index for slot in ended if slot.outcome == "dropped"),
+        )
 
     def _admit(self) -> None:
-        """Admit as many groups as the rule allows."""
-        staleness = self._section.max_staleness
-        if self._fatal is not None or (staleness == 0 and self._running):
+        """Admit as many groups as the rules allow."""
+        if self._fatal is not None or (self._section.max_staleness == 0 and self._running):
             return
-        for _ in range(self._size * (staleness + self._taking) - sum(slot.counts for slot in self._slots)):
+        for _ in range(self._pacing.room(self._slots, self._size, self._taking)):
             slot = self._next_slot()
             self._slots.append(slot)
             self._running[slot.index] = asyncio.get_running_loop().create_task(self._play(slot))
 
     def _next_slot(self) -> Slot:
-        index, route = sum(self._admitted), choose(self._weights, self._admitted)
-        name, position = self._routes[route].name, self._admitted[route]
+        while (index := sum(self._admitted)) in self._skipped:
+            self._skipped.discard(index)
+            self._beyond[index] = self._next_route()
+        position = self._admitted.copy()
+        route = self._next_route()
+        name, tasks = self._routes[route].name, self._tasks[route]
+        task = shuffled(self._seed, f"tasks of {name}", position[route], len(tasks))
+        return Slot(index, route, task, due=self._pacing.due(self._takes, self._taking))
+
+    def _next_route(self) -> int:
+        route = choose(self._weights, self._admitted)
         self._admitted[route] += 1
-        return Slot(index, route, shuffled(self._seed, f"tasks of {name}", position, len(self._tasks[route])))
+        return route
 
     async def _play(self, slot: Slot) -> None:
         try:
@@ -233,7 +256,8 @@ class RolloutStream:
         except Exception as error:
             self._fail(WhetError(f"a filter failed on task {group.task} of {group.environment!r}: {error!r}"), error)
             return
-        self._in_a_row["dropped"] = 0
+        self._in_a_row["failed"] = self._in_a_row["infrastructure"] = 0
+        self._finish(slot)
         if kept:
             slot.outcome, slot.group = "kept", group
             self._in_a_row["filtered"] = 0
@@ -249,15 +273,22 @@ class RolloutStream:
                 )
             )
 
+    def _finish(self, slot: Slot) -> None:
+        self._through += 1
+        slot.finished = self._through
+
     def _drop(self, slot: Slot, error: Exception) -> None:
+        self._finish(slot)
         slot.outcome = "dropped"
-        if self._again("dropped") >= self._section.max_failed_groups:
+        lost = isinstance(error, EpisodeFailed) and error.infrastructure
+        limit = self._section.max_infrastructure_groups if lost else self._section.max_failed_groups
+        if (count := self._again("infrastructure" if lost else "failed")) >= limit:
             where = f"environment {self._routes[slot.route].name!r}, task {slot.task}"
             said = str(error) if where in str(error) else f"{where}: {in_words(error)}"
-            self._fail(WhetError(f"{self._in_a_row['dropped']} groups in a row failed; the last: {said}"), error)
+            why = " because of their infrastructure" if lost else ""
+            self._fail(WhetError(f"{count} groups in a row failed{why}; the last: {said}"), error)
 
     def _again(self, outcome: str) -> int:
-        self._tally[outcome] += 1
         self._in_a_row[outcome] += 1
         return self._in_a_row[outcome]
 
@@ -274,27 +305,31 @@ class RolloutStream:
     def _set_version(self, version: int) -> None:
         self._version = version
 
-    def _position(self) -> dict[str, int]:
-        waiting = Counter(slot.route for slot in self._slots)
-        return {route.name: self._admitted[i] - waiting[i] for i, route in enumerate(self._routes)}
+    def _position(self) -> dict[str, Any]:
+        first = min((slot.index for slot in self._slots), default=sum(self._admitted))
+        self._beyond = {index: route for index, route in self._beyond.items() if index > first}
+        ahead = Counter([*(slot.route for slot in self._slots), *self._beyond.values()])
+        groups = {route.name: self._admitted[i] - ahead[i] for i, route in enumerate(self._routes)}
+        return {"groups": groups, "beyond": sorted([*self._beyond, *self._skipped])}
 
-    def _drain(self, taken: Sequence[Group]) -> dict[str, Metric]:
+    def _count(self, consumed: Consumed) -> dict[str, Metric]:
         """Count what happened since the last take, and check the age of what is handed over."""
-        oldest = [oldest_version(group) for group in taken]
-        staleness = max(0, *(self._version - version for version in oldest))
-        if staleness > self._section.max_staleness:
+        ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)]
+        if max(ages) > self._section.max_staleness:
             raise WhetError(
-                f"a group is {staleness} versions old at its hand-over, wanted at most {self._section.max_staleness} "
+                f"a group is {max(ages)} versions old at its hand-over, wanted at most {self._section.max_staleness} "
                 f"(rollout.max_staleness); weights may be handed over once between two takes"
             )
         tally = Counter(self._tally)
         self._tally.clear()
         return {
-            "groups/dropped": total(tally["dropped"]),
-            "groups/filtered": total(tally["filtered"]),
+            "groups/dropped": total(len(consumed.dropped)),
+            "groups/filtered": total(len(consumed.filtered)),
             "episodes/failed": total(tally["failed"]),
+            "episodes/infrastructure": total(tally["infrastructure"]),
             "episodes/retried": total(tally["retried"]),
-            "staleness/max": largest(staleness),
+            "staleness/max": largest(max(0, *ages)),
+            "staleness/mean": mean(sum(ages), len(ages)),
         }
 
     def _report(self) -> None:
@@ -302,8 +337,10 @@ class RolloutStream:
 
     def _share_done(self) -> float:
         """Share of the episodes of the take that is waited for which are over."""
-        slots = [slot for slot in self._slots if slot.counts][: self._size]
-        return sum(slot.tally["done"] for slot in slots) / max(1, self._size * self._group_size)
+        done = [slot.tally["done"] for slot in self._slots if slot.counts]
+        if self._section.order == "completion":
+            done.sort(reverse=True)
+        return sum(done[: self._size]) / max(1, self._size * self._group_size)
 
     async def _cancel(self) -> None:
         running = list(self._running.values())
@@ -313,6 +350,6 @@ class RolloutStream:
             await asyncio.wait(running, timeout=1.0)
 
 
-def oldest_version(group: Group) -> int:
-    """Give the oldest version of the weights among the group's trained tokens."""
-    return min(int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories)
+def oldest_versions(group: Group) -> list[int]:
+    """Give the oldest version of the weights among the trained tokens of each sequence."""
+    return [int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories]

@@ -1,0 +1,86 @@
+"""A completion to its end, whatever new weights do to it meanwhile.
+
+A generator may answer `abort` because weights arrived (`rollout.running: abort`). Then the rest is asked for, with the
+tokens so far as prompt, and the parts are joined: each token keeps the logprob and the version it was sampled with.
+
+    prompt  aaaa|            asked first: ended by an abort after 4 tokens, version 3
+    prompt  aaaa bbbbbbb.    the rest: version 4
+            3333 4444444     versions ((0, 3), (4, 4))
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from attrs import evolve
+
+from whet.data.records import Completion, IntArray, Request
+from whet.interfaces.generator import Generator
+from whet.randomness import derive_seed
+
+
+async def complete(generator: Generator, request: Request, decode: Callable[[IntArray], str]) -> Completion:
+    """Have a request served to its end. The randomness of each part depends on the request and on its first token.
+
+    `decode` turns tokens into text, to find stop strings that begin in one part and end in the next.
+    """
+    parts: list[Completion] = []
+    rest = request
+    while True:
+        part = await generator.generate(rest)
+        if part.stop != "abort":
+            return joined(request, [*parts, part], decode) if parts else part
+        if len(part.tokens):
+            parts.append(part)
+            done = sum(len(p.tokens) for p in parts)
+            if done >= request.sampling.max_tokens:
+                return joined(request, [*parts[:-1], evolve(part, stop="length")], decode)
+            rest = Request(
+                id=f"{request.id}-from-{done}",
+                tokens=np.concatenate([rest.tokens, part.tokens]),
+                sampling=evolve(request.sampling, max_tokens=request.sampling.max_tokens - done),
+                seed=derive_seed(request.seed, "rest", done),
+            )
+        await asyncio.sleep(0)  # a generator that aborts again and again must not hold up the event loop
+
+
+def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:
+    """Join the parts of a completion, each of which has tokens, and end it where a stop string ends across two."""
+    tokens = np.concatenate([part.tokens for part in parts])
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
+    versions = [
+        (int(start) + first, version)
+        for start, part in zip(starts, parts, strict=True)
+        for first, version in part.versions
+    ]
+    end = _stop_across(tokens, starts[1:].tolist(), request.sampling.stop, decode)
+    columns = set.intersection(*(set(part.columns) for part in parts))
+    return Completion(
+        id=request.id,
+        tokens=tokens[:end],
+        logprobs=np.concatenate([part.logprobs for part in parts])[:end],
+        stop=parts[-1].stop if end == len(tokens) else "stop",
+        versions=tuple(
+            (first, version)
+            for i, (first, version) in enumerate(versions)
+            if first < end and (i == 0 or version != versions[i - 1][1])
+        ),
+        columns={name: np.concatenate([part.columns[name] for part in parts])[:end] for name in sorted(columns)},
+    )
+
+
+def _stop_across(
+    tokens: IntArray, starts: Sequence[int], stops: Sequence[str], decode: Callable[[IntArray], str]
+) -> int:
+    """Give the number of tokens up to the one that completes a stop string across parts; all where none does.
+
+    A generator sees the stop strings of its own part alone. What it sampled beyond one across two would never have
+    been asked for, so cutting it off leaves a sample of the same distribution.
+    """
+    longest = max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
+    for start in starts:
+        for end in range(start + 1, min(start + longest, len(tokens)) + 1):
+            text = decode(tokens[max(0, end - longest - 1) : end])
+            if any(stop in text for stop in stops):
+                return end
+    return len(tokens)

@@ -1,0 +1,183 @@
+"""The journal of groups: each ends exactly once, trained, filtered or dropped; `check` proves it of a run folder.
+
+Each row `step` of `journal.jsonl` says which groups ended with it, by their numbers in order of admission:
+
+    {"time": ..., "event": "step", "step": 3, "trained": "8-10,12", "filtered": "11"}
+
+A run that was killed has rows of steps that were taken again later. What counts is the *lineage*: a row `rewound` makes
+void what was written of steps after the checkpoint that the run resumed from.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import field, frozen
+
+from whet.data.records import Group
+from whet.run_folder import read_rows
+
+OUTCOMES = ("trained", "filtered", "dropped")
+
+
+@frozen(eq=False)
+class Consumed:
+    """Groups that ended."""
+
+    trained: tuple[Group, ...] = ()
+    filtered: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+    def __add__(self, other: "Consumed") -> "Consumed":
+        return Consumed(self.trained + other.trained, self.filtered + other.filtered, self.dropped + other.dropped)
+
+    def entry(self) -> dict[str, str]:
+        """Give what the journal says of them."""
+        trained = [group.index for group in self.trained]
+        entry = {"trained": ranges(trained), "filtered": ranges(self.filtered), "dropped": ranges(self.dropped)}
+        return {outcome: text for outcome, text in entry.items() if text}
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """Write numbers compactly: [3, 0, 1, 2, 7] -> "0-3,7"."""
+    ordered = sorted(indices)
+    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
+    runs = [(ordered[a], ordered[b - 1]) for a, b in pairwise(cuts) if a < b]
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def indices(text: str) -> list[int]:
+    """Read what `ranges` wrote."""
+    runs = [part.partition("-") for part in text.split(",") if part]
+    return [index for first, _, last in runs for index in range(int(first), int(last or first) + 1)]
+
+
+@frozen(eq=False)
+class Lineage:
+    """The steps of a run that count, as its journal has them."""
+
+    steps: dict[int, dict[str, list[int]]] = field(factory=dict)
+    """By step: outcome -> groups."""
+    resumed_after: int = 0
+    """The step that the last sitting went on from."""
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return max(self.steps, default=0)
+
+    def consumed(self, step: int) -> list[int]:
+        """List all groups that ended with steps up to this one."""
+        return [i for n, entry in self.steps.items() if n <= step for found in entry.values() for i in found]
+
+
+def read_lineage(folder: Path) -> Lineage:
+    """Read the journal of a run folder."""
+    steps: dict[int, dict[str, list[int]]] = {}
+    resumed_after = 0
+    for row in read_rows(folder / "journal.jsonl"):
+        if row.get("event") == "rewound":
+            resumed_after = int(row["after_step"])
+            steps = {number: entry for number, entry in steps.items() if number <= resumed_after}
+        elif row.get("event") == "step":
+            steps[int(row["step"])] = {outcome: indices(row.get(outcome, "")) for outcome in OUTCOMES}
+    return Lineage(steps, resumed_after)
+
+
+def check(folder: str | Path) -> list[str]:
+    """List what is wrong with the groups of a run that feeds on rollouts; nothing, where each ended exactly once.
+
+    It compares the journal with a count over `rollouts/`, with the states of the checkpoints that are kept, and with
+    the bound of staleness. A run under way, or killed, may lack what it had not written yet of its last step.
+    """
+    folder = Path(folder)
+    lineage = read_lineage(folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    staleness = int(config["rollout"]["max_staleness"])
+    states = {file.parent.name[5:]: file for file in folder.glob("checkpoints/step-*/state.json")}
+    saved = {int(step): file for step, file in states.items() if step.isdigit()}
+    return [
+        *_steps(lineage),
+        *_ends(lineage),
+        *_rollouts(folder, lineage, staleness, max(saved, default=0)),
+        *(problem for step, file in sorted(saved.items()) for problem in _state(lineage, step, file)),
+        *_lost(lineage, staleness),
+    ]
+
+
+def _steps(lineage: Lineage) -> Iterator[str]:
+    missing = set(range(1, lineage.last + 1)) - set(lineage.steps)
+    if missing:
+        yield f"the journal lacks the steps {ranges(missing)}"
+
+
+def _ends(lineage: Lineage) -> Iterator[str]:
+    ends: dict[int, list[str]] = {}
+    for step, entry in sorted(lineage.steps.items()):
+        if not entry["trained"]:
+            yield f"step {step} trained no group"
+        for outcome, found in entry.items():
+            for index in found:
+                ends.setdefault(index, []).append(f"{outcome} at step {step}")
+    for index, how in sorted(ends.items()):
+        if len(how) > 1:
+            yield f"group {index} ended more than once: {', '.join(how)}"
+
+
+def _rollouts(folder: Path, lineage: Lineage, staleness: int, saved: int) -> Iterator[str]:
+    sizes = Counter[int]()
+    for step, entry in sorted(lineage.steps.items()):
+        file = folder / f"rollouts/step-{step:06d}.jsonl"
+        rows = list(read_rows(file)) if file.exists() else []
+        found = Counter(int(row["group"]) for row in rows)
+        unwritten = step == lineage.last and step > saved and set(found) <= set(entry["trained"])
+        if set(found) != set(entry["trained"]) and not unwritten:
+            yield (
+                f"{file.name} has the groups {ranges(found) or 'none'}, the journal says that step {step} trained "
+                f"{ranges(entry['trained']) or 'none'}"
+            )
+        yield from _episodes(file.name, rows, step, staleness)
+        if not unwritten:
+            sizes.update(found.values())
+    if len(sizes) > 1:
+        yield f"groups have different numbers of episodes: {', '.join(map(str, sorted(sizes)))}"
+
+
+def _episodes(name: str, rows: list[dict[str, Any]], step: int, staleness: int) -> Iterator[str]:
+    for (group, sample), count in Counter((row["group"], row["sample"]) for row in rows).items():
+        if count > 1:
+            yield f"{name} has sample {sample} of group {group} {count} times"
+    for row in rows:
+        oldest, newest = row["versions"]
+        if step - 1 - oldest > staleness or newest > step - 1:
+            yield (
+                f"{name}, group {row['group']}, sample {row['sample']}: made by versions {oldest} to {newest}, trained "
+                f"on by version {step - 1}; rollout.max_staleness is {staleness}"
+            )
+
+
+def _state(lineage: Lineage, step: int, file: Path) -> Iterator[str]:
+    state: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))["rollouts"]
+    kept = {*range(sum(state["groups"].values())), *state["beyond"]}
+    consumed = set(lineage.consumed(step))
+    if kept != consumed:
+        yield (
+            f"the checkpoint of step {step} and the journal differ: only the first counts as ended "
+            f"{ranges(kept - consumed) or 'none'}, only the second {ranges(consumed - kept) or 'none'}"
+        )
+
+
+def _lost(lineage: Lineage, staleness: int) -> Iterator[str]:
+    """Find groups that should have ended: they were admitted with a step, and had to end within the bound."""
+    ended = {index: step for step, entry in lineage.steps.items() for found in entry.values() for index in found}
+    admitted_by = lineage.last + 1
+    for index in range(max(ended, default=-1), -1, -1):
+        if index in ended:
+            admitted_by = min(admitted_by, ended[index])
+        # A later sitting admits again, and first of all, what the one before had under way.
+        elif max(admitted_by, lineage.resumed_after + 1) + staleness <= lineage.last:
+            yield f"group {index} was lost: one after it ended with step {admitted_by}, and it never did"

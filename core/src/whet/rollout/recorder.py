@@ -1,0 +1,161 @@
+"""Records some sequences of a step token by token: what sampler, trainer and algorithm say of each token.
+
+    take            choose sequences; the trainer scores them with the weights that are about to be trained
+    train, refit    the algorithm, which knows nothing of it
+    finish          columns that the algorithm added; rows are made on the thread that writes them
+
+Nothing is drawn and nothing is changed, so a run's numbers are the same with and without it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from whet.data.batch import Batch
+from whet.data.records import FloatArray, Group, IntArray, Trajectory
+from whet.rollout.collate import record
+
+if TYPE_CHECKING:
+    from whet.config.sections import RecordSection
+
+Rows = list[dict[str, Any]]
+Score = Callable[[Batch], FloatArray]
+"""Logprobs [N] of a batch's tokens under the trainer's weights of this moment; 0 where `loss_mask` is false."""
+
+
+@frozen(eq=False)
+class Taken:
+    """A batch as the stream gave it, before the algorithm saw it."""
+
+    batch: Batch
+    scored: Mapping[int, FloatArray | None]
+    """Positions of the sequences to record -> the trainer's logprobs [L], where it can give them."""
+
+
+class Recorder:
+    """Chooses the sequences of a step that are recorded token by token, and makes the rows of all of them."""
+
+    def __init__(self, section: "RecordSection", score: Score | None, pieces: Callable[[IntArray], list[str]]) -> None:
+        """Record by a section. `score` is None where the trainer cannot; `pieces` gives the text of each token."""
+        self._section, self._score, self._pieces = section, score, pieces
+        self._taken: Taken | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a step is recorded. It depends on its number alone, so a longer run has the same records."""
+        every = self._section.every
+        return every > 0 and (step == 1 or step % every == 0)
+
+    def taken(self, step: int, batch: Batch) -> None:
+        """Look at a batch before it is trained on, and let the trainer score what will be recorded of it.
+
+        Where a step takes several batches, the first is the one.
+        """
+        if self._taken is None and self.due(step):
+            chosen = self._first(batch)
+            scored: dict[int, FloatArray | None] = dict.fromkeys(chosen)
+            if chosen and self._score is not None:
+                part = batch.take(chosen)
+                scored = dict(zip(chosen, _by_sequence(self._score(part), part["lengths"]), strict=True))
+            self._taken = Taken(batch, scored)
+
+    def rows(self, groups: Sequence[Group], finished: Batch) -> Callable[[], Rows]:
+        """Give a function that makes a row for each episode; call it on any thread.
+
+        `finished` is the batch with the columns that the algorithm added.
+        """
+        taken, self._taken = self._taken, None
+        return lambda: self._rows(groups, taken, finished)
+
+    def _first(self, batch: Batch) -> list[int]:
+        """Positions of the sequences of the first groups, as many as fit."""
+        group = batch["group"]
+        return self._fitting(batch, np.flatnonzero(np.isin(group, list(dict.fromkeys(group))[: self._section.groups])))
+
+    def _fitting(self, batch: Batch, positions: Sequence[int] | IntArray, used: int = 0) -> list[int]:
+        """Leave out the sequences for which there is no room; shorter ones behind them may still fit."""
+        chosen = []
+        for position in positions:
+            length = int(batch["lengths"][position])
+            if used + length <= self._section.max_tokens:
+                chosen.append(int(position))
+                used += length
+        return chosen
+
+    def _rows(self, groups: Sequence[Group], taken: Taken | None, finished: Batch) -> Rows:
+        rows = [row for group in groups for row in record(group)]
+        if taken is None:
+            return rows
+        batch, scored = taken.batch, dict(taken.scored)
+        added = _added(taken.batch, finished)
+        if added:
+            batch, scored = finished, {**scored, **self._widest(taken, finished)}
+        position = 0
+        for row, episode in zip(rows, (e for group in groups for e in group.episodes), strict=True):
+            here = range(position, position := position + len(episode.trajectories))
+            sequences = [
+                {**self._sequence(t, scored[i]), "columns": _columns(batch.take([i]), added)}
+                for i, t in zip(here, episode.trajectories, strict=True)
+                if i in scored
+            ]
+            if sequences:
+                row["sequences"] = sequences
+        return rows
+
+    def _widest(self, taken: Taken, finished: Batch) -> dict[int, FloatArray]:
+        """Add the sequences in which sampler and trainer differ most, where the algorithm had all of them scored."""
+        sampler, trainer = finished["sampler_logprobs"], finished.per_token.get("old_logprobs")
+        if trainer is None or np.array_equal(trainer, sampler):
+            return {}
+        gaps = _by_sequence(np.where(finished["loss_mask"], np.abs(trainer - sampler), 0), finished["lengths"])
+        widest = sorted(range(len(gaps)), key=lambda i: -gaps[i].max(initial=0.0))[: self._section.groups]
+        used = sum(len(gaps[i]) for i in taken.scored)
+        chosen = self._fitting(finished, [i for i in widest if i not in taken.scored], used)
+        scores = _by_sequence(trainer, finished["lengths"])
+        return {i: scores[i] for i in chosen}
+
+    def _sequence(self, trajectory: Trajectory, trainer: FloatArray | None) -> dict[str, Any]:
+        return {
+            "prompt_length": trajectory.prompt_length,
+            "stop": trajectory.stop,
+            "tokens": trajectory.tokens.tolist(),
+            "pieces": self._pieces(trajectory.tokens),
+            "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+            "versions": trajectory.versions.tolist(),
+            "sampler_logprobs": plain(trajectory.logprobs),
+            **({} if trainer is None else {"trainer_logprobs": plain(trainer)}),
+        }
+
+
+def _by_sequence(column: NDArray[Any], lengths: IntArray) -> list[NDArray[Any]]:
+    """Cut a per-token column [N] into one array for each sequence."""
+    return np.split(column, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _added(taken: Batch, finished: Batch) -> list[str]:
+    """Name the columns that the algorithm added or changed; none where it trained on other sequences than it took."""
+    same = finished.sequences == taken.sequences and np.array_equal(finished["tokens"], taken["tokens"])
+    return [
+        name
+        for name in finished.columns
+        if same
+        and np.ndim(finished[name]) == 1
+        and np.asarray(finished[name]).dtype.kind in "biuf"
+        and (name not in taken or not (finished[name] is taken[name] or np.array_equal(finished[name], taken[name])))
+    ]
+
+
+def _columns(one: Batch, names: Sequence[str]) -> dict[str, Any]:
+    """Give columns of a single sequence: a list of what is per token, a number of what is per sequence."""
+    return {name: plain(one[name]) if name in one.per_token else plain(one[name])[0] for name in names}
+
+
+def plain(column: NDArray[Any]) -> list[Any]:
+    """Give numbers as builtins in the shortest way that reads back the same; None for what is not finite."""
+    if column.dtype.kind != "f":
+        return column.tolist()  # type: ignore[no-any-return]
+    finite = np.isfinite(column)
+    values = np.where(finite, column, 0).astype(str).astype(float).tolist()
+    return [value if fine else None for value, fine in zip(values, finite.tolist(), strict=True)]

@@ -1,0 +1,72 @@
+"""What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from whet.cluster.slices import Pending, Workers
+from whet.errors import WorkerLost
+from whet.refit.link import Link
+from whet.rollout.dispatch import RequestDispatcher
+from whet.rollout.roster import Roster
+
+if TYPE_CHECKING:
+    from whet.cluster.slices import Site
+    from whet.data.records import Completion, Request
+    from whet.interfaces.generator import Running
+
+
+class Replicas:
+    """One replica of the model for each rank. Workers have what `whet.rollout.dispatch` says, and
+    `receive_weights(link, version, running)`.
+    """
+
+    def __init__(self, workers: Workers, site: "Site") -> None:
+        self.workers = workers
+        self._roster = Roster(workers, site.replacing, self._receive)
+        self._dispatcher = RequestDispatcher(workers, self._roster)
+        self._roster.changed = self._dispatcher.wake
+
+    async def generate(self, request: "Request") -> "Completion":
+        """Have one request served; see `RequestDispatcher.generate`."""
+        return await self._dispatcher.generate(request)
+
+    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
+        """Start to take new weights on every replica that is there; the others get them when they come back."""
+        ranks = [(rank, self._roster.life(rank)) for rank in self._roster.present()]
+        return HandOver(self._roster, tuple((*place, self._start(place[0], link, running)) for place in ranks))
+
+    def close(self) -> None:
+        """End the workers."""
+        self._roster.close()
+        self.workers.close()
+
+    def _start(self, rank: int, link: Link, running: "Running") -> Pending:
+        ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
+        return ask(rank, "receive_weights", link, link.version, running)
+
+    def _receive(self, rank: int, link: Link) -> None:
+        self._start(rank, link, "drain").result()
+
+
+@frozen
+class HandOver:
+    """Weights on their way to replicas: those that are lost meanwhile are replaced, and get them then."""
+
+    roster: Roster
+    calls: tuple[tuple[int, int, Pending], ...]
+    """Rank, its life, and the call."""
+
+    def result(self) -> None:
+        """Wait for all; raises `WorkerError`."""
+        for rank, life, pending in self.calls:
+            try:
+                pending.result()
+            except WorkerLost as error:
+                if not self.roster.lost(rank, life, error):
+                    raise (self.roster.failure or error) from error
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return all(pending.done() for _, _, pending in self.calls)

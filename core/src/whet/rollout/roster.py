@@ -1,0 +1,108 @@
+"""Which replicas of a generator are there; one that is lost is replaced by a fresh process with the current weights.
+
+present ── dies or hangs ──> away: its requests go to others, or wait ── restarted, weights given ──> present
+                               └── over budget, or the restart raises: the generator has failed
+"""
+
+import threading
+from collections.abc import Callable
+
+from attrs import define, field
+
+from whet.cluster.slices import Replacing, Workers
+from whet.errors import WorkerError, WorkerLost, in_words
+from whet.refit.link import Link
+
+Receive = Callable[[int, Link], None]
+"""(rank, link): let the worker of that rank take weights, and wait for it."""
+
+
+@define(eq=False)
+class Roster:
+    """May be used from any thread."""
+
+    workers: Workers
+    replacing: Replacing | None = None
+    """None: a replica that is lost fails the generator."""
+    receive: Receive = lambda rank, link: None
+    changed: Callable[[], None] = lambda: None
+    """Called when a replica has come back, or the generator has failed."""
+    failure: WorkerError | None = field(default=None, init=False)
+    """Why nothing can be served any more."""
+    _away: set[int] = field(factory=set, init=False)
+    _lives: list[int] = field(init=False)
+    _closed: bool = field(default=False, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._lives = [0] * self.workers.size
+
+    def present(self) -> list[int]:
+        """Give the ranks that can be asked."""
+        with self._lock:
+            return [rank for rank in range(self.workers.size) if rank not in self._away]
+
+    def life(self, rank: int) -> int:
+        """Say which of its processes a replica is on now: what is heard of an earlier one is no news."""
+        with self._lock:
+            return self._lives[rank]
+
+    def lost(self, rank: int, life: int, error: WorkerLost) -> bool:
+        """Note that a replica was lost; whether it comes back. Where it does not, `failure` says why."""
+        with self._lock:
+            if self._closed or self.failure is not None:
+                return False
+            if rank in self._away or life != self._lives[rank]:
+                return True
+            if self.replacing is None or not self.workers.alone:
+                return False  # where another role lives in its process, only all of them can begin again
+            if not self.replacing.grant(error):
+                self.failure = _exhausted(error)
+                return False
+            self._away.add(rank)
+        threading.Thread(target=self._replace, args=(rank,), name=f"whet-replace-{rank}", daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        """Replace nothing any more."""
+        with self._lock:
+            self._closed = True
+
+    def _replace(self, rank: int) -> None:
+        assert self.replacing is not None
+        while True:
+            try:
+                self.workers.restart(rank)
+                self.replacing.hand_over(lambda link: self._arrive(rank, link))
+            except WorkerLost as error:
+                if self._closed:
+                    return
+                if self.replacing.grant(error):
+                    continue
+                self._fail(_exhausted(error))
+            except WorkerError as error:
+                self._fail(error)
+            except Exception as error:  # this thread's edge: whoever waits must hear of it
+                self._fail(WorkerError("generator", rank, "start", in_words(error)))
+            return
+
+    def _arrive(self, rank: int, link: Link | None) -> None:
+        """Take the weights and be present, before another hand-over can begin without this replica."""
+        if link is not None:
+            self.receive(rank, link)
+        with self._lock:
+            self._away.discard(rank)
+            self._lives[rank] += 1
+        self.changed()
+
+    def _fail(self, error: WorkerError) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.failure = self.failure or error
+        self.changed()
+
+
+def _exhausted(error: WorkerLost) -> WorkerError:
+    cause = f"{error.cause}; replicas were restarted as often as cluster.recovery.replicas allows"
+    return WorkerError(error.role, error.rank, error.phase, cause, error.last_words)
