@@ -17,7 +17,7 @@ def test_help_imports_nothing_heavy(command: Any) -> None:
     )
     done = command(code=code)
     assert done.stdout.splitlines()[-1] == "[]"
-    for name in ("run", "check", "eval", "export", "plugins", "schema", "new"):
+    for name in ("run", "check", "config", "doctor", "eval", "export", "plugins", "schema", "new"):
         assert f"\n  {name} " in done.stdout
 
 

@@ -15,8 +15,8 @@ def check(config: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
     Nothing is started and no weights are read: this needs no GPU and takes about a second.
     """
-    from whet.compose import prepare
     from whet.errors import ConfigError
+    from whet.prepare import prepare
 
     try:
         prepared = prepare(config, overrides)

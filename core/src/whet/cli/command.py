@@ -1,6 +1,7 @@
 """What all commands share: how they report errors, and the arguments that name a config."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class Command(click.Command):
-    """A command that prints what whet reports in plain words; `--traceback` shows where it came from as well."""
+class PlainErrors(click.Command):
+    """Prints what whet reports in plain words; `--traceback` shows where it came from as well."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -29,6 +30,14 @@ class Command(click.Command):
             if ctx.meta.get("traceback"):
                 raise
             raise click.ClickException(message(error)) from error
+
+
+class Command(PlainErrors):
+    """A command with plain errors."""
+
+
+class Group(PlainErrors, click.Group):
+    """A command with plain errors that has further ones below it."""
 
 
 def message(error: WhetError) -> str:
@@ -48,10 +57,33 @@ def config_arguments(function: Decorated) -> Decorated:
     return click.argument("config", type=click.Path())(overrides(function))
 
 
+def say(text: str) -> None:
+    """Tell the user how a command goes, on stderr. That nobody listens any more does not make it fail."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
 def warn_of_broken(registry: "Registry") -> None:
     """Say on stderr which plugins cannot be used."""
     for broken in registry.broken:
-        click.echo(f"warning: not usable: {broken}", err=True)
+        say(f"warning: not usable: {broken}")
+
+
+def registry_option(function: Decorated) -> Decorated:
+    """Add `--config`, for `load_registry`."""
+    about = "Also see the single-file plugins that this config names."
+    return click.option("--config", type=click.Path(), help=about)(function)
+
+
+def load_registry(config: str | None) -> "Registry":
+    """Load the installed plugins, and the single files that a config names; what is wrong with those is a warning."""
+    from whet.config.load import load_files_of
+    from whet.plugins import load_plugins
+
+    registry = load_plugins()
+    for problem in load_files_of(config, registry) if config else []:
+        click.echo(f"warning: {problem}", err=True)
+    return registry
 
 
 def _keep(ctx: click.Context, option: click.Parameter, value: bool) -> None:

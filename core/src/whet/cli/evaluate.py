@@ -16,8 +16,9 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
     from whet.jobs import evaluate as evaluate_config
     from whet.plugins import load_plugins
 
-    warn_of_broken(load_plugins())
-    evaluated = evaluate_config(config, overrides, model=model)
+    registry = load_plugins()
+    warn_of_broken(registry)
+    evaluated = evaluate_config(config, overrides, model=model, registry=registry)
     if out:
         evaluated.write(Path(out))
     click.echo(str(evaluated))

@@ -6,23 +6,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whet.cli.command import Command
+from whet.cli.command import Group, load_registry, registry_option
+from whet.cli.why import why
 
 if TYPE_CHECKING:
     from whet.plugins import Registry
 
 
-@click.command(cls=Command)
+@click.group(cls=Group, invoke_without_command=True)
+@registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def plugins(as_json: bool) -> None:
+@click.pass_context
+def plugins(context: click.Context, config: str | None, as_json: bool) -> None:
     """List the components of all plugins, and the plugins that cannot be used."""
-    from whet.plugins import load_plugins
-
-    registry = load_plugins()
+    if context.invoked_subcommand is not None:
+        return
+    registry = load_registry(config)
     if as_json:
         click.echo(json.dumps(_to_dict(registry), indent=2))
     else:
         _print(registry)
+
+
+plugins.add_command(why)
 
 
 def _to_dict(registry: "Registry") -> dict[str, Any]:

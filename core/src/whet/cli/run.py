@@ -2,7 +2,7 @@
 
 import click
 
-from whet.cli.command import Command, config_arguments, warn_of_broken
+from whet.cli.command import Command, config_arguments, say, warn_of_broken
 
 
 @click.command(cls=Command)
@@ -15,13 +15,17 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     """
     from whet.compose import run as run_config
     from whet.plugins import load_plugins
+    from whet.startup import process_began
 
-    warn_of_broken(load_plugins())
-    outcome = run_config(config, overrides)
+    began, registry = process_began(), load_plugins()
+    warn_of_broken(registry)
+    try:
+        outcome = run_config(config, overrides, registry=registry, began=began)
+    except KeyboardInterrupt:  # the second: the first ends the run in order
+        say("ended at once; `whet run` with the same config continues after its last checkpoint, if it has one")
+        raise
     if outcome.finished:
-        click.echo(f"finished {outcome.steps} steps in {outcome.folder}", err=True)
+        say(f"finished {outcome.steps} steps in {outcome.folder}")
         return 0
-    click.echo(
-        f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}", err=True
-    )
+    say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whet.cli.command import Command
+from whet.cli.command import Command, load_registry, registry_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("name", required=False)
+@registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def schema(name: str | None, as_json: bool) -> None:
+def schema(name: str | None, config: str | None, as_json: bool) -> None:
     """Explain the keys of NAME: a section (`rollout`), a component (`grpo`) or KIND/COMPONENT.
 
     Without NAME, list them all.
@@ -26,15 +27,15 @@ def schema(name: str | None, as_json: bool) -> None:
     import attrs
 
     from whet.config.explain import describe, summary
-    from whet.plugins import load_plugins
 
-    classes = dict(_classes(load_plugins()))
+    registry = load_registry(config)
+    classes = dict(_classes(registry))
     if name is None:
         _list(classes, as_json)
         return
     chosen = {title: cls for title, cls in classes.items() if name in (title, title.rpartition("/")[2])}
     if not chosen:
-        raise _unknown(name, load_plugins(), list(classes))
+        raise _unknown(name, registry, list(classes))
     if as_json:
         records = {title: [attrs.asdict(field) for field in describe(cls)] for title, cls in chosen.items()}
         click.echo(json.dumps(records, indent=2))

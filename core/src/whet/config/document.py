@@ -3,13 +3,15 @@
 Scalars are those of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
 """
 
+import json
+import math
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from attrs import frozen
+from attrs import field, frozen
 
 from whet.errors import ConfigError
 
@@ -21,6 +23,30 @@ class Document:
     value: Any
     problems: tuple[str, ...] = ()
     """Keys that appear twice; the last one stands."""
+    node: yaml.Node | None = field(default=None, repr=False, eq=False)
+    """The same as YAML, which knows places."""
+
+    def line(self, path: Sequence[str]) -> int | None:
+        """Give the line of a key or item, as far down the path as the text goes; None where there is nothing."""
+        node, line = self.node, None
+        for key in path:
+            found = _step(node, key)
+            if found is None:
+                break
+            node, line = found
+        return line
+
+
+def _step(node: yaml.Node | None, key: str) -> tuple[yaml.Node, int] | None:
+    """Give what is under a key, with the line of the key."""
+    if isinstance(node, yaml.MappingNode):  # keys that were merged in by `<<` come before its own
+        for name, value in reversed(node.value):
+            if name.value == key:
+                return value, name.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and key.isdecimal() and int(key[:9]) < len(node.value):
+        item = node.value[int(key)]
+        return item, item.start_mark.line + 1
+    return None
 
 
 def read_file(path: Path) -> Document:
@@ -43,7 +69,8 @@ def read_text(text: str, source: str) -> Document:
     loader = None
     try:
         loader = _Loader(text)
-        value = loader.get_single_data()
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{source}: a character that YAML does not allow: {error.character!r}") from None
     except yaml.MarkedYAMLError as error:
@@ -53,7 +80,7 @@ def read_text(text: str, source: str) -> Document:
     finally:
         if loader is not None:
             loader.dispose()
-    return Document(value, tuple(f"{source}, {twice}" for twice in loader.twice))
+    return Document(value, tuple(f"{source}, {twice}" for twice in loader.twice), node)
 
 
 def to_text(value: object) -> str:
@@ -62,6 +89,13 @@ def to_text(value: object) -> str:
     if any(odd in text for odd in "\x85\u2028\u2029\ufeff"):  # line breaks to YAML, and PyYAML does not quote them
         text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
     return str(text)
+
+
+def to_line(value: object) -> str:
+    """Write builtins as YAML on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=math.inf)
+    line = str(text).removesuffix("\n").removesuffix("...").strip()
+    return line if len(line.splitlines()) < 2 else json.dumps(value)  # text of several lines
 
 
 def _place(error: yaml.MarkedYAMLError) -> str:

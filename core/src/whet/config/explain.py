@@ -3,20 +3,22 @@
 import ast
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Union
 
 import attrs
-import yaml
 from attrs import frozen
+from attrs.validators import and_, deep_iterable, ge, in_, matches_re, max_len, min_len, optional
 
 from whet.component import Kind, Selection
+from whet.config.document import to_line
 from whet.config.sections import Config
 from whet.config.structure import unstructure
-from whet.config.words import a_kind, kind_word, type_words
+from whet.config.words import a_kind, kind_word, type_words, value_words
 
 REQUIRED = "required"
 
@@ -35,6 +37,8 @@ class FieldDoc:
     """The string under the field, on one line."""
     kind: Kind | None = None
     """The kind of component that it holds."""
+    allowed: str = ""
+    """What its validators ask for beyond the type, e.g. `at least 1`."""
 
 
 def describe(cls: type) -> list[FieldDoc]:
@@ -75,8 +79,7 @@ def field_docs(cls: type) -> dict[str, str]:
     """Read the strings under the fields of a class, its parents' included, on one line each."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
-        if attrs.has(owner):
-            docs.update(_own_docs(owner))
+        docs.update(_own_docs(owner))
     return docs
 
 
@@ -105,9 +108,38 @@ def _described(cls: type, prefix: str) -> Iterator[FieldDoc]:
         inner = _inner(field.type)
         nested = inner is not None and inner[1] == "" and field.default is not None
         default = "" if nested and field.default is not attrs.NOTHING else _default(field)
-        yield FieldDoc(name, _type(field, kind), default, docs.get(field.name, ""), kind)
+        yield FieldDoc(name, _type(field, kind), default, docs.get(field.name, ""), kind, allowed(field.validator))
         if inner is not None and kind is None:
             yield from _described(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+
+
+def allowed(validator: Any) -> str:
+    """Say what a validator of attrs asks for, e.g. `at least 1, at most 8`; nothing of other functions."""
+    words = _ALLOWED.get(type(validator))
+    return words(validator) if words else ""
+
+
+def _bound(validator: Any) -> str:
+    compared = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}[validator.compare_op]
+    return "finite" if validator.bound == math.inf else f"{compared} {value_words(validator.bound)}"
+
+
+def _all(validators: Iterable[Any]) -> str:
+    return ", ".join(filter(None, map(allowed, validators)))
+
+
+_ALLOWED: dict[type, Callable[[Any], str]] = {  # attrs names the classes of its validators nowhere
+    list: _all,
+    tuple: _all,
+    type(and_()): lambda all_of: _all(all_of._validators),
+    type(ge(0)): _bound,
+    type(min_len(0)): lambda least: "not empty" if least.min_length == 1 else f"at least {least.min_length} long",
+    type(max_len(0)): lambda most: f"at most {most.max_length} long",
+    type(in_([])): lambda one: f"one of {', '.join(map(value_words, one.options))}",
+    type(matches_re("")): lambda matching: f"matching {matching.pattern.pattern!r}",
+    type(deep_iterable(ge(0))): lambda items: f"each item {allowed(items.member_validator)}",
+    type(optional(ge(0))): lambda inner: f"{allowed(inner.validator)}, or null",
+}
 
 
 def _type(field: "attrs.Attribute[Any]", kind: Kind | None) -> str:
@@ -127,8 +159,7 @@ def _default(field: "attrs.Attribute[Any]") -> str:
     if factory and field.default.takes_self:  # type: ignore[union-attr]
         return "computed"
     value = unstructure(field.default.factory() if factory else field.default)  # type: ignore[union-attr]
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("...").strip()
+    return to_line(value)
 
 
 def _inner(wanted: Any) -> tuple[type, str] | None:

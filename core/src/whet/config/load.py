@@ -1,18 +1,30 @@
 """Loads a config: class default < `extends:` file < file < `key.path=value`; then structure and the plugins' checks."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from whet.config.document import read_file, read_text
+from whet.config.document import Document, read_file, read_text
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.config.words import found_words, path_segment
 from whet.errors import ConfigError
 from whet.plugins import Registry, load_plugins
+
+
+@frozen
+class Layer:
+    """One of the places that set values: a file, or an override."""
+
+    kind: Literal["extends", "file", "override"]
+    name: str
+    """The path of the file, or the override as it was written."""
+    document: Document
+    under: tuple[str, ...] = ()
+    """The path at which the document stands in the config."""
 
 
 @frozen
@@ -24,6 +36,8 @@ class Loaded:
     document: dict[str, Any]
     """The file with what it extends and the overrides, before any default."""
     path: Path
+    layers: tuple[Layer, ...]
+    """What the document was put together from, the weakest first."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Loaded:
@@ -33,10 +47,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     installed plugins are loaded; the files under `plugins:` are added to it either way.
     """
     path = Path(path)
-    document, problems = _read_chain(path, ())
+    layers, problems = _read_chain(path, ())
     for override in overrides:
         try:
-            document = _overridden(document, override)
+            layers.append(_read_override(override))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    document = dict[str, Any]()
+    for layer in layers:
+        try:
+            document = laid_over(document, layer)
         except ConfigError as error:
             problems.extend(error.problems)
     _locate_plugins(document, path)
@@ -50,11 +70,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         raise ConfigError(problems)
     if found := registry.problems(config):
         raise ConfigError([str(problem) for problem in found])
-    return Loaded(config, registry, document, path)
+    return Loaded(config, registry, document, path, tuple(layers))
 
 
-def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Read a file on top of what it extends; `children` are the files that led here."""
+def load_files_of(path: str | Path, registry: Registry) -> list[str]:
+    """Load the single-file plugins that a config names, whatever else is in it; give what is wrong with them."""
+    document = dict[str, Any]()
+    for layer in _read_chain(Path(path), ())[0]:
+        document = laid_over(document, layer)
+    return list(_load_files(document.get("plugins"), registry))
+
+
+def stages(layers: Iterable[Layer]) -> Iterator[tuple[Layer, dict[str, Any]]]:
+    """Give each layer with the document as it is once that has been laid over what came before."""
+    document = dict[str, Any]()
+    for layer in layers:
+        document = laid_over(document, layer)
+        yield layer, document
+
+
+def laid_over(document: dict[str, Any], layer: Layer) -> dict[str, Any]:
+    """Lay a layer over a document. Raises `ConfigError` for an override of what the document does not have."""
+    value = layer.document.value
+    changed = _replaced(document, layer.under, value, "") if layer.under else _merged(document, value)
+    assert isinstance(changed, dict)
+    return changed
+
+
+def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[list[Layer], list[str]]:
+    """Read a file and what it extends, the weakest first; `children` are the files that led here."""
     try:
         document = read_file(path)
     except ConfigError as error:
@@ -65,8 +109,9 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[dict[str, Any],
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: wanted a mapping of sections such as `run:`, found {found_words(value)}")
     _locate_plugins(value, path)
+    layer = Layer("extends" if children else "file", str(path), evolve(document, value=value))
     if "extends" not in value:
-        return value, problems
+        return [layer], problems
     extends = value.pop("extends")
     if not isinstance(extends, str):
         raise ConfigError(f"extends: wanted the path of a config file, found {found_words(extends)}, in {path}")
@@ -77,7 +122,7 @@ def _read_chain(path: Path, children: tuple[Path, ...]) -> tuple[dict[str, Any],
             f"extends: the files extend each other in a circle: {' -> '.join(map(str, (*chain, parent)))}"
         )
     base, base_problems = _read_chain(parent, chain)
-    return _merged(base, value), base_problems + problems
+    return [*base, layer], base_problems + problems
 
 
 def _merged(base: Any, top: Any) -> Any:
@@ -91,7 +136,7 @@ def _merged(base: Any, top: Any) -> Any:
     return {**base, **{key: _merged(base[key], item) if key in base else item for key, item in top.items()}}
 
 
-def _overridden(document: dict[str, Any], override: str) -> dict[str, Any]:
+def _read_override(override: str) -> Layer:
     key, equals, text = override.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
@@ -99,9 +144,7 @@ def _overridden(document: dict[str, Any], override: str) -> dict[str, Any]:
     value = read_text(text, f"the override {override!r:.80}")
     if value.problems:
         raise ConfigError(list(value.problems))
-    changed = _replaced(document, keys, value.value, "")
-    assert isinstance(changed, dict)
-    return changed
+    return Layer("override", override, value, tuple(keys))
 
 
 def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any:

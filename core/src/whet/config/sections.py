@@ -21,6 +21,12 @@ def _file_name(instance: object, attribute: Any, value: str) -> None:
         raise ValueError(f"is {value!r:.60}, wanted a word: it becomes part of the names of files and metrics")
 
 
+def _heartbeat(instance: object, attribute: Any, value: float) -> None:
+    """Refuse what would end healthy workers."""
+    if value and not value >= 1:
+        raise ValueError(f"is {value:g}, wanted 0 or at least 1: a worker that is busy may be silent for a moment")
+
+
 def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -> Any:
     """Make a field that holds a component of a kind, chosen by `use:`.
 
@@ -93,14 +99,37 @@ class DeadlinesSection:
     """Writing or reading a checkpoint."""
     episode: float = field(default=3600.0, validator=[gt(0), _FINITE])
     """One episode with all its turns."""
+    heartbeat: float = field(default=120.0, validator=[_heartbeat, _FINITE])
+    """Silence of a worker process after which it counts as hung, whatever it was asked; 0: it may be silent for ever.
+    Code that keeps Python's interpreter lock for longer is silent too."""
+    notice: float = field(default=60.0, validator=[ge(0), _FINITE])
+    """A wait as long as this, and twice as long as the longest of its kind before, is told with who waits for whom,
+    and with stacks in `logs/waits.log`; nothing is ended. 0: never."""
+
+
+@frozen
+class RecoverySection:
+    """What happens when a worker process dies or hangs. What a worker raises ends the run at once, come what may."""
+
+    enabled: bool = True
+    """`false`: the first death ends the run with its error."""
+    replicas: int = field(default=8, validator=ge(0))
+    """How often replicas of the generator may be restarted by themselves."""
+    restarts: int = field(default=3, validator=ge(0))
+    """How often the run may begin again after its last checkpoint, where another worker is lost."""
+    refill: int = field(default=100, validator=ge(0))
+    """New steps after which a restart no longer counts; 0: it always does."""
 
 
 @frozen
 class ClusterSection:
     """Where the roles run."""
 
-    launcher: Literal["local"] = "local"
-    """`local`: on this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """`local`: on this machine. `ray`: on the nodes of a Ray cluster."""
+    address: str = ""
+    """Of the launcher `ray`: `host:port` of the head of a cluster to join, as `ray start --head` prints it. Empty: Ray
+    is started on this machine for this run, and ends with it."""
     workers: Literal["process", "inline"] = "process"
     """`process`: every role in worker processes. `inline`: everything in this process, so that a debugger works."""
     ranks: dict[str, int] = attrs.Factory(dict)
@@ -113,8 +142,16 @@ class ClusterSection:
     share: list[list[str]] | None = None
     """Groups of roles that share their worker processes (and devices) and take turns. By default backend and
     generator share where `rollout.max_staleness` is 0, and are apart where it is not."""
+    placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
+    """Of the launcher `ray`: how the ranks of a role lie on nodes. `pack`: on as few as possible, which is the default.
+    `spread`: on as many as possible. `one-node`: all on one, or not at all. Roles that share processes have one."""
+    resources: dict[str, dict[str, float]] = attrs.Factory(dict)
+    """Of the launcher `ray`: what each rank of a role takes of Ray's custom resources, e.g. `{generator: {a100: 1}}`
+    for nodes started with `ray start --resources='{"a100": 8}'`."""
     deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
     """How long waits may take."""
+    recovery: RecoverySection = attrs.Factory(RecoverySection)
+    """What happens when a worker process dies or hangs."""
 
 
 @frozen
@@ -136,6 +173,20 @@ class EnvironmentSection:
 
 
 @frozen
+class RecordSection:
+    """Which training rollouts are recorded token by token. Of all others the messages and rewards are recorded."""
+
+    every: int = field(default=10, validator=ge(0))
+    """Steps between steps that are recorded; the first step is, too. 0: none."""
+    groups: int = field(default=2, validator=ge(1))
+    """Groups recorded on such a step, the first ones. The trainer scores them beforehand, which costs a forward pass
+    over them. Where the algorithm has the trainer score whole batches anyway, as many sequences are added in which
+    sampler and trainer differ most."""
+    max_tokens: int = field(default=65_536, validator=ge(1))
+    """Tokens recorded on one step, at most; whole sequences are left out beyond."""
+
+
+@frozen
 class RolloutSection:
     """How episodes are played for training."""
 
@@ -149,12 +200,25 @@ class RolloutSection:
     """Stop strings, beside the model's own end-of-turn tokens."""
     max_staleness: int = field(default=0, validator=ge(0))
     """How many versions behind the trainer the weights that made a training token may be. 0 is synchronous."""
+    order: Literal["admission", "completion"] = "admission"
+    """Which groups a step gets: the oldest, or those that are through first. From a `max_staleness` of 2 on,
+    `completion` lets a slow group be overtaken for some steps; below, both give the same groups."""
+    running: Literal["drain", "keep", "abort"] = "drain"
+    """What happens to requests under way when new weights arrive. `drain`: they end with the old weights first.
+    `keep`: they go on with the new ones, at their next token. `abort`: they end at once, and their rest is asked for
+    anew. At `max_staleness` 0 none is under way."""
     retries: int = field(default=2, validator=ge(0))
     """How often an episode that failed is played again before its group is dropped."""
+    infrastructure_retries: int = field(default=3, validator=ge(0))
+    """The same where what it stands on failed, not the episode: a grader's process, a sandbox, a connection."""
     max_failed_groups: int = field(default=16, validator=ge(1))
     """Dropped groups in a row after which the run ends with the last error."""
+    max_infrastructure_groups: int = field(default=16, validator=ge(1))
+    """The same for groups that were dropped because of what episodes stand on."""
     max_filtered_groups: int = field(default=0, validator=ge(0))
     """Groups that filters may drop in a row before the run ends with an error; 0: 20 times what a step needs."""
+    record: RecordSection = attrs.Factory(RecordSection)
+    """What is written down token by token, for `whet report`."""
 
 
 @frozen

@@ -1,0 +1,54 @@
+"""`whet doctor`: whether this machine, and a config on it, is ready for a run."""
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from whet.cli.command import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from whet.doctor import Check
+
+
+@click.command(cls=Command)
+@click.argument("config", type=click.Path(), required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def doctor(config: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Check this machine, and with CONFIG also whether its run can start here.
+
+    Each finding is ok, a warning, or a failure with what to change. No check can hang, nothing is left behind. Exit
+    code 1: something failed.
+    """
+    import attrs
+
+    from whet.doctor import examine
+
+    found = examine(config, overrides)
+    failed = any(check.status == "fail" for check in found)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "checks": [attrs.asdict(check) for check in found]}, indent=2))
+    else:
+        _print(found)
+    return int(failed)
+
+
+def _print(found: "Sequence[Check]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "found", "what to change"):
+        table.add_column(heading, overflow="fold")
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for check in found:
+        table.add_row(Text(check.status, colours[check.status]), check.name, check.found, check.change)
+    console.print(table)
+    counts = {status: sum(check.status == status for check in found) for status in ("fail", "warn")}
+    console.print(f"\n{len(found)} checks, {counts['warn']} warnings, {counts['fail']} failures")

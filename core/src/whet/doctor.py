@@ -1,0 +1,378 @@
+"""Looks at a machine, and at a config where one is given, for what would end a run later. Imports no torch here.
+
+Every check has a deadline: a dead network file system or a driver that hangs is a finding, not a doctor that hangs.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import frozen
+
+import whet
+from whet import machine
+from whet.component import KINDS
+from whet.data.readers import find_file, read
+from whet.errors import ConfigError, WhetError, in_words
+from whet.model import check_weights
+from whet.plan import joins
+from whet.plugins import Registry, load_plugins
+from whet.prepare import Prepared, prepare
+
+if TYPE_CHECKING:
+    from whet.config.sections import DataFile
+
+SECONDS = 60.0
+"""Deadline of the checks, which are made at one time."""
+GIB = 1 << 30
+PROBE = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps({
+    "version": str(torch.__version__), "threads": torch.get_num_threads(),
+    "build": torch.version.cuda or torch.version.hip or "",
+    "gpus": [[torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)] for i in range(count)],
+}))
+"""
+"""Asks torch in a process of its own."""
+
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@frozen
+class Check:
+    """One finding."""
+
+    name: str
+    status: Status
+    """`warn`: a run may suffer. `fail`: it will not work."""
+    found: str
+    change: str = ""
+    """What to do about it."""
+
+
+Checker = Callable[[], Iterator[Check]]
+
+
+def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds: float = SECONDS) -> list[Check]:
+    """Check the machine, and with a config also whether its run can start here."""
+    registry = load_plugins()
+    prepared: list[Prepared] = []
+    found = []
+    if config is not None:
+        found = within(seconds, {"config": lambda: _config(config, overrides, registry, prepared)})
+    plan = prepared[0] if prepared else None
+    folder = Path(plan.config.run.folder) if plan else Path()
+    checkers: dict[str, Checker] = {
+        "python": _python,
+        "plugins": lambda: _plugins(registry),
+        "torch": lambda: _torch(seconds),
+        "ray": lambda: _ray(plan),
+        "cores": _cores,
+        "memory": lambda: _memory(plan),
+        "shared memory": lambda: _shared_memory(plan),
+        "disk": lambda: _disk(folder, plan),
+        "write access": lambda: _write_access(folder),
+        "open files": _open_files,
+        "network": _network,
+        "hub": _hub,
+    }
+    if plan:
+        checkers |= {"model": lambda: _model(plan), "data": lambda: _data(plan)}
+    return found + within(seconds, checkers)
+
+
+def within(seconds: float, checkers: Mapping[str, Checker]) -> list[Check]:
+    """Make checks at one time, each in a thread of its own, which is left behind where it does not answer."""
+    deadline = time.monotonic() + seconds
+    threads = []
+    for name, checker in checkers.items():
+        found: list[Check] = []
+        thread = threading.Thread(target=_make, args=(name, checker, found), name=f"whet-doctor-{name}", daemon=True)
+        thread.start()
+        threads.append((name, thread, found))
+    made = []
+    for name, thread, found in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        late = Check(name, "fail", f"no answer within {seconds:g} s", "look for a file system or driver that hangs")
+        made += [late] if thread.is_alive() else found
+    return made
+
+
+def _make(name: str, checker: Checker, found: list[Check]) -> None:
+    try:
+        found.extend(checker())
+    except Exception as error:  # a check that cannot be made is a finding like any other
+        found.append(Check(name, "fail", in_words(error)))
+
+
+def _config(config: str, overrides: Sequence[str], registry: Registry, prepared: list[Prepared]) -> Iterator[Check]:
+    try:
+        prepared.append(prepare(config, overrides, registry=registry))
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Check("config", "fail", problem, "`whet config explain` shows where a value comes from")
+    except WhetError as error:
+        yield Check("config", "fail", str(error))
+    else:
+        yield Check("config", "ok", f"{config}: {prepared[0].plan.describe().splitlines()[0]}")
+
+
+def _python() -> Iterator[Check]:
+    found = f"{platform.python_version()}, {sys.executable}"
+    old = sys.version_info < (3, 11)
+    yield Check("python", "fail" if old else "ok", found, "whet needs 3.11 or newer" if old else "")
+
+
+def _plugins(registry: Registry) -> Iterator[Check]:
+    sources = {offer.source for kind in KINDS for offer in registry.offers(kind).values()}
+    names = sorted(f"{source.distribution} {source.version}".rstrip() for source in sources)
+    yield Check("plugins", "ok", ", ".join([f"whet {whet.__version__}", *names]))
+    for broken in registry.broken:
+        yield Check("plugins", "warn", f"not usable: {broken}", f"`whet plugins why {broken.distribution}`")
+    for kind in KINDS:
+        for name, offers in registry.contested(kind).items():
+            owners = " and ".join(offer.distribution for offer in offers)
+            yield Check("plugins", "warn", f"{kind}/{name} is offered by {owners}", "uninstall all but one of them")
+
+
+def _torch(seconds: float) -> Iterator[Check]:
+    gpus = machine.gpu_count()
+    if importlib.util.find_spec("torch") is None:
+        yield Check("torch", "warn", "not installed here", "pip install torch, wherever backends and generators run")
+        return
+    command = [sys.executable, "-P", "-c", PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=0.9 * seconds, check=False)
+    except subprocess.TimeoutExpired:
+        yield Check("torch", "fail", f"its import or CUDA gave no answer in {0.9 * seconds:g} s", "look at the driver")
+        return
+    if done.returncode:
+        words = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        yield Check("torch", "fail", f"it cannot be imported: {words}", "install torch anew")
+        return
+    yield _of_torch(json.loads(done.stdout.splitlines()[-1]), gpus)
+    packages = {name: _version(name) for name in ("transformers", "safetensors")}
+    missing = " ".join(name for name, found in packages.items() if not found)
+    words = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
+    yield Check("libraries", "warn" if missing else "ok", words, f"pip install {missing}" if missing else "")
+
+
+def _of_torch(torch: Any, gpus: int) -> Check:
+    seen = "; ".join(f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free" for name, free, total in torch["gpus"])
+    build = f"CUDA {torch['build']}" if torch["build"] else "CPU build"
+    found = f"{torch['version']} ({build}), {torch['threads']} threads, {seen or 'no GPU'}"
+    if gpus and not torch["build"]:
+        return Check("torch", "warn", f"{found}; the driver shows {gpus}", "install a torch built for CUDA")
+    if gpus > len(torch["gpus"]):
+        status: Status = "warn" if torch["gpus"] else "fail"
+        change = f"update the driver, or install a torch for its CUDA; {torch['build']} is what this one was built for"
+        return Check("torch", status, f"{found}; the driver shows {gpus}", change)
+    return Check("torch", "ok", found)
+
+
+def _ray(plan: Prepared | None) -> Iterator[Check]:
+    found = _version("ray")
+    needed = plan is not None and plan.plan.launcher == "ray" and not plan.plan.inline
+    if plan is not None and joins(plan.config):
+        yield _of_cluster(plan.config.cluster.address)
+    if found or not needed:
+        yield Check("ray", "ok", found or "not installed, and not needed with cluster.launcher: local")
+    else:
+        yield Check("ray", "fail", "not installed, and cluster.launcher is ray", "pip install 'whet[ray]'")
+
+
+def _of_cluster(address: str) -> Check:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5).close()
+    except OSError as error:
+        change = "`ray start --head` prints the address; start it, or correct cluster.address"
+        return Check("ray", "fail", f"nobody answers at {address}: {error}", change)
+    return Check("ray", "ok", f"{address} answers")
+
+
+def _cores(root: Path = machine.ROOT) -> Iterator[Check]:
+    bound, quota, usable = len(os.sched_getaffinity(0)), machine.cpu_quota(root), machine.usable_cores(root)
+    found = f"{bound} cores" + (f", of which the container may use {quota:g}" if quota is not None else "")
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > usable:
+        yield Check("cores", "warn", f"{found}; OMP_NUM_THREADS is {wanted}", f"set OMP_NUM_THREADS={usable}")
+    elif usable < bound and not wanted:
+        change = f"whet plans with {usable}; set OMP_NUM_THREADS={usable} for graders and other programs"
+        yield Check("cores", "warn", found, change)
+    else:
+        yield Check("cores", "ok", found)
+
+
+def _memory(plan: Prepared | None) -> Iterator[Check]:
+    free = machine.available_memory()
+    found = f"{free / GIB:.1f} GiB available"
+    roles = [role for role in plan.plan.roles if "cpu" in role.devices] if plan else []
+    needed = sum(role.ranks * (role.memory_bytes or 0) for role in roles)
+    if needed:
+        found += f", the plan takes about {needed / GIB:.1f} GiB"
+    if needed > free:
+        yield Check("memory", "fail", found, "a smaller model, fewer ranks, or more memory for the container")
+    else:
+        yield Check("memory", "ok", found)
+
+
+def _shared_memory(plan: Prepared | None) -> Iterator[Check]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield Check("shared memory", "warn", "there is no /dev/shm", "weights travel by disk; mount a tmpfs there")
+        return
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.2f} GiB free in /dev/shm"
+    weights = 4 * plan.model.parameters if plan and plan.plan.transport == "shared-memory" else 0
+    change = "give the container more, e.g. docker run --shm-size=16g"
+    if free < weights:
+        yield Check("shared memory", "fail", f"{found}; weights of {weights / GIB:.2f} GiB pass through it", change)
+    elif free < GIB // 4:
+        yield Check("shared memory", "warn", found, change)
+    else:
+        yield Check("shared memory", "ok", found)
+
+
+def _disk(folder: Path, plan: Prepared | None) -> Iterator[Check]:
+    usage = shutil.disk_usage(_existing(folder))
+    found = f"{usage.free / GIB:.1f} GiB free for {folder.absolute()}"
+    change = "free some space, choose another run.folder, or lower run.keep"
+    if plan:  # weights and two moments in float32 for each checkpoint, one more while it is written, and the export
+        run = plan.config.run
+        needed = plan.model.parameters * (12 * ((run.keep or 1) + 1) + 4 * run.export)
+        found += f"; checkpoints take about {needed / GIB:.1f} GiB"
+        found += "; it holds a run" if (folder / "config.yaml").exists() else ""
+        yield Check("disk", "fail" if usage.free < needed else "ok", found, change if usage.free < needed else "")
+    elif usage.free < 5 * GIB:
+        yield Check("disk", "warn", found, change)
+    else:
+        yield Check("disk", "ok", found)
+
+
+def _write_access(folder: Path) -> Iterator[Check]:
+    """Write a file where runs write, and compare its time with the clock."""
+    written, late = [], 0.0
+    for place in dict.fromkeys((_existing(folder), Path(tempfile.gettempdir()))):
+        try:
+            with tempfile.NamedTemporaryFile(dir=place, prefix=".whet-doctor-") as file:
+                late = max(late, abs(os.fstat(file.fileno()).st_mtime - time.time()))
+        except OSError as error:
+            change = "choose another run.folder or TMPDIR, or change the folder's permissions"
+            yield Check("write access", "fail", f"{place} cannot be written: {error.strerror}", change)
+        else:
+            written.append(str(place))
+    if written:
+        yield Check("write access", "ok", " and ".join(written))
+    if late > 5:
+        found = f"this machine and the file system are {late:.0f} s apart"
+        yield Check("clock", "warn", found, "synchronise both by NTP: times in records are not comparable")
+    elif time.time() < Path(whet.__file__).stat().st_mtime - 3600:
+        yield Check("clock", "warn", f"it is {time.ctime()}, before whet was installed", "set the clock")
+    else:
+        yield Check("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+
+
+def _open_files() -> Iterator[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    few = soft != resource.RLIM_INFINITY and soft < 4096
+    target = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    change = f"ulimit -n {target}" if target > soft else "raise the hard limit"
+    yield Check("open files", "warn" if few else "ok", f"at most {most} for each process", change if few else "")
+
+
+def _network() -> Iterator[Check]:
+    """Connect to a free port of this machine, as workers do, and look its own name up, as torch does."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            port = server.getsockname()[1]
+    except OSError as error:
+        yield Check("ports", "fail", f"no connection within this machine: {error}", "allow loopback connections")
+        return
+    yield Check("ports", "ok", f"127.0.0.1:{port} can be listened on and reached")
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        change = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME: several ranks look it up"
+        yield Check("host name", "warn", f"{name} cannot be looked up: {error}", change)
+
+
+def _hub() -> Iterator[Check]:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    offline = [
+        name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
+    ]
+    found = f"cache {cache}, {'offline by ' + ' and '.join(offline) if offline else 'online'}"
+    if not os.access(_existing(cache), os.W_OK):
+        yield Check("hub", "warn", f"{found}; it cannot be written", "set HF_HOME to a folder that can")
+    elif not _version("huggingface-hub"):
+        yield Check("hub", "warn", f"{found}; huggingface-hub is not installed", "pip install 'whet[hub]'")
+    else:
+        yield Check("hub", "ok", found)
+
+
+def _model(plan: Prepared) -> Iterator[Check]:
+    info, named = plan.model, plan.config.model.path
+    found = (
+        f"{info.architecture or 'unknown architecture'}, {info.parameters / 1e6:,.1f} million parameters, {info.path}"
+    )
+    try:
+        check_weights(Path(info.path))
+    except WhetError as error:
+        if Path(named).expanduser().is_dir():
+            yield Check("model", "fail", str(error), "complete the model folder")
+        else:
+            yield Check("model", "warn", f"{found}; its weights are not in the cache", "the run begins by a download")
+        return
+    yield Check("model", "ok", found)
+
+
+def _data(plan: Prepared) -> Iterator[Check]:
+    data = plan.config.data
+    for file in [*data.train, *data.validation] if data else []:
+        yield _data_file(file)
+
+
+def _data_file(file: "DataFile") -> Check:
+    try:
+        if find_file(file) is None:
+            return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
+        row = next(iter(read(file)), None)
+    except WhetError as error:
+        return Check("data", "fail", str(error), "correct the path, or the file")
+    if row is None:
+        return Check("data", "fail", f"{file.path} holds no record", "correct the path, or the file")
+    if row.problem:
+        return Check("data", "warn", f"{row.where}: {row.problem}", "look at the file's first record")
+    return Check("data", "ok", f"{file.path}: records of {', '.join(row.record)}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _existing(folder: Path) -> Path:
+    """Give the folder, or the nearest one around it that exists."""
+    folder = folder.absolute()
+    return next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))

@@ -1,0 +1,1 @@
+"""A run folder as one HTML page that needs nothing but a browser: `whet report RUN`."""

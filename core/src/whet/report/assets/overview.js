@@ -1,0 +1,92 @@
+// The first view: how the run stands, what deserves a look, and the few curves that tell most.
+
+function curveOf(name) {
+  return data.curves[name] || null;
+}
+
+function names(test) {
+  return Object.keys(data.curves).filter(test);
+}
+
+function ends(curve) {
+  return [curve.y[0], curve.y[curve.y.length - 1]];
+}
+
+function card(label, number, detail) {
+  return el("div", { class: "card" }, el("div", { class: "label" }, label), el("div", { class: "number" }, number),
+    el("div", { class: "detail" }, detail || "\u00a0"));
+}
+
+function overview() {
+  const { run } = data;
+  const cards = [
+    card("Steps", `${format(run.done)}${run.steps ? ` / ${format(run.steps)}` : ""}`, STATES[run.state]),
+    card("At work", duration(run.seconds), run.sittings > 1 ? `${run.sittings} sittings` : `began ${moment(run.began)}`),
+  ];
+  for (const name of names((n) => /^evaluation\/.*\/reward$/.test(n))) {
+    const [first, final] = ends(curveOf(name));
+    const half = curveOf(name.replace(/reward$/, "interval"));
+    cards.push(card(`Evaluation, ${name.split("/").slice(1, -1).join("/")}`, format(final),
+      `from ${format(first)}${half && half.y.length ? `, ± ${format(half.y[half.y.length - 1])} now` : ""}`));
+  }
+  for (const [name, label] of [["reward/mean", "Training reward"], ["validation/loss", "Validation loss"],
+    ...(curveOf("reward/mean") ? [] : [["loss", "Loss"]])]) {
+    const curve = curveOf(name);
+    if (!curve || !curve.y.length) continue;
+    const few = Math.max(1, Math.round(curve.y.length / 10));
+    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+    cards.push(card(label, format(mean(curve.y.slice(-few))), `last tenth; first: ${format(mean(curve.y.slice(0, few)))}`));
+  }
+  const gap = curveOf("logprob_gap/max");
+  if (gap && gap.y.length) cards.push(card("Widest gap", format(Math.max(...(gap.high || gap.y))), "nats, sampler to trainer"));
+  return [
+    el("div", { class: "cards" }, cards),
+    run.error && el("section", { class: "panel" }, el("h2", null, "How it ended"), el("pre", { class: "failure" }, visible(run.error))),
+    el("section", { class: "panel" }, el("h2", null, "Worth a look"), findings()),
+    el("div", { class: "grid" }, keyCharts()),
+    el("section", { class: "panel" }, el("h2", null, "What ran"), el("dl", { class: "facts" }, run.facts.flatMap(([name, value]) =>
+      [el("dt", null, name), el("dd", null, visible(value))]), el("dt", null, "folder"), el("dd", null, visible(run.folder)),
+    el("dt", null, "page written"), el("dd", null, moment(run.written)))),
+  ];
+}
+
+const STATES = { finished: "finished", failed: "failed", stopped: "ended early, can be resumed", unknown: "no journal",
+  open: "under way, or killed" };
+
+function findings() {
+  if (!data.findings.length) return el("p", { class: "note" }, "Nothing stands out.");
+  return el("ul", { class: "findings" }, data.findings.map((found) =>
+    el("li", { class: found.level }, visible(found.text), " ", found.view && el("a", { href: `#${found.view}` }, "show"))));
+}
+
+function evaluationLines() {
+  return names((n) => /^evaluation\/.*\/reward$/.test(n)).map((name, i) => evaluationLine(name, colourOf(i + 1)));
+}
+
+function evaluationLine(name, colour) {
+  const half = curveOf(name.replace(/reward$/, "interval"));
+  const curve = curveOf(name);
+  const fits = half && half.x.length === curve.x.length && /reward$/.test(name);
+  return { name, colour, curve, dots: true, half: fits ? half.y : null };
+}
+
+function keyCharts() {
+  const made = [];
+  const reward = curveOf("reward/mean");
+  const lines = [...(reward ? [{ name: "training, reward/mean", colour: colourOf(0), curve: reward }] : []), ...evaluationLines()];
+  if (lines.length) made.push(lineChart({ title: "reward", lines, smooth: smoothing, height: 230 }));
+  const loss = ["loss", "validation/loss"].filter(curveOf);
+  if (!reward && loss.length) {
+    made.push(lineChart({ title: "loss", height: 230, smooth: smoothing, lines: loss.map((name, i) =>
+      ({ name, colour: colourOf(i), curve: curveOf(name), dots: name.startsWith("validation") })) }));
+  }
+  const further = [["logprob_gap/max", true], ["response_length/mean", false], ["entropy", false], ["grad_norm", false],
+    ["lr", false], ["seconds/step", false]];
+  for (const [name, log] of further) {
+    if (curveOf(name) && made.length < 6) {
+      made.push(lineChart({ title: log ? `${name} (log scale)` : name, log, smooth: smoothing, height: 230,
+        lines: [{ name, colour: colourOf(0), curve: curveOf(name) }] }));
+    }
+  }
+  return made;
+}

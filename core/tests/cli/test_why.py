@@ -1,0 +1,121 @@
+"""`whet plugins why` says how a name was found, or why not; single files are seen where a config names them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SINGLE = '''
+from attrs import frozen
+from whet import hookimpl
+from whet.component import Component
+
+@frozen
+class Mine:
+    """Mine alone."""
+    depth: int = 1
+    """How deep."""
+
+@hookimpl
+def whet_environments():
+    return [Component("mine", Mine, f"{__name__}:Mine")]
+'''
+
+
+@pytest.fixture
+def single(config: Path, tmp_path: Path) -> Path:
+    """A config that names a single-file plugin, and is otherwise no good."""
+    (tmp_path / "mine.py").write_text(SINGLE)
+    path = tmp_path / "single.yaml"
+    path.write_text("extends: base.yaml\nnothing: known\n")
+    (tmp_path / "base.yaml").write_text("plugins: [./mine.py]\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["clip", "losses/clip"])
+def test_all_about_a_component_that_was_found(command: Any, offers: Any, site: Path, name: str) -> None:
+    done = command("plugins", "why", name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "losses/clip: A clipped loss.",
+        "  offered by  whet-offers 1.0, entry point offers_hooks = offers_hooks",
+        "  target      offers_hooks:made: it can be imported",
+        f"  keys        offers_hooks.Clip ({site}/offers_hooks.py, line 8)",
+        "              whet schema losses/clip",
+    ]
+
+
+def test_a_distribution_names_all_that_it_offers(command: Any, offers: Any) -> None:
+    found = json.loads(command("plugins", "why", "whet-offers", "--json").stdout)["found"]
+    assert {f"{one['kind']}/{one['name']}" for one in found} >= {"losses/clip", "algorithms/loop", "loggers/paper"}
+
+
+def test_a_target_that_cannot_be_imported_is_told(command: Any, offers: Any, install: Any, site: Path) -> None:
+    source = (site / "offers_hooks.py").read_text()
+    wrong = source.replace('"clip"', '"bad"').replace('"loop"', '"b"').replace('__name__ + ":made"', '"gone_module:X"')
+    install("whet-wrong", {"wrong_hooks": wrong})
+    done = command("plugins", "why", "bad")
+    assert done.returncode == 1
+    assert (
+        "target      gone_module:X: 'gone_module:X' cannot be imported: ModuleNotFoundError: No module" in done.stdout
+    )
+
+
+def test_a_name_that_is_offered_twice_names_both(command: Any, offers: Any, install: Any, site: Path) -> None:
+    install("whet-again", {"again_hooks": (site / "offers_hooks.py").read_text()}, version="2.5")
+    done = command("plugins", "why", "clip")
+    assert done.returncode == 1
+    assert "offered by  whet-again 2.5, entry point again_hooks = again_hooks" in done.stdout
+    assert "contested   whet-offers offers it too" in done.stdout
+
+
+def test_an_unknown_name_gives_near_ones_and_quotes_broken_plugins(command: Any, offers: Any, install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "def deep():\n    return 1 / 0\n\ndeep()\n"})
+    install("whet-old", {"old_hooks": ""}, requires="whet>=99")
+    done = command("plugins", "why", "clyp")
+    assert done.returncode == 1
+    assert "no usable plugin offers 'clyp'\nnear names: losses/clip (whet-offers)\n" in done.stdout
+    assert "whet-bad (plugin 'bad_hooks'): ZeroDivisionError: division by zero (" in done.stdout
+    assert "return 1 / 0" in done.stdout, "the traceback's last lines"
+    assert "whet-old (plugin 'old_hooks'): it is made for whet>=99" in done.stdout
+    assert "`--config FILE` also looks" in done.stdout
+    found = json.loads(command("plugins", "why", "clyp", "--json").stdout)
+    assert found["near"] == ["losses/clip (whet-offers)"]
+    assert {broken["distribution"] for broken in found["broken"]} == {"whet-bad", "whet-old"}
+
+
+def test_a_broken_distribution_is_asked_for_by_its_name(command: Any, offers: Any, install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "1 / 0"})
+    install("whet-worse", {"worse_hooks": "1 / 0"})
+    done = command("plugins", "why", "whet-bad")
+    assert done.returncode == 1
+    assert "whet-bad (plugin 'bad_hooks')" in done.stdout
+    assert "whet-worse (plugin" not in done.stdout
+
+
+def test_single_files_are_seen_where_a_config_names_them(command: Any, single: Path, tmp_path: Path) -> None:
+    assert command("plugins", "why", "mine").returncode == 1
+    done = command("plugins", "why", "mine", "--config", str(single))
+    assert done.returncode == 0, done.stderr
+    assert f"  offered by  the single file {tmp_path}/mine.py\n" in done.stdout
+    assert f"  target      file:{tmp_path}/mine.py:Mine: it can be imported\n" in done.stdout
+    assert "mine.py, line 6)\n              whet schema environments/mine" in done.stdout
+
+
+def test_lists_and_schemas_see_them_too(command: Any, single: Path, tmp_path: Path) -> None:
+    found = json.loads(command("plugins", "--config", str(single), "--json").stdout)
+    assert found["components"]["environments"]["mine"] == f"{tmp_path}/mine.py"
+    done = command("schema", "mine", "--config", str(single))
+    assert done.stdout.startswith("environments/mine: Mine alone.\n\ndepth  an integer  = 1\n    How deep.")
+    assert command("schema", "mine").returncode == 1
+
+
+def test_a_single_file_that_is_broken_or_gone_is_a_warning(command: Any, single: Path, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("plugins: [./mine.py, ./gone.py]\n")
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    done = command("plugins", "--config", str(single))
+    assert done.returncode == 0
+    assert "warning: plugins.0: " in done.stderr
+    assert f"warning: plugins.1: there is no file '{tmp_path}/gone.py'" in done.stderr
+    assert "ZeroDivisionError" in command("plugins", "why", "mine", "--config", str(single)).stdout
