@@ -142,3 +142,10 @@ def test_of_a_hub_model_only_what_is_needed_is_downloaded(
     assert (name, revision) == ("maker/model", "v1")
     assert any(fnmatch(wanted, pattern) for pattern in patterns)
     assert not any(fnmatch(unwanted, pattern) for pattern in patterns)
+
+
+def test_a_hub_out_of_reach_is_told_from_a_name_that_it_does_not_know(monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="cannot be reached and the cache holds no model of that name"):
+        locate("nobody/nothing")

@@ -58,8 +58,8 @@ def make_config(**changes: Any) -> Config:
 FACTS = {
     "algorithm": Facts(inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4),
     "algorithm.loss": Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
-    "backend": Facts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "disk")),
-    "generator": Facts(transports=("shared", "shared-memory", "disk")),
+    "backend": Facts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "tcp", "disk")),
+    "generator": Facts(transports=("shared", "shared-memory", "tcp", "disk")),
 }
 
 
@@ -183,3 +183,100 @@ def test_the_plan_does_not_change_the_config():
     before = attrs.asdict(config, recurse=False)
     make_plan(config, MODEL, FACTS, Machine(2))
     assert attrs.asdict(config, recurse=False) == before
+
+
+def test_what_the_generator_cannot_do_with_requests_under_way_is_refused():
+    rollout = RolloutSection(max_tokens=32, max_staleness=1, running="keep")
+    assert problems(make_config(rollout=rollout)) == [
+        "rollout.running: is keep; of the generator sampler it can be drain"
+    ]
+    assert problems(make_config(rollout=attrs.evolve(rollout, max_staleness=0))) == []
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    assert problems(make_config(rollout=rollout), able) == []
+
+
+def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_request():
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    config = make_config(
+        rollout=RolloutSection(max_tokens=32, max_staleness=1, running="keep"),
+        cluster=ClusterSection(share=[["backend", "generator"]]),
+    )
+    (problem,) = problems(config, able)
+    assert "take turns in one process" in problem
+    assert problems(attrs.evolve(config, cluster=ClusterSection(workers="inline")), able) == []
+
+
+def test_an_order_that_cannot_differ_is_noted():
+    plan, _ = make_plan(
+        make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="completion")),
+        MODEL,
+        FACTS,
+        Machine(8),
+    )
+    assert "below a rollout.max_staleness of 2" in plan.describe()
+
+
+def test_what_a_run_in_this_process_has_no_use_for_is_noted():
+    config = make_config(
+        rollout=RolloutSection(max_tokens=32, max_staleness=1),
+        cluster=ClusterSection(launcher="ray", workers="inline"),
+    )
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.notes == (
+        "generation does not overlap training: cluster.workers: inline keeps all in this process",
+        "cluster.launcher: ray is not used, as cluster.workers is inline",
+    )
+    assert "in processes" not in plan.describe()
+
+
+JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "transport", "reason"),
+    [
+        ({"launcher": "ray", "share": []}, "shared-memory", "on one machine"),
+        ({**JOINED, "share": []}, "tcp", "on nodes that Ray will choose"),
+        (JOINED, "shared", "in one process"),
+        ({**JOINED, "ranks": {"backend": 2}}, "tcp", "on nodes that Ray will choose"),
+        ({**JOINED, "ranks": {"backend": 2}, "placement": {"backend": "one-node"}}, "shared-memory", "on one machine"),
+        ({**JOINED, "share": [], "placement": {"backend": "one-node"}}, "tcp", "on nodes that Ray will choose"),
+        ({**JOINED, "share": [], "workers": "inline"}, "shared", "in one process"),
+    ],
+    ids=str,
+)
+def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transport, reason):
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, FACTS, Machine(8))
+    assert not found
+    assert plan.transport == transport
+    assert f"by {transport}, as they are {reason}" in plan.describe()
+
+
+def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
+    cluster = ClusterSection(**JOINED, gpus={"backend": 16}, share=[])
+    plan, found = make_plan(make_config(cluster=cluster), MODEL, FACTS, Machine(8))
+    assert not found
+    assert (plan.role("backend").ranks, plan.role("backend").threads) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ({"address": "10.0.0.1:6379"}, "cluster.address: is of the launcher `ray`, and cluster.launcher is local"),
+        ({**JOINED, "address": "ray://10.0.0.1:6379"}, "cluster.address: is 'ray://10.0.0.1:6379', wanted `host:port`"),
+        ({"launcher": "ray", "resources": {"backend": {"a100": 1}}}, "cluster.resources: there is one node alone"),
+        (
+            {**JOINED, "resources": {"backend": {"GPU": 1}}},
+            "cluster.resources.backend.GPU: is 1, wanted a number",
+        ),
+        ({**JOINED, "placement": {"critic": "pack"}}, "cluster.placement.critic: there is no such role"),
+        (
+            {**JOINED, "placement": {"backend": "pack", "generator": "spread"}},
+            "cluster.placement: differs between backend and generator, which share their processes",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_cluster_cannot_do_is_refused(cluster, problem):
+    (found,) = problems(make_config(cluster=ClusterSection(**cluster)))
+    assert found.startswith(problem)

@@ -133,7 +133,7 @@ def test_rewinding_leaves_no_half_of_a_row_and_no_half_of_a_checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "step-000008.partial" / "backend").mkdir(parents=True)
     run.rewind(5)
     run.journal("opened")
-    assert [row["event"] for row in read_rows(tmp_path / "journal.jsonl")] == ["step", "opened"]
+    assert [row["event"] for row in read_rows(tmp_path / "journal.jsonl")] == ["step", "rewound", "opened"]
     assert list(run.checkpoints.iterdir()) == []
 
 
@@ -141,3 +141,23 @@ def test_a_folder_that_cannot_be_made_is_said_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WhetError, match="cannot write"):
         RunFolder(tmp_path / "file" / "run").claim()
+
+
+def test_rows_appended_later_are_there_once_synced_or_released(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.claim()
+    run.append_later("rollouts/step-000001.jsonl", lambda: [{"n": 1}])
+    run.sync()
+    assert [row["n"] for row in read_rows(tmp_path / "rollouts/step-000001.jsonl")] == [1]
+    run.append_later("rollouts/step-000002.jsonl", lambda: [{"n": 2}])
+    run.release()
+    assert [row["n"] for row in read_rows(tmp_path / "rollouts/step-000002.jsonl")] == [2]
+
+
+def test_what_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / "rollouts").write_text("a file where a folder should be")
+    run.append_later("rollouts/step-000001.jsonl", lambda: [{"n": 1}])
+    with pytest.raises(WhetError, match=r"cannot write .*rollouts"):
+        run.append_later("rollouts/step-000002.jsonl", lambda: [{"n": 2}])
+    run.release()

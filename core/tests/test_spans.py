@@ -45,3 +45,22 @@ def test_many_threads_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert len(spans.drain()) == 1600
+
+
+def test_a_phase_that_lasts_longer_than_a_step_is_cut_where_spans_are_drained() -> None:
+    spans = Spans()
+    with spans.phase("generator", "generate"):
+        time.sleep(0.03)
+        (first,) = spans.drain()
+        time.sleep(0.01)
+        with spans.phase("backend", "train"):
+            pass
+        trained, second = spans.drain()
+    (last,) = spans.drain()
+    assert trained.phase == "train"
+    assert {span.phase for span in (first, second, last)} == {"generate"}
+    assert first.seconds > 0.025
+    assert second.seconds > 0.008
+    assert second.begin == pytest.approx(first.begin + first.seconds)
+    assert last.begin == pytest.approx(second.begin + second.seconds)
+    assert spans.drain() == []

@@ -1,7 +1,9 @@
 """Steps begin after the last checkpoint, write what happened, and end when asked."""
 
+import contextlib
 import os
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ class Told:
 
     def sinks(self):
         return Sinks(
-            records=lambda step, batch: self.records.append(step),
+            records=lambda step, batch: self.records.append(step) or {},
             evaluate=lambda step: self.evaluated.append(step) or {"evaluation/test/reward": mean(0.5)},
             log=lambda step, numbers: self.logged.append((step, dict(numbers))),
             save=self.saved.append,
@@ -87,8 +89,16 @@ def test_the_seed_of_a_step_depends_on_run_seed_and_number_alone(tmp_path):
     assert seeds(seed=1) != seeds(seed=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, number):
+@pytest.fixture
+def hangups():
+    """Let this process hear of closed terminals, also under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, hangups, number):
     told = Told()
     steps = make(tmp_path, told)
     before = signal.getsignal(number)
@@ -98,6 +108,30 @@ def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, number):
         step.finish(BATCH)
     assert (steps.done, steps.stopped_by, told.saved) == (2, number, [2])
     assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_is_ignored_under_nohup(tmp_path, hangups):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    steps = make(tmp_path, Told())
+    for step in steps:
+        os.kill(os.getpid(), signal.SIGHUP)
+        step.finish(BATCH)
+    assert steps.stopped_by is None
+
+
+def test_ctrl_c_ends_the_run_in_order_when_what_reads_its_output_is_gone(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    told = Told()
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        for step in make(tmp_path, told):
+            os.kill(os.getpid(), signal.SIGINT)
+            step.finish(BATCH)
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()
+    assert told.saved == [1]
 
 
 def test_a_signal_ends_an_interruptible_wait_at_once(tmp_path):
@@ -148,3 +182,19 @@ def test_spans_are_written_and_summed(tmp_path):
     spans = list(read_rows(tmp_path / "spans.jsonl"))
     assert [(s["step"], s["role"], s["phase"]) for s in spans] == [(1, "backend", "train")] * 2
     assert told.logged[0][1]["seconds/backend.train"] == pytest.approx(sum(s["seconds"] for s in spans), abs=1e-5)
+
+
+def test_a_loop_that_an_error_keeps_alive_takes_no_signals_once_steps_are_closed(tmp_path):
+    own = signal.getsignal(signal.SIGTERM)
+    first, second = make(tmp_path, Told()), make(tmp_path, Told())
+    left = iter(first)
+    next(left)
+    first.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+    loop = iter(second)
+    next(loop)
+    taken = signal.getsignal(signal.SIGTERM)
+    left.close()  # as the collector of garbage does, some time
+    assert signal.getsignal(signal.SIGTERM) is taken is not own
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is own

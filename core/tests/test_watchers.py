@@ -12,23 +12,27 @@ from whet.watchers import Watchers
 class Notes:
     """A logger that notes, and fails when told to."""
 
-    def __init__(self, fail: bool = False):
+    def __init__(self, fail=None):
         self.fail, self.seen = fail, []
 
     def log(self, step, metrics):
         if self.fail:
-            raise ConnectionError("dashboard unreachable")
+            raise self.fail("dashboard unreachable")
         self.seen.append((step, dict(metrics)))
 
     def status(self, text):
         self.seen.append(text)
 
+    def rewind(self, step):
+        self.seen.append(("rewound", step))
+
     def close(self, failed):
         self.seen.append(("closed", failed))
 
 
-def test_a_failing_logger_is_dropped_and_noted(tmp_path):
-    good, bad = Notes(), Notes(fail=True)
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
+def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
+    good, bad = Notes(), Notes(fail=kind)
     watchers = Watchers(new_manager(), RunFolder(tmp_path))
     watchers.add("bad", bad)
     watchers.add("good", good)

@@ -52,7 +52,10 @@ class Facts:
     columns_written: frozenset[str] = frozenset()
     """Batch columns that an algorithm adds."""
     transports: tuple[str, ...] = ()
-    """Of backends and generators: ways to hand weights over, best first, of `shared`, `shared-memory`, `disk`."""
+    """Of backends and generators: ways to hand weights over, best first, of `shared`, `shared-memory`, `tcp`,
+    `disk`."""
+    running: tuple[str, ...] = ("drain",)
+    """Of generators: what can happen to requests under way when new weights arrive, of `drain`, `keep`, `abort`."""
     ranks: int = 1
     """Of backends and generators: worker processes wanted."""
     group_size: int | None = None

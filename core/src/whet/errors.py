@@ -45,6 +45,13 @@ class EnvironmentError(WhetError):
     """An environment broke its contract: it raised, or gave a reward that is no finite number."""
 
 
+class InfrastructureError(WhetError):
+    """What an episode stands on failed, not the episode: a sandbox, a server, a process. Environments may raise it.
+
+    Such an episode is played again on a budget of its own (`rollout.infrastructure_retries`), and never scored.
+    """
+
+
 class WorkerError(WhetError):
     """A worker failed, died or missed its deadline. Names role, rank, phase and cause."""
 
@@ -57,6 +64,10 @@ class WorkerError(WhetError):
         who = role if rank is None else f"{role} rank {rank}"
         tail = f"\nIts last words:\n{last_words}" if last_words else ""
         super().__init__(f"{who} failed in {phase}: {cause}{tail}")
+
+
+class WorkerLost(WorkerError):  # noqa: N818 - it says what happened to the worker
+    """A worker's process died or hung: nothing says that the same work would fail again in another process."""
 
 
 class RefitError(WhetError):

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 FREE = {
     "run": ("folder", "steps", "save_every", "keep", "resume", "export", "allow_changed"),
-    "rollout": ("retries", "max_failed_groups", "max_filtered_groups"),
+    "rollout": (
+        "retries",
+        "infrastructure_retries",
+        "max_failed_groups",
+        "max_infrastructure_groups",
+        "max_filtered_groups",
+        "record",
+    ),
     "model": ("path", "revision"),
     "data": ("train", "validation"),  # where files lie; what they hold is hashed
 }

@@ -4,16 +4,22 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from whet import checkpoint
-from whet.compose import Builder, Prepared, prepare
-from whet.errors import CheckpointError, ConfigError
+from whet.builder import Builder
+from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.metrics import plain
 from whet.parts import closing_all
+from whet.prepare import Prepared, prepare
 from whet.rollout.evaluate import EvaluationResult
 from whet.run_folder import RunFolder, disk_errors, json_line
+
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+    from whet.plugins import Registry
 
 
 @frozen
@@ -44,10 +50,16 @@ class Evaluated:
                 (out / f"{name}.jsonl").write_text("".join(map(json_line, records)), encoding="utf-8")
 
 
-def evaluate(path: str | Path, overrides: Sequence[str] = (), *, model: str | None = None) -> Evaluated:
+def evaluate(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    registry: "Registry | None" = None,
+) -> Evaluated:
     """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched."""
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
-    prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False)
+    prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
@@ -65,18 +77,35 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
-    saved = checkpoint.latest(run, step)
-    if saved is None:
+    if not any(run.checkpoints.glob("step-*")):
         raise CheckpointError(f"{run.path} holds no checkpoint yet; set run.save_every to save more often")
-    alone = ["cluster.workers=inline", "cluster.ranks={}", "cluster.gpus={}"]
+    alone = ["cluster.launcher=local", "cluster.workers=inline", "cluster.ranks={}", "cluster.gpus={}"]
     prepared = prepare(run.path / "config.yaml", alone, config_only=False, trains=False)
     with tempfile.TemporaryDirectory(prefix="whet-export-") as scratch, closing_all([]) as closers:
         builder = _builder(prepared, scratch, closers)
         backend = builder.handle("backend", builder.cluster())
-        backend.load(saved.backend)
+        _load(backend, run, step)
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
         backend.export(Path(out))
+
+
+def _load(backend: "Backend", run: RunFolder, step: int | None) -> None:
+    """Load a checkpoint; of a run that goes on meanwhile, the newest may be another one the next moment."""
+    for attempt in range(_ATTEMPTS):
+        newest = max(run.checkpoints.glob("step-??????"), default=run.checkpoints)
+        try:
+            saved = checkpoint.latest(run, step)
+            if saved is not None:
+                backend.load(saved.backend)
+                return
+        except WhetError:
+            if newest.exists() or step is not None or attempt + 1 == _ATTEMPTS:
+                raise
+    raise CheckpointError(f"{run.path} holds no checkpoint any more")
+
+
+_ATTEMPTS = 5
 
 
 def _builder(prepared: Prepared, scratch: str, closers: list[Callable[[], None]]) -> Builder:

@@ -178,7 +178,9 @@ def locate(path: str, revision: str | None = None, *, config_only: bool = False,
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
+        away = getattr(error, "response", None) is None  # no connection and nothing in the cache, or told to be offline
+        found = "the hub cannot be reached and the cache holds no" if away else "the hub does not give a"
         raise ConfigError(
-            f"model.path: there is no folder {path!r}, and the hub does not give a model of that name: "
+            f"model.path: there is no folder {path!r}, and {found} model of that name: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error

@@ -1,11 +1,13 @@
 """What an algorithm gets: `Parts`. It never learns which backend, generator or launcher stands behind them."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from attrs import frozen
 
 from whet.component import Selection, Spec
@@ -149,52 +151,71 @@ class TimedGenerator:
 class TimedRollouts:
     """A rollout stream whose waits are recorded as spans, and end at once on a signal."""
 
-    def __init__(self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any]) -> None:
-        self._stream, self._spans, self._interruptible = stream, spans, interruptible
+    def __init__(
+        self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any], taken: Callable[["Batch"], None]
+    ) -> None:
+        """Wrap a stream; `taken` sees each batch before it is handed out."""
+        self._stream, self._spans, self._interruptible, self._taken = stream, spans, interruptible, taken
 
     def take(self, groups: int) -> "Batch":
-        """Wait for this many groups that pass the filters, in order of admission."""
+        """Wait for this many groups that pass the filters; see `RolloutStream.take`."""
         try:
             with self._interruptible(), self._spans.phase("rollout", "take"):
-                return self._stream.take(groups)
+                batch = self._stream.take(groups)
         except Interrupted:
             self._stream.close()  # or the answers under way would hold up whatever is to be saved
             raise
+        self._taken(batch)
+        return batch
 
 
 class Refit:
     """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused."""
 
     def __init__(
-        self, backend: "Backend", generator: "Generator", transport: str, address: str, dtype: str,
-        timeout_seconds: float, spans: Spans, after: Callable[[int], None],
+        self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
+        running: "Running" = "drain",
     ) -> None:  # fmt: skip
+        """Take a link that says all but session and version."""
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
-        self._transport, self._address, self._dtype, self._timeout = transport, address, dtype, timeout_seconds
-        self._count = itertools.count()
+        self._template, self._running, self._count = link, running, itertools.count()
+        self._last: Link | None = None
+        self._changing = threading.Lock()
 
     def __call__(self, *, version: int) -> None:
         """Hand over the weights made by step `version`."""
-        session = f"{version}-{next(self._count)}"
-        link = Link(self._transport, self._address, session, version, self._dtype, timeout_seconds=self._timeout)
-        with self._spans.phase("backend", "refit"):
-            ends = [self._backend.send_weights(link), self._generator.receive_weights(link, version)]
+        with self._changing, self._spans.phase("backend", "refit"):
+            self._last = link = self._link(version)
+            ends = [self._backend.send_weights(link), self._generator.receive_weights(link, version, self._running)]
             for end in ends:
                 end.result()
         self._after(version)
 
+    def again(self, give: Callable[[Link | None], None]) -> None:
+        """Give one receiver the weights of the last hand-over, by `give(link)`; None: there was none yet.
+
+        The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins.
+        """
+        with self._changing:
+            give(self._last)
+
+    def _link(self, version: int) -> Link:
+        return attrs.evolve(self._template, session=f"{version}-{next(self._count)}", version=version)
+
 
 @contextmanager
 def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
-    """Call what is in the list at the end, last first; the first error that a closer raises comes through."""
+    """Call what is in the list at the end, last first. The error inside comes through, else the first of a closer."""
+    first: BaseException | None = None
     try:
         yield closers
-    finally:
-        first: BaseException | None = None
-        for close in reversed(closers):
-            try:
-                close()
-            except BaseException as error:  # every other closer must still have its turn
-                first = first or error
-        if first is not None:
-            raise first
+    except BaseException as error:
+        first = error
+    for close in reversed(closers):
+        try:
+            close()
+        except BaseException as error:  # every other closer must still have its turn
+            if first is None or isinstance(first, Exception) > isinstance(error, Exception):  # Ctrl-C meanwhile
+                first = error
+    if first is not None:
+        raise first

@@ -3,6 +3,7 @@
 Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,8 @@ class Plan:
     roles: tuple[RolePlan, ...]
     transport: str
     """How weights travel from backend to generator; empty without a generator."""
+    transport_reason: str
+    """Why that way: where the two are."""
     feeds_on: str
     """`rollouts` or `data`."""
     max_context: int
@@ -78,12 +81,13 @@ class Plan:
         for role in self.roles:
             memory = f", about {role.memory_bytes / 2**20:,.0f} MiB each" if role.memory_bytes else ""
             ranks = f"{role.ranks} rank{'s' if role.ranks > 1 else ''}"
+            processes = "" if self.inline else f", in processes {role.processes!r}"
             lines.append(
                 f"{role.role}: {role.component}, {ranks} x {role.threads} thread{'s' if role.threads > 1 else ''} "
-                f"on {', '.join(dict.fromkeys(role.devices))}{memory}, in processes {role.processes!r}"
+                f"on {', '.join(dict.fromkeys(role.devices))}{memory}{processes}"
             )
         if self.transport:
-            lines.append(f"weights: backend -> generator by {self.transport}")
+            lines.append(f"weights: backend -> generator by {self.transport}, as they are {self.transport_reason}")
         if self.max_context:
             lines.append(f"longest sequence: {self.max_context} tokens")
         return "\n".join([*lines, *self.notes])
@@ -129,33 +133,54 @@ def make_plan(
         *_losses(facts, feeds_on, algorithm),
         *_lengths(config, model),
         *_shares(config, facts, machine),
+        *_updates(config, facts),
     ]
-    transport, notes = "", [note for path in sorted(facts) for note in facts[path].notes]
+    transport, reason, notes = "", "", [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
         together = config.cluster.workers == "inline" or shares(config, "backend", "generator")
-        # Of several ranks one sends, and reaches by reference only who shares its own process.
-        alone = all(_ranks(config, name, facts) == 1 for name in ("backend", "generator"))
         try:
-            transport = choose_transport(
-                facts["backend"].transports,
-                facts["generator"].transports,
-                same_process=together and alone,
-                same_host=True,
-            )
+            transport, reason = _transport(config, facts, together)
         except ConfigError as error:
             problems.append(Problem("generator", str(error)))
         if config.rollout.max_staleness and together:
-            notes.append(
-                "backend and generator share their processes, so generation does not overlap training; "
-                "cluster.share: [] sets them apart"
-            )
+            notes.append(f"generation does not overlap training: {_why_not_apart(config)}")
+        if config.rollout.max_staleness == 1 and config.rollout.order == "completion":
+            notes.append("rollout.order: completion gives what admission does below a rollout.max_staleness of 2")
+    if config.cluster.workers == "inline" and config.cluster.launcher != "local":
+        notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
         return None, problems
     roles = tuple(_role(config, name, facts, machine) for name in _roles(config))
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(module for name in _roles(config) for module in facts[name].imports))
-    return Plan(config.cluster.launcher, inline, roles, transport, feeds_on, context, imports, tuple(notes)), []
+    launcher = config.cluster.launcher
+    return Plan(launcher, inline, roles, transport, reason, feeds_on, context, imports, tuple(notes)), []
+
+
+def _transport(config: Config, facts: Mapping[str, Facts], together: bool) -> tuple[str, str]:
+    """Choose how weights travel, and say where that leaves both ends. Raises `ConfigError`."""
+    # Of several ranks one sends, and reaches by reference only who shares its own process.
+    same_process = together and all(_ranks(config, name, facts) == 1 for name in ("backend", "generator"))
+    one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
+    same_host = same_process or not joins(config) or one_node == "one-node"
+    transport = choose_transport(
+        facts["backend"].transports, facts["generator"].transports, same_process=same_process, same_host=same_host
+    )
+    reason = "in one process" if same_process else "on one machine" if same_host else "on nodes that Ray will choose"
+    return transport, reason
+
+
+def _why_not_apart(config: Config) -> str:
+    if config.cluster.workers == "inline":
+        return "cluster.workers: inline keeps all in this process"
+    return "backend and generator share their processes; cluster.share: [] sets them apart"
+
+
+def joins(config: Config) -> bool:
+    """Whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
+    cluster = config.cluster
+    return cluster.launcher == "ray" and bool(cluster.address) and cluster.workers != "inline"
 
 
 def shares(config: Config, one: str, other: str) -> bool:
@@ -186,7 +211,8 @@ def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machin
     apart = [r for r in _roles(config) if r not in group]
     # Roles that share take turns; roles apart work at one time.
     busy = ranks + sum(_ranks(config, r, facts) for r in apart) if config.rollout.max_staleness else ranks
-    threads = cluster.threads.get(name, max(1, machine.cores // max(1, busy)))
+    # What cores the nodes of a cluster have is not known here.
+    threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
     before = _roles(config)[: _roles(config).index(name)]
     first = sum(cluster.gpus.get(r, 0) for r in before if r not in group)
     devices = tuple(f"cuda:{first + rank % gpus}" if gpus else "cpu" for rank in range(ranks))
@@ -248,6 +274,22 @@ def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
         )
 
 
+def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Find out whether requests under way can meet new weights as wanted. Without staleness there are none."""
+    wanted = config.rollout.running
+    if config.generator is None or config.rollout.max_staleness == 0:
+        return
+    if wanted not in facts["generator"].running:
+        can = ", ".join(facts["generator"].running)
+        yield Problem("rollout.running", f"is {wanted}; of the generator {config.generator.name} it can be {can}")
+    elif wanted == "keep" and config.cluster.workers == "process" and shares(config, "backend", "generator"):
+        yield Problem(
+            "rollout.running",
+            "is keep, but backend and generator take turns in one process, so weights cannot be sent while a request "
+            "runs; set them apart by cluster.share: []",
+        )
+
+
 def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
     for key in ("ranks", "gpus", "threads"):
         for role, number in getattr(config.cluster, key).items():
@@ -255,6 +297,7 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
                 yield Problem(f"cluster.{key}.{role}", "there is no such role; there are backend, generator")
             elif number < (0 if key == "gpus" else 1):
                 yield Problem(f"cluster.{key}.{role}", f"is {number}, wanted at least {0 if key == 'gpus' else 1}")
+    yield from _nodes(config)
     for i, group in enumerate(config.cluster.share or []):
         for role in group:
             if role not in ("backend", "generator"):
@@ -264,7 +307,30 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
         yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
     gpus = [config.cluster.gpus.get(role, 0) for role in _roles(config)]
     wanted = max(gpus) if shares(config, "backend", "generator") else sum(gpus)
-    if wanted > machine.gpus:
+    if wanted > machine.gpus and not joins(config):
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
     if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in _roles(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
+
+
+def _nodes(config: Config) -> Iterator[Problem]:
+    cluster = config.cluster
+    for key in ("placement", "resources"):
+        for role in getattr(cluster, key):
+            if role not in ("backend", "generator"):
+                yield Problem(f"cluster.{key}.{role}", "there is no such role; there are backend, generator")
+        if getattr(cluster, key) and not joins(config):
+            yield Problem(f"cluster.{key}", "there is one node alone: this is for a Ray cluster to join; see address")
+    if cluster.address and cluster.launcher != "ray":
+        yield Problem("cluster.address", f"is of the launcher `ray`, and cluster.launcher is {cluster.launcher}")
+    host, _, port = cluster.address.rpartition(":")
+    if cluster.address and (not host or not port.isdigit() or "/" in host):
+        yield Problem("cluster.address", f"is {cluster.address!r}, wanted `host:port` of the cluster's head")
+    for role, amounts in cluster.resources.items():
+        for name, amount in amounts.items():
+            if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):
+                where = f"cluster.resources.{role}.{name}"
+                yield Problem(where, f"is {amount:g}, wanted a number above 0 of a custom resource; GPUs: cluster.gpus")
+    for group in share_groups(config):
+        if len({cluster.placement[role] for role in group if role in cluster.placement}) > 1:
+            yield Problem("cluster.placement", f"differs between {' and '.join(group)}, which share their processes")

@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 
 GROUP = "whet"
 """The entry-point group of plugins."""
+_LAST_FRAMES = 4
+
+
+@frozen
+class Source:
+    """Where a plugin was found."""
+
+    name: str
+    """Of the entry point, or the stem of a single file."""
+    distribution: str
+    """The distribution, or the path of a single-file plugin."""
+    version: str = ""
+    """Of the distribution."""
+    module: str = ""
+    """What the entry point names."""
 
 
 @frozen
@@ -33,6 +48,7 @@ class Offer:
     component: Component
     distribution: str
     """The distribution, or the path of a single-file plugin."""
+    source: Source
 
 
 @frozen
@@ -47,6 +63,8 @@ class Broken:
     """What was wrong, on one line, with the place in the plugin where that is known."""
     kind: Kind | None = None
     """The only kind of component that may be missing for it; None: any."""
+    last_lines: str = ""
+    """Of the traceback, where it raised."""
 
     def __str__(self) -> str:
         return f"{self.distribution} (plugin {self.name!r}): {self.reason}"
@@ -59,7 +77,7 @@ class Registry:
         self.manager = new_manager()
         self.broken: list[Broken] = []
         self._offers: dict[Kind, dict[str, list[Offer]]] = {kind: {} for kind in KINDS}
-        self._sources: dict[str, tuple[str, str]] = {}  # manager's name of a plugin -> (name, distribution)
+        self._sources: dict[str, Source] = {}  # by the manager's name of a plugin
 
     def offers(self, kind: Kind) -> dict[str, Offer]:
         """Give the components of a kind by name, without those that are offered twice."""
@@ -95,31 +113,32 @@ class Registry:
         """Load a single file as a plugin, once. A broken one is recorded."""
         file, key = path.resolve(), file_module(path)
         if key not in self._sources:
-            self._load(file.stem, str(file), key, lambda: import_file(file))
+            self._load(Source(file.stem, str(file)), key, lambda: import_file(file))
 
     def load_installed(self) -> None:
         """Load the plugins of all installed distributions. Broken ones are recorded."""
-        for entry, distribution in _entries(self.broken):
-            self._load(entry.name, distribution, f"{distribution}:{entry.name}", entry.load)
+        for entry, source in _entries(self.broken):
+            self._load(source, f"{source.distribution}:{source.name}", entry.load)
 
-    def _load(self, name: str, distribution: str, key: str, load: Callable[[], Any]) -> None:
+    def _load(self, source: Source, key: str, load: Callable[[], Any]) -> None:
         try:
             plugin = load()
             _validate(plugin)
             self.manager.register(plugin, name=key)
         except (Exception, SystemExit) as error:  # nothing that a plugin raises may end a command that can do without
-            self.broken.append(Broken(name, distribution, _reason(error)))
+            self.broken.append(_broken(source, _reason(error), error=error))
             return
-        self._sources[key] = (name, distribution)
+        self._sources[key] = source
         for kind in KINDS:
             for component in self._ask(key, plugin, f"whet_{kind}", Component, kind):
-                self._add(kind, component, plugin, name, distribution)
+                self._add(kind, component, plugin, source)
 
     def _ask(
         self, key: str, plugin: Any, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any
     ) -> list[Any]:
         """Call a hook of one plugin; give the items that are as they should be, and record the rest as broken."""
-        good, bad = list[Any](), list[str]()
+        good, bad = list[Any](), list[Broken]()
+        source = self._sources[key]
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
             if implementation.plugin is not plugin:
                 continue
@@ -127,21 +146,23 @@ class Registry:
                 given = implementation.function(**{name: arguments[name] for name in implementation.argnames})
                 items = _items(given, wanted, optional=kind is None)
             except (Exception, SystemExit) as error:
-                bad.append(f"its hook {hook} failed: {_reason(error)}")
+                bad.append(_broken(source, f"its hook {hook} failed: {_reason(error)}", kind, error))
                 continue
             good.extend(item for item in items if isinstance(item, wanted))
             strange = [item for item in items if not isinstance(item, wanted)]
-            bad.extend(f"its hook {hook} gave {item!r:.80}, wanted a {wanted.__name__}" for item in strange)
-        self.broken.extend(Broken(*self._sources[key], reason, kind) for reason in bad)
+            reasons = [f"its hook {hook} gave {item!r:.80}, wanted a {wanted.__name__}" for item in strange]
+            bad.extend(_broken(source, reason, kind) for reason in reasons)
+        self.broken.extend(bad)
         return good
 
-    def _add(self, kind: Kind, component: Component, plugin: Any, name: str, distribution: str) -> None:
+    def _add(self, kind: Kind, component: Component, plugin: Any, source: Source) -> None:
         fault = _fault(component)
         if fault:
             reason = f"its {kind_word(kind)} {component.name!r:.80} {fault}"
-            self.broken.append(Broken(name, distribution, reason, kind))
+            self.broken.append(_broken(source, reason, kind))
             return
-        self._offers[kind].setdefault(component.name, []).append(Offer(_located(component, plugin), distribution))
+        offer = Offer(_located(component, plugin), source.distribution, source)
+        self._offers[kind].setdefault(component.name, []).append(offer)
 
 
 def load_plugins(files: Sequence[Path] = ()) -> Registry:
@@ -160,9 +181,14 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, str]]:
+def _broken(source: Source, reason: str, kind: Kind | None = None, error: BaseException | None = None) -> Broken:
+    lines = traceback.format_exception(error)[-_LAST_FRAMES:] if error is not None else []
+    return Broken(source.name, source.distribution, reason, kind, "".join(lines).rstrip())
+
+
+def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
     """Give the entry points of whet, sorted; distributions that cannot be read or want another core are recorded."""
-    found: list[tuple[str, EntryPoint]] = []
+    found: list[tuple[EntryPoint, Source]] = []
     seen: set[str] = set()
     for distribution in distributions():
         name = "an unreadable distribution"
@@ -179,9 +205,8 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, str]]:
         if reason:
             broken.extend(Broken(entry.name, name, reason) for entry in entries)
         else:
-            found.extend((name, entry) for entry in entries)
-    for name, entry in sorted(found, key=lambda pair: (pair[0], pair[1].name)):
-        yield entry, name
+            found.extend((entry, Source(entry.name, name, distribution.version, entry.value)) for entry in entries)
+    yield from sorted(found, key=lambda pair: (pair[1].distribution, pair[1].name))
 
 
 def _other_core(distribution: Distribution) -> str | None:

@@ -4,7 +4,7 @@ config.yaml  identity.json  versions.json  plan.json     what ran
 journal.jsonl                                            what happened, an event a line
 metrics.jsonl  spans.jsonl                               a line per step, a line per phase
 rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
-checkpoints/step-000020/    model/    logs/ROLE-RANK.log
+checkpoints/step-000020/    model/    logs/ROLE-RANK.log  logs/waits.log
 """
 
 import errno
@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,8 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: int | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -64,10 +67,16 @@ class RunFolder:
             ) from error
 
     def release(self) -> None:
-        """Give the lock back. Safe to call twice."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Write what is still to be written, and give the lock back. Safe to call twice."""
+        try:
+            self.settle()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def has_steps(self) -> bool:
         """Whether there is anything to resume, or to lose: a run that failed before its first step leaves nothing."""
@@ -116,8 +125,21 @@ class RunFolder:
                     stream.truncate(end)  # all rows or none: what is there stays readable
                     raise
 
+    def append_later(self, name: str, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        """Append rows that are made and written on another thread; what fails is raised by the next call or `sync`."""
+        self.settle()
+        self._writer = self._writer or ThreadPoolExecutor(1, "whet rows")
+        self._writing = self._writer.submit(lambda: self.append(name, rows()))
+
+    def settle(self) -> None:
+        """Wait until what was to be appended later is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def sync(self) -> None:
         """Make the rows of all steps so far durable, as is needed before a checkpoint that builds on them."""
+        self.settle()
         for name in ("metrics.jsonl", "spans.jsonl", "journal.jsonl"):
             file = self.path / name
             if file.exists():
@@ -135,9 +157,12 @@ class RunFolder:
         self.append("journal.jsonl", [{"time": round(time.time(), 3), "event": event, **details}])
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps: they will be taken again."""
-        for name, last in (("metrics.jsonl", step), ("spans.jsonl", step), ("journal.jsonl", math.inf)):
-            self._keep_rows(name, last)
+        """Forget what was written of later steps: they will be taken again. The journal remembers, and says so."""
+        if (self.path / "journal.jsonl").exists():
+            self._keep_rows("journal.jsonl", math.inf)
+            self.journal("rewound", after_step=max(0, step))
+        for name in ("metrics.jsonl", "spans.jsonl"):
+            self._keep_rows(name, step)
         for folder in ("rollouts", "evaluations"):
             for file in (self.path / folder).glob("step-*.jsonl"):
                 if int(file.name[5:11]) > step:
@@ -161,16 +186,28 @@ _STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\u
 """Control characters that JSON allows, line breaks, marks of writing direction, and halves of characters."""
 
 
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; those that a kill or a power cut left damaged are left out."""
+def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+    """Read JSON lines; those that a kill or a power cut left damaged, or that are not wanted, are left out."""
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             if not line.endswith("\n"):
                 return
+            if not wanted(line):
+                continue
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
                     yield row
+
+
+def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Read the numbers of each step from a `metrics.jsonl`; a step may come twice. Nothing where there is no file."""
+    for row in read_rows(file) if file.exists() else ():
+        step = row.pop("step", None)
+        row.pop("time", None)
+        if isinstance(step, int):
+            with suppress(OverflowError):  # an integer of hundreds of digits
+                yield step, {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 @contextmanager

@@ -2,15 +2,15 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 
 @frozen
 class Span:
-    """One phase of one role."""
+    """One phase of one role, or the part of it that fell into one step."""
 
     role: str
     phase: str
@@ -20,25 +20,77 @@ class Span:
 
 
 @frozen
+class Phase:
+    """A phase that is under way."""
+
+    role: str
+    phase: str
+    since: float
+    """In seconds of `time.perf_counter`."""
+
+
+@define(eq=False)
+class _Open:
+    role: str
+    phase: str
+    begin: float
+    clock: float
+    since: float
+
+    def cut(self) -> Span:
+        """Give the span until now, and begin another."""
+        now, begin = time.perf_counter(), self.begin
+        seconds = now - self.clock
+        self.begin, self.clock = begin + seconds, now
+        return Span(self.role, self.phase, begin, seconds)
+
+
+@frozen
 class Spans:
-    """Collects spans from any thread until they are drained, which happens once a step."""
+    """Collects spans from any thread until they are drained, which happens once a step.
+
+    What is under way then is cut in two, so that the seconds of a step are those that passed within it.
+    """
 
     _spans: list[Span] = field(factory=list, init=False)
+    _open: list[_Open] = field(factory=list, init=False)
+    _longest: dict[tuple[str, str], float] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def under_way(self) -> list[Phase]:
+        """Give the phases that have begun and not ended."""
+        with self._lock:
+            return [Phase(running.role, running.phase, running.since) for running in self._open]
+
+    def longest(self, role: str, phase: str) -> float:
+        """Give the seconds that the longest phase of this name took, of those that have ended; 0.0 where none has."""
+        with self._lock:
+            return self._longest.get((role, phase), 0.0)
 
     @contextmanager
     def phase(self, role: str, phase: str) -> Iterator[None]:
         """Record what happens inside as a span; also when it raises."""
-        begin, clock = time.time(), time.perf_counter()
+        now = time.perf_counter()
+        running = _Open(role, phase, time.time(), now, now)
+        with self._lock:
+            self._open.append(running)
         try:
             yield
         finally:
             with self._lock:
-                self._spans.append(Span(role, phase, begin, time.perf_counter() - clock))
+                self._open.remove(running)
+                longest = max(self._longest.get((role, phase), 0.0), time.perf_counter() - running.since)
+                self._longest[role, phase] = longest
+                self._spans.append(running.cut())
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Add what was measured elsewhere."""
+        with self._lock:
+            self._spans.extend(spans)
 
     def drain(self) -> list[Span]:
-        """Take what was recorded so far."""
+        """Take what was recorded so far, with the parts until now of phases that are under way."""
         with self._lock:
-            spans = self._spans[:]
+            spans = [*self._spans, *(running.cut() for running in self._open)]
             self._spans.clear()
         return spans

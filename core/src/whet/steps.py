@@ -1,9 +1,11 @@
 """The steps of a run: where to begin, when to stop, and all that happens between two optimizer steps.
 
-for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
-    ...
-    step.log(metrics)            as often as needed; metrics merge by their kind
-    step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
+    for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
+        ...
+        step.log(metrics)            as often as needed; metrics merge by their kind
+        step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
+
+A step that was begun must be finished.
 """
 
 import signal
@@ -11,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
@@ -21,6 +23,7 @@ from whet.metrics import Metric
 from whet.randomness import derive_seed
 from whet.run_folder import RunFolder
 from whet.spans import Spans
+from whet.startup import BEFORE, Startup
 
 if TYPE_CHECKING:
     from whet.config.sections import RunSection
@@ -59,8 +62,8 @@ class Step:
 class Sinks:
     """What a finished step is told to. Each is called in this order."""
 
-    records: Callable[[int, "Batch"], None]
-    """Write the rollouts of a step."""
+    records: Callable[[int, "Batch"], Mapping[str, Any]]
+    """Write the rollouts of a step; what the journal is to say of them."""
     evaluate: Callable[[int], Mapping[str, Metric]]
     """Evaluate after a step."""
     log: Callable[[int, Mapping[str, float]], None]
@@ -75,24 +78,33 @@ class Steps:
     """Iterates over the steps that are left."""
 
     def __init__(
-        self, run: RunFolder, section: "RunSection", done: int, evaluate_every: int, spans: Spans, sinks: Sinks
+        self,
+        run: RunFolder,
+        section: "RunSection",
+        done: int,
+        evaluate_every: int,
+        spans: Spans,
+        sinks: Sinks,
+        startup: Startup | None = None,
     ) -> None:
         self.done = done
         """Steps finished so far, those of earlier sittings included."""
         self.stopped_by: int | None = None
         """Signal that ended the loop early."""
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
-        self._evaluate_every = evaluate_every
+        self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
         self._saved = done
         self._interruptible, self._saving = False, False
         self._began = time.perf_counter()
+        self._listening = ExitStack()
 
     def is_last(self, number: int) -> bool:
         """Whether no step follows this one."""
         return number >= self._section.steps
 
     def __iter__(self) -> Iterator[Step]:
-        with _on_signals(self._stop):
+        with self._listening:
+            self._listening.enter_context(_on_signals(self._stop))
             while self.done < self._section.steps and self.stopped_by is None:
                 self._began = time.perf_counter()
                 number = self.done + 1
@@ -102,16 +114,20 @@ class Steps:
                     raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
             self.save_now()
 
+    def close(self) -> None:
+        """Take no more signals. An error that left the loop may keep it alive for long, by its traceback."""
+        self._listening.close()
+
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
         """See `Step.finish`."""
         number, section = step.number, self._section
         merged = merging.merge([metrics, self._sinks.gather()])
-        self._sinks.records(number, batch)
+        consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
             merged = merging.merge([merged, self._sinks.evaluate(number)])
         self.record(number, merged, batch.tokens)
         self.done = number
-        self._run.journal("step", step=number)
+        self._run.journal("step", step=number, **consumed)
         if step.due(section.save_every):
             self._save()
 
@@ -120,8 +136,11 @@ class Steps:
         spans = self._spans.drain()
         seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}
         for span in spans:
-            name = f"seconds/{span.role}.{span.phase}"
-            seconds[name] = seconds.get(name, 0.0) + span.seconds
+            if number > self._first or span.phase not in BEFORE:
+                name = f"seconds/{span.role}.{span.phase}"
+                seconds[name] = seconds.get(name, 0.0) + span.seconds
+        if self._startup is not None:
+            seconds |= self._startup.metrics(spans, seconds["seconds/step"], number == self._first)
         numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
         rows = [
@@ -166,7 +185,8 @@ class Steps:
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if number == signal.SIGINT and not self._interruptible:
-            print("\nending after this step; press Ctrl-C again to end at once", file=sys.stderr, flush=True)
+            with suppress(OSError):  # what reads along may have got the Ctrl-C as well, and be gone
+                print("\nending after this step; press Ctrl-C again to end at once", file=sys.stderr, flush=True)
         if self._interruptible:
             raise Interrupted
 
@@ -179,8 +199,10 @@ class Steps:
 
 @contextmanager
 def _on_signals(function: Callable[[int], None]) -> Iterator[None]:
-    """Call a function on SIGTERM and SIGINT; only in the main thread, where Python allows it."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    """Call a function on SIGTERM, SIGINT and SIGHUP; only in the main thread, where Python allows it."""
+    # Under nohup a closed terminal is to be ignored, and stays so.
+    hangups = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    numbers = (signal.SIGTERM, signal.SIGINT, *hangups)
     if threading.current_thread() is not threading.main_thread():
         yield
         return

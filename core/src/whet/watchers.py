@@ -45,12 +45,16 @@ class Watchers:
         self._tell("log", step, numbers)
         try:
             self.hooks.whet_step_finished(step=step, metrics=numbers)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._note("hook whet_step_finished", error)
 
     def status(self, text: str) -> None:
         """Tell loggers what the run waits for."""
         self._tell("status", text)
+
+    def rewind(self, step: int) -> None:
+        """Tell loggers that the steps after this one are taken again; -1: all."""
+        self._tell("rewind", step)
 
     def close(self) -> None:
         """Close the loggers. Safe to call twice."""
@@ -61,10 +65,11 @@ class Watchers:
         for name, logger in list(self._loggers.items()):
             try:
                 getattr(logger, method)(*args)
-            except Exception as error:
-                # A full dashboard or a lost connection must not cost a training run: the logger is dropped.
+            except (Exception, SystemExit) as error:
+                # A full dashboard, a lost connection or output that nobody reads any more (for which rich exits)
+                # must not cost a training run: the logger is dropped.
                 self._note(f"logger {name}", error)
                 self._loggers.pop(name, None)
 
-    def _note(self, who: str, error: Exception) -> None:
+    def _note(self, who: str, error: BaseException) -> None:
         self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])

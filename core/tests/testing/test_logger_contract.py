@@ -57,6 +57,11 @@ class Doubles(FileLogger):
         super().__init__(RunInfo(run.folder, run.name, resumed_from=99 if run.resumed_from else 0))
 
 
+class NeverRewinds(FileLogger):
+    def rewind(self, step: int) -> None:
+        pass
+
+
 class WritesAtTheEnd(FileLogger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.touch()
@@ -98,6 +103,7 @@ class Prints(FileLogger):
 MUTANTS: dict[type[FileLogger], str] = {
     StartsAnew: "test_a_resumed_run_has_each_step_once",
     Doubles: "test_a_resumed_run_has_each_step_once",
+    NeverRewinds: "test_a_run_whose_workers_were_lost_has_each_step_once",
     WritesAtTheEnd: "test_what_was_logged_is_kept_when_the_run_is_killed",
     ClosesOnce: "test_closing_twice_is_safe",
     NeedsAStep: "test_a_run_that_failed_before_its_first_step_is_closed",
@@ -115,8 +121,9 @@ def run_in(folder: Path) -> RunInfo:
 def test_the_contract_catches(kind: type[FileLogger], rule: str, tmp_path: Path) -> None:
     contract = Files()
     contract.make = kind  # type: ignore[method-assign]
+    more = {"step": 2} if kind is NeverRewinds else {}
     with pytest.raises((AssertionError, ValueError, IndexError, OverflowError)):
-        getattr(contract, rule)(run_in(tmp_path))
+        getattr(contract, rule)(run_in(tmp_path), **more)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(FileForEachName, "../../outside"), (Prints, "\x1b[2J\x1b]0;title\x07")])

@@ -20,6 +20,7 @@ from attrs import frozen
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from whet.data.messages import Conversation, Message
+from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
 from whet.data.templates import ChatTemplate, read_template, read_text
 from whet.errors import DataError
@@ -93,6 +94,11 @@ class ChatTokenizer:
         """Give the text of tokens."""
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    def pieces(self, tokens: IntArray) -> list[str]:
+        """Give the text of each token [L] by itself, special tokens included; see `whet.data.pieces`."""
+        found = {token: text_of(self._tokenizer, token) for token in set(tokens.tolist())}
+        return [found[token] for token in tokens.tolist()]
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Give the tokens [L] that the model is to continue, the header of its turn included."""

@@ -27,7 +27,9 @@ class Message:
     """One message. `Message("user", "hi")` and `Message("user", (Text("hi"),))` are the same."""
 
     role: str
+    """One of `ROLES`: `system`, `user`, `assistant`, `tool`."""
     content: tuple[Text, ...] = field(converter=_parts)
+    """Its parts; text alone may be given as a string."""
 
     @property
     def text(self) -> str:

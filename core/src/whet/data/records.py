@@ -38,8 +38,9 @@ class Sampling:
     temperature: float = 1.0
     """0 picks the likeliest token; its logprobs are those at temperature 1."""
     top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability."""
     top_k: int = 0
-    """0: off."""
+    """Sample from this many likeliest tokens; 0: all."""
     stop: tuple[str, ...] = ()
     """Stop strings; the tokens up to the one that completes a string are kept."""
     stop_tokens: tuple[int, ...] = ()
@@ -51,8 +52,11 @@ class Request:
     """One sequence to continue."""
 
     id: str
-    tokens: IntArray  # [prompt]
+    """Names it in errors; unique among the requests that run."""
+    tokens: IntArray
+    """All that stands before the completion: [prompt]."""
     sampling: Sampling
+    """How to sample."""
     seed: int
     """Decides every draw of this request, whatever is batched with it."""
     prefix: str = ""
@@ -64,9 +68,13 @@ class Completion:
     """What a generator made of a request."""
 
     id: str
-    tokens: IntArray  # [completion], the stop token included
-    logprobs: FloatArray  # [completion], of log_softmax(logits / temperature)
+    """The request's."""
+    tokens: IntArray
+    """What was generated, the stop token included: [completion]."""
+    logprobs: FloatArray
+    """Of `log_softmax(logits / temperature)`: [completion]."""
     stop: Stop
+    """Why it ended."""
     versions: tuple[tuple[int, int], ...]
     """Spans of the weights that made it: (first token, version), ascending; usually one."""
     columns: Mapping[str, NDArray[Any]] = field(factory=dict)
@@ -80,17 +88,23 @@ class Reply:
     text: str
     """The decoded completion without special tokens."""
     tokens: tuple[int, ...]
+    """All tokens of it."""
     stop: Stop
+    """Why it ended; `length` for an answer that was cut."""
 
 
 @frozen(eq=False)
 class Trajectory:
     """One token sequence of an episode: prompt, the model's tokens and the environment's, in order."""
 
-    tokens: IntArray  # [L]
-    loss_mask: BoolArray  # [L], true where the model produced the token
-    logprobs: FloatArray  # [L], the sampler's; 0 where loss_mask is false
-    versions: NDArray[np.int32]  # [L], of the weights that produced the token; -1 where loss_mask is false
+    tokens: IntArray
+    """[L]."""
+    loss_mask: BoolArray
+    """True where the model produced the token: [L]."""
+    logprobs: FloatArray
+    """The sampler's, 0 where `loss_mask` is false: [L]."""
+    versions: NDArray[np.int32]
+    """Of the weights that produced the token, -1 where `loss_mask` is false: [L]."""
     prompt_length: int
     """Tokens before the model's first."""
     stop: Stop
@@ -102,16 +116,19 @@ class Episode:
     """A finished episode: its sequences and what they were worth."""
 
     environment: str
+    """Its name in the run."""
     task: int
     """Position of the task in its split."""
     sample: int
     """Which of the group's samples this is."""
     trajectories: tuple[Trajectory, ...]
+    """One, and one more for each fork."""
     rewards: Mapping[str, float]
     """Every named reward, unweighted."""
     reward: float
     """The weighted sum of `rewards`."""
     turns: int
+    """Answers of the model, over all sequences."""
     messages: tuple[tuple[str, str], ...] = ()
     """(role, text) as a reader sees the conversation, for records and reports."""
     task_id: str = ""
@@ -125,8 +142,11 @@ class Group:
     index: int
     """Order of admission, counted from 0 over the whole run; also the position in the data."""
     environment: str
+    """Name of their environment in the run."""
     task: int
+    """Position of their task in its split."""
     episodes: tuple[Episode, ...]
+    """One for each sample."""
 
     @property
     def rewards(self) -> FloatArray:

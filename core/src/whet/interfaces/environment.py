@@ -1,7 +1,9 @@
-"""The contract of an environment, and the five-line way to write the common one.
+"""The contract of an environment, and the short way to write the common one.
 
-def build(config):
-return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
+    def build(config):
+        return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
+
+A reward of such an environment is a function of the answer's text and the task's data; one may carry a weight.
 """
 
 import inspect

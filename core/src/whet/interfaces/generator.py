@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from whet.refit.link import Link
 
 Running = Literal["drain", "keep", "abort"]
+"""What happens to requests under way when new weights arrive; a generator's facts say which it can."""
 
 
 @runtime_checkable
@@ -26,7 +27,12 @@ class Generator(Protocol):
         ...
 
     def receive_weights(self, link: "Link", version: int, running: Running = "drain") -> "Pending":
-        """Start to take new weights over a link: drain, keep or abort the requests that run."""
+        """Start to take new weights over a link.
+
+        Requests that run are drained: they end with the old weights first; kept: they go on with the new ones, and
+        `Completion.versions` says from which token on; or aborted: they end at once with what they have and
+        `stop="abort"`, to be asked for the rest. Requests that wait, and all later ones, get the new weights.
+        """
         ...
 
     def sleep(self) -> None:

@@ -12,7 +12,9 @@ class RunInfo:
     """What a logger may know of the run."""
 
     folder: Path
+    """The run folder."""
     name: str
+    """The folder's own name."""
     config: Mapping[str, Any] = field(factory=dict)
     """The whole config as plain builtins."""
     steps: int = 0
@@ -31,6 +33,10 @@ class Logger(Protocol):
 
     def status(self, text: str) -> None:
         """Show what the run waits for, e.g. "generator 71 %"; most loggers ignore it."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged of steps after this one: workers were lost, and the steps are taken again. -1: all."""
         ...
 
     def close(self, failed: bool) -> None:

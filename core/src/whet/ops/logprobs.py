@@ -4,6 +4,8 @@ Logits of all tokens at once, [M, V], are the largest tensor of a training step.
 tokens only, forward and backward: the backward pass computes them again.
 """
 
+from __future__ import annotations  # the site is built without torch
+
 from typing import Any
 
 import torch

@@ -12,9 +12,12 @@ MAX_LOG_RATIO = 20.0
 class PolicyGradient:
     """What `clipped_policy_gradient` gives."""
 
-    loss: Tensor  # [N]
-    ratio: Tensor  # [N], detached
-    clipped: Tensor  # [N] bool, where clipping took the gradient away
+    loss: Tensor
+    """Of each token: [N]."""
+    ratio: Tensor
+    """New over old probability, without gradient: [N]."""
+    clipped: Tensor
+    """Where clipping took the gradient away: [N] bool."""
 
 
 def clipped_policy_gradient(

@@ -153,6 +153,7 @@ class FakeGenerator:
     async def generate(self, request: Request) -> Completion:
         """Answer one request."""
         self.requests.append(request)
+        version = self.version
         try:
             await asyncio.sleep(self._delay)
         except asyncio.CancelledError:
@@ -163,7 +164,7 @@ class FakeGenerator:
         text = self._rule(self._codec.decode(request.tokens, skip_special=False), rng)
         tokens, stop = self._cut(self._codec.encode(text), request)
         logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
-        return Completion(request.id, tokens, logprobs, stop, ((0, self.version),))
+        return Completion(request.id, tokens, logprobs, stop, ((0, version),))
 
     def _cut(self, tokens: IntArray, request: Request) -> tuple[IntArray, Stop]:
         """End at a stop token, at a stop string or at the limit, whichever comes first."""
@@ -282,6 +283,10 @@ class MemoryLogger:
     def status(self, text: str) -> None:
         """Keep the text."""
         self.statuses.append(text)
+
+    def rewind(self, step: int) -> None:
+        """Forget later rows."""
+        self.rows = [row for row in self.rows if row[0] <= step]
 
     def close(self, failed: bool) -> None:
         """Keep the first verdict."""

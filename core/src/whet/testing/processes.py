@@ -52,7 +52,7 @@ def descendants() -> frozenset[Process]:
             state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if state not in "ZX":
-                parents[pid], processes[pid] = int(parent), Process(pid, int(rest[17]), command[:120])
+                parents[pid], processes[pid] = int(parent), Process(pid, int(rest[17]), command[:400])
     return frozenset(process for pid, process in processes.items() if _descends(pid, parents))
 
 

@@ -1,7 +1,9 @@
-"""What every algorithm must keep. Its loop is run for a few steps on stand-ins that note each call.
+"""What every algorithm must keep.
 
-class TestGrpo(AlgorithmContract):
-    use = "grpo"
+    class TestGrpo(AlgorithmContract):
+        use = "grpo"
+
+Its loop is run for a few steps on stand-ins that note each call.
 """
 
 import json

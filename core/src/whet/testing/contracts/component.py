@@ -1,8 +1,10 @@
 """What every plugin's hook module must keep, whatever it offers.
 
-class TestPlugin(ComponentContract):
-    hooks = "my_plugin.hooks"
-    configs = {"needs-a-path": NeedsAPathConfig(path="x")}  # only of components that do not go without
+    class TestPlugin(ComponentContract):
+        hooks = "my_plugin.hooks"
+        documents = {"needs-a-path": {"path": "x"}}
+
+`documents` has what a recipe would say, of those components that do not go without.
 """
 
 import importlib

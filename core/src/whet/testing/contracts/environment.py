@@ -1,13 +1,16 @@
 """What every environment must keep.
 
-class TestArithmetic(EnvironmentContract):
-    splits = ("train", "test")
+    class TestArithmetic(EnvironmentContract):
+        splits = ("train", "test")
 
-    def make(self) -> Arithmetic:
-        return Arithmetic(ArithmeticConfig(terms=3))
+        def make(self) -> Arithmetic:
+            return Arithmetic(ArithmeticConfig(terms=3))
 
-    def gold(self, task: Task) -> str:
-        return task.data["answer"]
+        def gold(self, task: Task) -> str:
+            return task.data["answer"]
+
+An environment proves that its own right answers score full reward, and that hostile ones neither raise, nor hang, nor
+win.
 """
 
 import asyncio

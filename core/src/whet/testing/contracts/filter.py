@@ -1,8 +1,10 @@
-"""What every filter must keep: it says of a group, True or False, whether the run learns from it.
+"""What every filter must keep.
 
-class TestEqualRewards(FilterContract):
-    def make(self) -> EqualRewards:
-        return EqualRewards(EqualRewardsConfig())
+    class TestUnequalRewards(FilterContract):
+        def make(self) -> UnequalRewards:
+            return UnequalRewards(UnequalRewardsConfig())
+
+A filter is called with a group and says, True or False, whether the run learns from it.
 """
 
 from typing import Any

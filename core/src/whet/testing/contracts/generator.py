@@ -24,7 +24,7 @@ from attrs import evolve, field, frozen
 from whet.cluster.slices import Site
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import RefitError, WhetError, WorkerError
-from whet.interfaces.generator import Generator
+from whet.interfaces.generator import Generator, Running
 from whet.refit import handover
 from whet.refit.link import Link
 from whet.testing.contracts.placed import Placed, Slices
@@ -217,6 +217,8 @@ class ModelGeneratorContract(GeneratorContract):
 
     transports: tuple[str, ...] = ("disk",)
     """Ways to hand weights over, as in its facts, that work where `site` puts it."""
+    running: tuple[Running, ...] = ("drain",)
+    """What can happen to requests under way when new weights arrive, as in its facts."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -312,6 +314,65 @@ class ModelGeneratorContract(GeneratorContract):
                 (completion,) = subject.ask(request)
                 assert completion.versions == ((0, version),)
                 assert _gap(model, request, completion, 1.0) < TOLERANCE
+
+    @pytest.mark.parametrize("how", ["drain", "keep", "abort"])
+    def test_what_is_under_way_when_weights_arrive_says_which_made_it(
+        self, subject: Subject, reference: Reference, other: Reference, how: Running
+    ) -> None:
+        if how not in self.running:
+            pytest.skip(f"its facts do not name {how}")
+        seen = 0
+        for attempt in range(20):
+            version = 1000 * (1 + self.running.index(how)) + 2 * attempt
+            self._hand_over(subject, self._link(subject, self.transports[0], version), reference.weights())
+            link = self._link(subject, self.transports[0], version + 1)
+            requests = [subject.request(PROMPTS[i], i, max_tokens=60 * (i + 1)) for i in range(4)]
+            completions, later = self._hand_over_meanwhile(subject, link, other, requests, how)
+            for request, completion in zip(requests, completions, strict=True):
+                seen += self._kept_its_word(request, completion, how, (version, reference), (version + 1, other))
+            assert later.versions == ((0, version + 1),), "a later request got old weights"
+            if seen:
+                break
+        self._hand_over(subject, self._link(subject, self.transports[0], 4000), reference.weights())
+        assert seen, "in twenty attempts no request was under way when weights arrived"
+
+    def _hand_over_meanwhile(
+        self, subject: Subject, link: Link, model: Reference, requests: list[Request], how: Running
+    ) -> tuple[list[Completion], Completion]:
+        """Hand weights over while requests run -> (their completions, that of a request made afterwards)."""
+
+        async def meanwhile() -> tuple[list[Completion], Completion]:
+            tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
+            await asyncio.sleep(0.02)
+            await asyncio.to_thread(handover.send, link, model.weights())
+            await asyncio.to_thread(lambda: subject.generator.receive_weights(link, link.version, how).result())
+            later = await subject.generator.generate(subject.request())
+            return await asyncio.gather(*tasks), later
+
+        return subject.run(meanwhile())
+
+    def _kept_its_word(
+        self,
+        request: Request,
+        completion: Completion,
+        how: Running,
+        old: tuple[int, Reference],
+        new: tuple[int, Reference],
+    ) -> bool:
+        """Check a completion that was under way when weights arrived, and say whether one could see that."""
+        models = dict((old, new))
+        if how == "abort" and completion.stop == "abort" and not len(completion.tokens):
+            return True
+        (_, first), *rest = completion.versions
+        assert {version for _, version in completion.versions} <= set(models), "it names a version that never was"
+        switch = rest[0][0] if rest else len(completion.tokens)
+        assert how == "keep" or not rest, "only a request that is kept may be of two versions"
+        assert how == "abort" or completion.stop != "abort", "nothing was to be aborted"
+        # After a switch keys and values are of both models, so no full forward gives the same logprobs.
+        expected = models[first].logprobs(np.concatenate([request.tokens, completion.tokens]), 1.0)
+        gap = np.abs(expected[len(request.tokens) :] - completion.logprobs)[:switch].max()
+        assert gap < TOLERANCE, f"tokens that name version {first} were not made by it"
+        return {"drain": first == old[0], "keep": bool(rest), "abort": completion.stop == "abort"}[how]
 
     def test_a_hand_over_that_lacks_a_weight_is_refused(
         self, own: Subject, reference: Reference, other: Reference

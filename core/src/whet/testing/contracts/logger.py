@@ -1,11 +1,13 @@
 """What every logger must keep.
 
-class TestJsonl(LoggerContract):
-    def make(self, run: RunInfo) -> JsonlLogger:
-        return JsonlLogger(JsonlConfig(), run)
+    class TestJsonl(LoggerContract):
+        def make(self, run: RunInfo) -> JsonlLogger:
+            return JsonlLogger(JsonlConfig(), run)
 
-    def read(self, folder: Path) -> list[tuple[int, dict[str, float]]]:
-        ...  # (step, metrics) in the order written, to prove that resuming loses and doubles nothing
+        def read(self, folder: Path) -> list[tuple[int, dict[str, float]]]:
+            return [(row.pop("step"), row) for row in read_rows(folder / "metrics-log.jsonl")]
+
+`read` gives (step, metrics) in the order written, to prove that resuming loses and doubles nothing.
 """
 
 import math
@@ -94,6 +96,18 @@ class LoggerContract:
         again.close(failed=False)
         rows = self.read(run.folder)
         assert rows is None or [step for step, _ in rows] == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("step", [2, 0, -1])
+    def test_a_run_whose_workers_were_lost_has_each_step_once(self, run: RunInfo, step: int) -> None:
+        logger = self.make(run)
+        for number in (0, 1, 2, 3):
+            logger.log(number, _numbers(number))
+        logger.rewind(step)
+        for number in range(step + 1, 5):
+            logger.log(number, _numbers(number))
+        logger.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [number for number, _ in rows] == [0, 1, 2, 3, 4]
 
     def test_numbers_that_are_not_finite_do_no_harm(self, run: RunInfo) -> None:
         logger = self.make(run)

@@ -1,10 +1,12 @@
-"""What every launcher must keep: the rules of `whet.cluster.slices`, whatever the workers are.
+"""What every launcher must keep.
 
-class TestLocal(WorkersContract):
-    @contextmanager
-    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
-        with LocalCluster(folder) as cluster:
-            yield cluster.slice
+    class TestLocal(WorkersContract):
+        @contextmanager
+        def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+            with LocalCluster(folder) as cluster:
+                yield cluster.slice
+
+The rules are those of `whet.cluster.slices`, whatever the workers are.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ import pytest
 
 from whet.cluster.slices import Slice, WorkerRank, Workers
 from whet.data.records import Completion, Request, Sampling
-from whet.errors import WhetError, WorkerError
+from whet.errors import WhetError, WorkerError, WorkerLost
 from whet.testing.obedient import TARGET
 
 SOON_SECONDS = 3.0
@@ -235,6 +237,21 @@ class WorkersContract:
         with self.cluster(tmp_path) as make_slice, pytest.raises(WorkerError, match="no_such_module"):
             make_slice("actor", 1).spawn("no_such_module:Worker", {})
 
+    def test_a_call_on_one_rank_reaches_that_one(self, shared_workers: Workers) -> None:
+        (place,) = shared_workers.start_on(1, "place").result()
+        assert place.rank == 1
+        with pytest.raises(WorkerError, match="actor rank 1 failed in train: ValueError: as told"):
+            shared_workers.start_on(1, "fail", (1,), phase="train").result()
+
+    def test_a_rank_is_restarted_as_it_was_at_first_and_the_others_stay(self, own_workers: Workers) -> None:
+        assert own_workers.alone
+        own_workers.call("remember", "before")
+        own_workers.restart(1)
+        assert [state["seen"] for state in own_workers.call("state")] == [["before"], []]
+        assert own_workers.call("add", 1) == [4] * self.ranks
+        assert collect(own_workers.stream(1, "count", 2)) == [(1, 0), (1, 1)]
+        assert [place.rank for place in own_workers.call("place")] == list(range(self.ranks))
+
     def test_several_roles_live_side_by_side(self, tmp_path: Path) -> None:
         with self.cluster(tmp_path) as make_slice:
             one = make_slice("one", 1).spawn(TARGET, {"offset": 1})
@@ -277,6 +294,39 @@ class ProcessWorkersContract(WorkersContract):
         assert caught.value.rank == 1
         with pytest.raises(WorkerError, match="rank 1"):
             own_workers.call("add", 1)
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+    def test_a_rank_that_died_or_hangs_is_replaced_by_a_fresh_process(
+        self, own_workers: Workers, number: signal.Signals
+    ) -> None:
+        before = self.pids(own_workers)
+        os.kill(before[1], number)
+        lost = own_workers.start_on(1, "hang")
+        own_workers.restart(1)
+        with pytest.raises(WorkerLost, match="actor rank 1 failed in hang"):
+            lost.result()
+        after = self.pids(own_workers)
+        assert after[0] == before[0]
+        assert after[1] not in before
+        wait_until(lambda: not alive(before[1]), "the old process is gone")
+
+    def test_a_missed_deadline_of_one_rank_ends_that_one_alone(self, own_workers: Workers) -> None:
+        with pytest.raises(WorkerLost, match=r"actor rank 1 failed in hang: no answer within 0\.3 s"):
+            own_workers.start_on(1, "hang", timeout_seconds=0.3).result()
+        assert own_workers.start_on(0, "add", 1).result() == [4]
+        own_workers.restart(1)
+        assert own_workers.call("add", 1) == [4] * self.ranks
+
+    def test_what_died_is_told_from_what_raised(self, own_workers: Workers) -> None:
+        with pytest.raises(WorkerError) as raised:
+            own_workers.call("fail")
+        assert not isinstance(raised.value, WorkerLost)
+        with pytest.raises(WorkerLost):
+            own_workers.call("die", -3)
+        own_workers.close()
+        with pytest.raises(WorkerError) as closed:
+            own_workers.call("add", 1)
+        assert not isinstance(closed.value, WorkerLost)
 
     def test_a_crash_is_told_with_its_last_words(self, own_workers: Workers) -> None:
         with pytest.raises(WorkerError) as caught:

@@ -1,0 +1,381 @@
+"""Build the parts of a run in the order in which they need each other: slices -> handles -> parts."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from whet import checkpoint
+from whet.cluster.slices import Site
+from whet.component import Selection, Spec
+from whet.config.build import build_selection, to_spec
+from whet.config.document import to_text
+from whet.config.structure import unstructure
+from whet.errors import CheckpointError, ConfigError, PluginError, WhetError, in_words
+from whet.identity import identity_of, versions
+from whet.interfaces.logger import RunInfo
+from whet.metrics import Metrics
+from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
+from whet.plan import facts_of, share_groups
+from whet.prepare import Prepared
+from whet.recovery import Recovery
+from whet.refit.link import Link
+from whet.run_folder import RunFolder
+from whet.spans import Spans
+from whet.startup import Startup
+from whet.waits import Waits
+from whet.watchers import Watchers
+
+if TYPE_CHECKING:
+    from whet.checkpoint import Checkpoint
+    from whet.cluster.launcher import Cluster
+    from whet.cluster.slices import Slice
+    from whet.config.sections import EnvironmentSection
+    from whet.data.batch import Batch
+    from whet.data.chat import ChatTokenizer
+    from whet.data.offline import OfflineData
+    from whet.interfaces.backend import Backend
+    from whet.rollout.evaluate import Evaluator
+    from whet.rollout.loop import EpisodeLoop
+    from whet.rollout.recorder import Recorder
+    from whet.rollout.routing import Route
+    from whet.rollout.stream import RolloutStream
+    from whet.steps import Steps
+
+
+class Builder:
+    """Builds parts in the order in which they need each other; what it starts is closed in reverse."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        closers: list[Callable[[], None]],
+        watchers: Watchers | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
+        self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
+        self.folder, self.closers = folder, closers
+        self.watchers = watchers or Watchers(prepared.loaded.registry.manager, folder)
+        self.recovery = recovery
+        self.opened = False
+        """Whether the run folder is known to be this run's; another run's journal is left alone."""
+        self.spans = Spans()
+        self._startup = Startup(time.time())
+        self._episodes: EpisodeLoop | None = None
+        self._cluster: Cluster | None = None
+
+    def parts(self, again: bool = False) -> Parts:
+        """Build everything. Worker processes start to import while the driver prepares data and environments.
+
+        `again`: this very process has built the run before, and its workers were lost.
+        """
+        config = self.config
+        if not again:
+            self.spans.add(self.prepared.spans)
+            self._startup = Startup(self.prepared.spans[0].begin)
+        cluster = self.cluster()
+        self.closers.append(self._watch_waits().close)
+        with self.spans.phase("run", "prepare"):
+            chat = self.chat()
+            data = self._data(chat)
+            environments = [
+                self.routes(config.environments, "train"),
+                self.routes(config.evaluation.environments, "test"),
+            ]
+            saved = self._resume(data, environments[0], again)
+        done = saved.step if saved else 0
+        if again:
+            self.watchers.rewind(saved.step if saved else -1)
+        else:
+            self._open_loggers(done)
+        trainer: Backend = self.handle("backend", cluster)
+        backend = TimedBackend(trainer, self.spans)
+        generator = TimedGenerator(self.handle("generator", cluster), self.spans) if config.generator else None
+        if saved:
+            with self.spans.phase("backend", "load"):
+                backend.load(saved.backend)
+        stream = self._stream(environments[0], generator, chat, saved)
+        evaluate = self._evaluation(environments[1], generator, chat, stream)
+        recorder = self._recorder(trainer, chat)
+        steps = self._steps(backend, stream, recorder, evaluate, done)
+        self.closers.append(steps.close)
+        rollouts = TimedRollouts(
+            stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch)
+        ) if stream else None  # fmt: skip
+        parts = Parts(
+            config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
+            generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data, evaluate=evaluate,
+            rollouts=rollouts, refit=self._refit(backend, generator, stream), seed=config.run.seed,
+        )  # fmt: skip
+        parts.refit(version=done)
+        return parts
+
+    def _watch_waits(self) -> Waits:
+        def episodes() -> list[str]:
+            return [f"episodes: {', '.join(places)}"] if self._episodes and (places := self._episodes.where()) else []
+
+        log, notice = self.folder.logs / "waits.log", self.config.cluster.deadlines.notice
+        return Waits(self.spans, log, notice, self._cluster, episodes)
+
+    def chat(self) -> "ChatTokenizer":
+        """Give the tokenizer with its chat template."""
+        from whet.data.chat import ChatTokenizer
+
+        chat = ChatTokenizer(self.prepared.model.path, self.config.model.chat_template, now=self.folder.began())
+        if self.config.environments or self.config.evaluation.environments:
+            _ = chat.template  # one that is missing or cannot be read would fail every episode
+        return chat
+
+    def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
+        from whet.data.offline import OfflineData
+
+        if self.config.data is None:
+            return None
+        limit = self.config.data.max_length or self.prepared.model.max_positions
+        return OfflineData(self.config.data, chat, self.config.run.seed, limit, self.watchers.status)
+
+    def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
+        """Build the environments of a section."""
+        from whet.rollout.routing import Route
+
+        routes = []
+        for entry in entries:
+            name, chosen = entry.name or entry.component.name, entry.split or split
+            with _environment_errors(name, chosen):
+                environment = build_selection(entry.component)
+                self.closers.append(environment.close)
+                route = Route(name, environment, chosen, entry.weight, samples=entry.samples, limit=entry.limit)
+                route.tasks()
+            routes.append(route)
+        return routes
+
+    def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
+        config, folder = self.config, self.folder
+        identity = identity_of(config, self.prepared.model, data, routes)
+        before = folder.read_json("identity.json") if folder.has_steps() else None
+        if before is not None and config.run.resume == "never" and not again:
+            raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
+        if before is None and config.run.resume == "must" and not again:
+            raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
+        if before is not None:
+            self._refuse_another(f"{folder.path} holds", before, identity)
+        saved = checkpoint.latest(folder)
+        if saved:
+            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+        folder.rewind(saved.step if saved else -1)
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        folder.scratch.mkdir(parents=True, exist_ok=True)
+        folder.write_text("config.yaml", to_text(unstructure(config)))
+        folder.write_json("identity.json", identity)
+        folder.write_json("versions.json", versions())
+        folder.write_json("plan.json", self.plan.to_dict())
+        folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
+        self.opened = True
+        return saved
+
+    def _refuse_another(self, found: str, before: Any, identity: dict[str, Any]) -> None:
+        different = checkpoint.differences(before, identity, self.config.run.allow_changed)
+        if different:
+            raise CheckpointError(
+                f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
+                + "\n".join(f"  {line}" for line in different)
+            )
+
+    def _info(self, done: int = 0) -> RunInfo:
+        folder = self.folder.path.resolve()
+        return RunInfo(folder, folder.name, unstructure(self.config), self.config.run.steps, done)
+
+    def _open_loggers(self, done: int) -> None:
+        info = self._info(done)
+        for selection in self.config.loggers:
+            self.watchers.add(selection.name, build_selection(selection, info))
+
+    def cluster(self) -> "Callable[[str], Slice]":
+        """Give a function from roles to slices."""
+        if self.plan.inline:
+            from whet.cluster.inline import InlineSlice
+
+            places = {place.role: place for place in self.plan.roles}
+            return lambda role: InlineSlice(role, threads=places[role].threads, device=places[role].devices[0])
+        self._cluster = cluster = self._start_cluster()
+        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in self.plan.roles}
+        cluster.warm(slices.values(), self.plan.imports)
+        return slices.__getitem__
+
+    def _start_cluster(self) -> "Cluster":
+        """Make the cluster that the config asks for; what takes time begins in the background."""
+        section, share = self.config.cluster, share_groups(self.config)
+        if section.launcher == "ray":
+            from whet.cluster.ray import RayCluster
+
+            cluster: Cluster = RayCluster(
+                self.folder.logs, section.deadlines, share, address=section.address, placement=section.placement,
+                resources=section.resources,
+            )  # fmt: skip
+        else:
+            from whet.cluster.local import LocalCluster
+
+            cluster = LocalCluster(self.folder.logs, section.deadlines, share)
+        self.closers.append(cluster.close)
+        return cluster
+
+    def handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+        """Build the driver's handle of a role, which starts its workers."""
+        site = Site(
+            slice=slice_of(role),
+            model=self.prepared.model,
+            run=self._info(),
+            seed=self.config.run.seed,
+            scratch=self.folder.scratch.resolve(),
+            status=self.watchers.status,
+            max_context=self.plan.max_context,
+            replacing=self.recovery if self.recovery and self.recovery.enabled else None,
+        )
+        self.watchers.status(f"{role} to start")
+        with self.spans.phase(role, "start"):
+            handle = build_selection(getattr(self.config, role), site)
+        self.closers.append(handle.close)
+        return handle
+
+    def _loss(self) -> Spec:
+        chosen = getattr(self.config.algorithm.config, "loss", None)
+        return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
+
+    def _loop(self) -> "EpisodeLoop":
+        """Give the one event loop on which all episodes are played."""
+        from whet.rollout.loop import EpisodeLoop
+
+        if self._episodes is None:
+            self._episodes = EpisodeLoop()
+            self.closers.append(self._episodes.close)
+        return self._episodes
+
+    def _stream(
+        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
+    ) -> "RolloutStream | None":
+        from whet.rollout.stream import RolloutStream
+
+        if not routes:
+            return None
+        algorithm = self.config.algorithm
+        filters = [build_selection(chosen) for chosen in getattr(algorithm.config, "filters", ())]
+        stream = RolloutStream(
+            routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
+            group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
+            filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status, loop=self._loop(),
+        )  # fmt: skip
+        self.closers.append(stream.close)
+        if saved:
+            stream.restore(saved.state["rollouts"])
+        return stream
+
+    def evaluator(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> "Evaluator":
+        """Build what evaluates."""
+        from whet.rollout.evaluate import Evaluator
+
+        return Evaluator(
+            routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
+            seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status, loop=self._loop(),
+        )  # fmt: skip
+
+    def _evaluation(
+        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None"
+    ) -> Callable[[int], Metrics]:
+        if not routes:
+            return lambda step: {}
+        evaluator = self.evaluator(routes, generator, chat)
+
+        def evaluate(step: int) -> Metrics:
+            if stream is not None and step >= self.config.run.steps:
+                stream.close()  # no step is left for what it plays
+            # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
+            with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
+                result = evaluator.evaluate()
+            for name, records in result.records.items():
+                self.folder.append(f"evaluations/step-{step:06d}-{name}.jsonl", records)
+            return result.metrics
+
+        return evaluate
+
+    def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
+        from whet.rollout.recorder import Recorder
+
+        def score(batch: "Batch") -> Any:
+            with self.spans.phase("backend", "record"):
+                return trainer.score(batch, ("logprobs",))["logprobs"]
+
+        given = facts_of(self.config.backend, self.prepared.model).outputs_given
+        return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
+
+    def _steps(
+        self, backend: "Backend", stream: "RolloutStream | None", recorder: "Recorder",
+        evaluate: Callable[[int], Metrics], done: int,
+    ) -> "Steps":  # fmt: skip
+        from whet.steps import Sinks, Steps
+
+        identity = self.folder.read_json("identity.json")
+        position = {"rollouts": stream.state() if stream else {}}
+
+        def records(step: int, batch: "Batch") -> Mapping[str, Any]:
+            if stream is None:
+                return {}
+            # Here, not when saving: a signal may end the run after the next batch was handed over.
+            position["rollouts"] = stream.state()
+            consumed = stream.collect()
+            rows = recorder.rows(consumed.trained, batch)
+            self.folder.append_later(f"rollouts/step-{step:06d}.jsonl", rows)
+            return consumed.entry()
+
+        def save(step: int) -> None:
+            state = {**position, "identity": identity}
+            checkpoint.write(self.folder, step, state, lambda folder: backend.save(folder).result())
+            checkpoint.prune(self.folder, self.config.run.keep)
+            self.folder.journal("saved", step=step)
+
+        def log(step: int, numbers: Mapping[str, float]) -> None:
+            if self.recovery is not None:
+                self.recovery.finished(step)
+            self.watchers.log(step, numbers)
+
+        sinks = Sinks(records, evaluate, log, save, stream.metrics if stream else dict)
+        return Steps(self.folder, self.config.run, done, self.config.evaluation.every, self.spans, sinks, self._startup)
+
+    def _refit(self, backend: "Backend", generator: Any, stream: "RolloutStream | None") -> Callable[..., None]:
+        if generator is None:
+            return lambda version: None
+        refit = Refit(
+            backend, generator, self._link(), self.spans, stream.set_version if stream else lambda version: None,
+            self.config.rollout.running,
+        )  # fmt: skip
+        if self.recovery is not None:
+            self.recovery.hand_over_again = refit.again
+        return refit
+
+    def _link(self) -> Link:
+        """Give what all hand-overs have in common."""
+        transport, seconds = self.plan.transport, self.config.cluster.deadlines.refit
+        if transport != "tcp" or self._cluster is None:
+            return Link(transport, str(self.folder.scratch.resolve() / "weights"), "", 0, timeout_seconds=seconds)
+        from whet.refit.exchange import Exchange
+
+        exchange = Exchange(self._cluster.address())
+        self.closers.append(exchange.close)
+        return Link(transport, exchange.address, "", 0, timeout_seconds=seconds, token=exchange.token)
+
+
+@contextmanager
+def _environment_errors(name: str, split: str) -> Iterator[None]:
+    """Say which environment could not be built, whatever its code raised."""
+    try:
+        yield
+    except WhetError as error:
+        raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
+    except Exception as error:  # an environment's own code
+        raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error

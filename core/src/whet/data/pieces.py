@@ -1,0 +1,39 @@
+"""What each token stands for, as text that can be shown: also of tokens that hold a part of a character."""
+
+import re
+from functools import cache
+
+from tokenizers import Tokenizer
+
+
+def text_of(tokenizer: Tokenizer, token: int) -> str:
+    r"""Give the text that a token adds to what stands before it; bytes that are no whole character as `\xe6`.
+
+    A token that the tokenizer does not know (models often have room for more) gives `<unknown 151999>`.
+    """
+    name = tokenizer.id_to_token(token)
+    if name is None:
+        return f"<unknown {token}>"
+    # Some decoders take a space off the front of a text, so the token is looked at where it stands second.
+    first = tokenizer.decode([token], skip_special_tokens=False)
+    text = str(tokenizer.decode([token, token], skip_special_tokens=False)[len(first) :])
+    if "\ufffd" not in text and (text or not name):
+        return text
+    return _from_bytes(name) or text or str(name)
+
+
+def _from_bytes(name: str) -> str:
+    """Read a token's name as bytes, the way the two usual kinds of tokenizers write them; empty where it is neither."""
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
+        return f"\\x{byte[1].lower()}"
+    if any(letter not in _byte_letters() for letter in name):
+        return ""
+    return bytes(_byte_letters()[letter] for letter in name).decode(errors="backslashreplace")
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """Give the letter that byte-level BPE writes for each byte (Radford et al. 2019, `bytes_to_unicode` of GPT-2)."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

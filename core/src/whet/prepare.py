@@ -1,0 +1,98 @@
+"""How far anyone can go without resources: a config, what is wrong with it, and its plan."""
+
+import time
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from whet.component import Problem
+from whet.config.load import Loaded, load_config
+from whet.errors import ConfigError, DataError
+from whet.machine import gpu_count, usable_cores
+from whet.model import ModelInfo, check_weights, locate, read_model
+from whet.plan import Machine, Plan, gather_facts, make_plan
+from whet.spans import Span
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+    from whet.plugins import Registry
+
+
+@frozen
+class Prepared:
+    """A config with its plan; nothing has been claimed."""
+
+    loaded: Loaded
+    model: ModelInfo
+    plan: Plan
+    spans: tuple[Span, ...] = field(default=(), eq=False)
+    """What it took to get here."""
+
+    @property
+    def config(self) -> "Config":
+        """The structured config."""
+        return self.loaded.config
+
+
+def prepare(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_only: bool = True,
+    trains: bool = True,
+    registry: "Registry | None" = None,
+    began: float | None = None,
+) -> Prepared:
+    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch.
+
+    `config_only` leaves weights that are on the hub there; without `trains` the data files need not be here. Without a
+    registry the installed plugins are loaded. `began`, in seconds since the epoch, is when all this was asked for.
+    """
+    now = time.time()
+    began = now if began is None else began
+    loaded = load_config(path, overrides, registry)
+    section = loaded.config.model
+    folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
+    model = read_model(folder, section.dtype, section.trust_remote_code)
+    if not config_only:
+        check_weights(folder)
+    plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model), machine())
+    problems += missing_launcher(loaded.config)
+    if trains:
+        problems += missing_files(loaded.config)
+    if plan is None or problems:
+        raise ConfigError([str(problem) for problem in problems])
+    spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
+    return Prepared(loaded, model, plan, spans)
+
+
+def missing_launcher(config: "Config") -> list[Problem]:
+    """Look whether what starts the processes is installed; nothing is imported."""
+    if config.cluster.launcher != "ray" or config.cluster.workers == "inline" or util.find_spec("ray") is not None:
+        return []
+    return [Problem("cluster.launcher", 'is ray, which is not installed here: pip install "whet[ray]"')]
+
+
+def missing_files(config: "Config") -> list[Problem]:
+    """Look for the data files that a config names; what is on the hub is left to the run."""
+    from whet.data.readers import find_file
+
+    problems = []
+    for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
+        for i, file in enumerate(files):
+            try:
+                found = find_file(file)
+                message = "" if found is None or found.is_file() else f"there is no file {file.path!r}"
+            except DataError as error:
+                message = str(error)
+            if message:
+                problems.append(Problem(f"data.{name}.{i}.path", message))
+    return problems
+
+
+def machine() -> Machine:
+    """Look at this machine without torch. A container's share of the processor counts, not the cores around it."""
+    return Machine(usable_cores(), gpu_count())

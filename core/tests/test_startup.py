@@ -1,0 +1,27 @@
+"""The time to the first step is told once, with its parts."""
+
+import time
+
+import pytest
+
+from whet.spans import Span
+from whet.startup import Startup, process_began
+
+
+def test_parts_and_the_rest_add_up_to_the_time_since_the_beginning():
+    now = time.time()
+    startup = Startup(now - 10)
+    assert startup.metrics([Span("backend", "start", now - 9, 4.0)], 2.0, first=False) == {}
+    inside = Span("backend", "refit", now - 0.5, 0.25)  # of the first step, which is a part already
+    before = Span("generator", "start", now - 5, 1.0)
+    told = startup.metrics([before, inside], 2.0, first=True)
+    assert told["seconds/startup"] == pytest.approx(10, abs=0.5)
+    parts = {name.removeprefix("seconds/startup."): value for name, value in told.items() if "startup." in name}
+    assert parts == pytest.approx(
+        {"backend.start": 4.0, "generator.start": 1.0, "first step": 2.0, "other": 3.0}, abs=0.5
+    )
+    assert startup.metrics([before], 2.0, first=False) == {}
+
+
+def test_this_process_began_a_while_ago():
+    assert time.time() - 3600 * 24 < process_began() < time.time()
