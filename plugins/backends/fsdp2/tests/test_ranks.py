@@ -1,5 +1,7 @@
 """Two ranks over gloo, in worker processes, against one rank in this process."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +114,24 @@ def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch
     found = two.train(broken, Spec("whet.testing.losses:Weighted"))
     assert found["nonfinite_steps"].number() == 1
     assert np.array_equal(two.score(batch, ("logprobs",))["logprobs"], before)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, folders, make_batch, tmp_path):
+    def build(place, name):
+        site = make_site(tmp_path / name, "backend", folders("qwen3"), place)
+        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), site)
+
+    def trained(backend):
+        found = [numbers(backend.train(make_batch(seed), LIKELIHOOD)) for seed in range(2)]
+        backend.close()
+        return found
+
+    if launcher == "ray":
+        pytest.importorskip("ray")
+    module = import_module(f"whet.cluster.{launcher}")
+    expected = trained(build(None, "one"))
+    with getattr(module, f"{launcher.title()}Cluster")(tmp_path / "logs") as cluster:
+        for size in (2, 4):
+            for step, found in enumerate(trained(build(cluster.slice(f"backend{size}", size), f"of-{size}"))):
+                assert found == pytest.approx(expected[step], rel=1e-5)

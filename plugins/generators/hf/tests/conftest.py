@@ -13,6 +13,7 @@ from whet.testing.models import make_model
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model
 from whet_hf.stopping import StopStrings
+from whet_hf.swap import Weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
@@ -36,7 +37,7 @@ class Decoding:
     def decode(self, requests: Sequence[Request]) -> list[Completion]:
         """Decode as one batch; completions in the order of the requests."""
         jobs = sorted((Job(r, r.sampling.max_tokens) for r in requests), key=lambda job: job.place)
-        found = decode(self.decoder, jobs, self.strings, 0, self.aborts, torch.device("cpu"))
+        found = decode(self.decoder, jobs, self.strings, Weights(), self.aborts, torch.device("cpu"))
         by_id = {completion.id: completion for completion in found}
         return [by_id[request.id] for request in requests]
 

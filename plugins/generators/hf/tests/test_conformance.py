@@ -10,6 +10,7 @@ from whet_hf.generator import HfGenerator
 
 class TestInThisProcess(ModelGeneratorContract):
     transports = ("shared", "shared-memory", "disk")
+    running = ("drain", "keep", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(), site)
@@ -17,6 +18,7 @@ class TestInThisProcess(ModelGeneratorContract):
 
 class TestWithTheModelsOwnCode(ModelGeneratorContract):
     transports = ("disk",)
+    running = ("drain", "keep", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(decoder="plain"), site)
@@ -24,6 +26,7 @@ class TestWithTheModelsOwnCode(ModelGeneratorContract):
 
 class TestInSmallBatches(ModelGeneratorContract):
     transports = ("shared-memory",)
+    running = ("drain", "keep", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(max_batch=3), site)
@@ -32,6 +35,7 @@ class TestInSmallBatches(ModelGeneratorContract):
 @pytest.mark.slow
 class TestOnTwoReplicas(ModelGeneratorContract):
     transports = ("shared-memory", "disk")
+    running = ("drain", "keep", "abort")
     processes = 2
 
     def make(self, site: Site) -> HfGenerator:

@@ -132,19 +132,20 @@ def test_a_request_that_cannot_be_served_is_told_why(worker: Worker, request_: R
 
 
 class Gate:
-    """Holds a decoder at its third step until it is opened."""
+    """Holds a decoder at one of its first steps until it is opened."""
 
     def __init__(self, worker: Worker, monkeypatch: Any) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        run_layers, calls = worker._decoder.run, iter(range(10**6))  # type: ignore[attr-defined]
+        name = "run" if hasattr(worker._decoder, "run") else "forward"
+        run_layers, calls = getattr(worker._decoder, name), iter(range(10**6))
 
-        def gated(*args: Any) -> Any:
-            if next(calls) == 3:
+        def gated(*args: Any, **named: Any) -> Any:
+            if next(calls) == 6:
                 self.reached.set()
                 assert self.opened.wait(20)
-            return run_layers(*args)
+            return run_layers(*args, **named)
 
-        monkeypatch.setattr(worker._decoder, "run", gated)
+        monkeypatch.setattr(worker._decoder, name, gated)
 
     async def held(self) -> None:
         while not self.reached.is_set():
@@ -183,25 +184,6 @@ def test_an_aborted_request_ends_early_and_the_others_do_not(
             assert ended.tokens.tolist() == whole.tokens.tolist()
 
 
-def test_all_that_runs_can_be_aborted_and_what_waits_is_then_served(
-    own_worker: Worker, requests_of: Any, monkeypatch: Any
-) -> None:
-    gate = Gate(own_worker, monkeypatch)
-
-    async def aborting() -> list[Any]:
-        running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=30)))
-        await gate.held()
-        waiting = asyncio.create_task(ask(own_worker, requests_of(2, seed=1, max_tokens=5)))
-        await asyncio.sleep(0.01)
-        await abort(own_worker, [])
-        gate.opened.set()
-        return [await running, await waiting]
-
-    (aborted,), (served,) = run(aborting())
-    assert {c.stop for c in aborted} == {"abort"}
-    assert [len(c.tokens) for c in served] == [5, 5]
-
-
 def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of: Any, monkeypatch: Any) -> None:
     gate = Gate(own_worker, monkeypatch)
 
@@ -217,42 +199,131 @@ def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of
     assert [len(c.tokens) for c in served] == [5, 5]
 
 
-def test_weights_are_taken_between_batches(
+def hand_over(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> Link:
+    """Send scaled weights; give the link to receive them by."""
+    link = Link("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
+    send(link, [(name, factor * p) for name, p in worker._model.named_parameters()][leave_out:])
+    return link
+
+
+async def during(
+    worker: Worker, gate: Gate, requests: list[Request], later: list[Request], link: Link, how: Any
+) -> Any:
+    """Hand weights over while requests run and others wait; whether that was over before the gate was opened."""
+    running = asyncio.create_task(ask(worker, requests))
+    await gate.held()
+    waiting = asyncio.create_task(ask(worker, later))
+    taking = asyncio.create_task(worker.receive_weights(link, link.version, how))
+    await asyncio.sleep(0.05)
+    assert not taking.done(), "the batch is held in the middle of a token"
+    gate.opened.set()
+    await taking
+    return (await running)[0], (await waiting)[0]
+
+
+def test_drained_a_batch_ends_with_the_old_weights(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
-    gate = Gate(own_worker, monkeypatch)
-    link = Link("disk", str(tmp_path), "s", 5, timeout_seconds=5.0)
-    send(link, [(name, 1.5 * p) for name, p in own_worker._model.named_parameters()])
+    (expected,) = run(ask(own_worker, requests_of(4, max_tokens=20)))
+    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5)
+    before, after = run(during(own_worker, gate, requests_of(4, max_tokens=20), requests_of(3, seed=1), link, "drain"))
+    assert {c.versions for c in before} == {((0, 0),)}
+    assert [c.tokens.tolist() for c in before] == [c.tokens.tolist() for c in expected]
+    assert {c.versions for c in after} == {((0, 5),)}
 
-    async def receiving() -> list[Any]:
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kept_a_batch_goes_on_with_the_new_weights_at_its_next_token(
+    tiny_model_folder: Path, requests_of: Any, monkeypatch: Any, tmp_path: Path, threads: int, fused: bool
+) -> None:
+    set_threads = torch.get_num_threads()
+    worker = make_worker(tiny_model_folder, threads=threads, fused=fused)
+    try:
+        requests = requests_of(40, max_tokens=20)
+        (expected,) = run(ask(worker, requests))
+        gate, link = Gate(worker, monkeypatch), hand_over(worker, tmp_path, 5, factor=-1.0)
+        kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), link, "keep"))
+    finally:
+        worker.close()
+        torch.set_num_threads(set_threads)
+    assert {c.versions for c in after} == {((0, 5),)}
+    changed = 0
+    for completion, whole in zip(kept, expected, strict=True):
+        (first, before), (switch, now) = completion.versions
+        assert (first, before, now) == (0, 0, 5)
+        assert 0 < switch < 20
+        assert completion.tokens[:switch].tolist() == whole.tokens[:switch].tolist()
+        np.testing.assert_allclose(completion.logprobs[:switch], whole.logprobs[:switch], atol=1e-5)
+        changed += completion.tokens.tolist() != whole.tokens.tolist()
+        assert np.isfinite(completion.logprobs).all()
+    assert changed > 20, "other weights draw other tokens"
+
+
+def test_the_same_weights_between_two_tokens_change_nothing(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    requests = requests_of(6, max_tokens=20)
+    (expected,) = run(ask(own_worker, requests))
+    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 1, factor=1.0)
+    kept, _ = run(during(own_worker, gate, requests, requests_of(1), link, "keep"))
+    for completion, whole in zip(kept, expected, strict=True):
+        assert len(completion.versions) == 2
+        assert np.array_equal(completion.tokens, whole.tokens)
+        assert np.array_equal(completion.logprobs, whole.logprobs)
+
+
+def test_aborted_a_batch_comes_back_with_what_it_has(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    (expected,) = run(ask(own_worker, requests_of(4, max_tokens=30)))
+    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5)
+    aborted, after = run(during(own_worker, gate, requests_of(4, max_tokens=30), requests_of(3, seed=1), link, "abort"))
+    for completion, whole in zip(aborted, expected, strict=True):
+        assert (completion.stop, completion.versions) == ("abort", ((0, 0),))
+        assert 0 < len(completion.tokens) < 10
+        assert completion.tokens.tolist() == whole.tokens[: len(completion.tokens)].tolist()
+    assert {c.versions for c in after} == {((0, 5),)}
+    assert {c.stop for c in after} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("how", ["drain", "keep", "abort"])
+def test_where_nothing_runs_weights_are_taken_at_once(
+    own_worker: Worker, tmp_path: Path, requests_of: Any, how: Any
+) -> None:
+    run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 3), 3, how))
+    (outcomes,) = run(ask(own_worker, requests_of(2)))
+    assert {c.versions for c in outcomes} == {((0, 3),)}
+    assert {c.stop for c in outcomes} <= {"stop", "length"}
+
+
+def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reason(
+    own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5, leave_out=1)
+
+    async def failing() -> None:
         running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=20)))
         await gate.held()
-        taking = asyncio.create_task(asyncio.to_thread(own_worker.receive_weights, link, 5))
-        await asyncio.sleep(0.05)
-        assert not taking.done()
+        taking = asyncio.create_task(own_worker.receive_weights(link, 5, "keep"))
+        await asyncio.sleep(0.01)
         gate.opened.set()
-        await taking
-        return [*await running, *await ask(own_worker, requests_of(4))]
+        with pytest.raises(RefitError, match="1 parameters were not sent"):
+            await taking
+        with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
+            await running
 
-    before, after = run(receiving())
-    assert {c.versions for c in before} == {((0, 0),)}
-    assert {c.versions for c in after} == {((0, 5),)}
+    run(failing())
 
 
 def test_after_a_refused_hand_over_nothing_is_generated_until_a_whole_one(
     own_worker: Worker, requests_of: Any, tmp_path: Path
 ) -> None:
-    weights = [(name, p.clone()) for name, p in own_worker._model.named_parameters()]
-    for session, part in (("partial", weights[1:]), ("whole", weights)):
-        link = Link("disk", str(tmp_path), session, 3, timeout_seconds=5.0)
-        send(link, part)
-        if session == "whole":
-            own_worker.receive_weights(link, 3)
-            break
-        with pytest.raises(RefitError, match="1 parameters were not sent"):
-            own_worker.receive_weights(link, 3)
-        with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
-            run(ask(own_worker, requests_of(2)))
+    with pytest.raises(RefitError, match="1 parameters were not sent"):
+        run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 2, leave_out=1), 2, "drain"))
+    with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
+        run(ask(own_worker, requests_of(2)))
+    run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 3, factor=1.0), 3, "drain"))
     (outcomes,) = run(ask(own_worker, requests_of(2)))
     assert {c.versions for c in outcomes} == {((0, 3),)}
 

@@ -13,7 +13,7 @@ from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
 from whet_console.display import chosen, harmless, number
 from whet_console.history import History
-from whet_console.logger import ConsoleLogger, evaluation_lines
+from whet_console.logger import ConsoleLogger, evaluation_lines, startup_lines
 
 HOSTILE = "[bold red]17[/bold red] \x1b[2J\x1b]0;owned\x07 \u202eabc [link=https://x.example]y[/link]\r\nend"
 
@@ -188,3 +188,15 @@ def test_closing_twice_prints_one_summary_and_a_failure_says_so(tmp_path):
     logger.close(failed=True)
     logger.close(failed=True)
     assert out.getvalue().count("failed after step 3") == 1
+
+
+def test_the_time_to_the_first_step_is_told_with_its_parts_the_longest_first():
+    metrics = {
+        "loss": 1.0,
+        "seconds/startup": 6.04,
+        "seconds/startup.config": 0.3,
+        "seconds/startup.backend.start": 4.2,
+        "seconds/startup.other": 0.01,
+    }
+    assert startup_lines(metrics) == ["the first step was over after 6.0 s: backend.start 4.2, config 0.3"]
+    assert startup_lines({"loss": 1.0}) == []

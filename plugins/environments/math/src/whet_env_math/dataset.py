@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import frozen
 
-from whet.cluster.pool import GraderCrash, GraderPool, GraderTimeout
+from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised, GraderTimeout
 from whet.config.sections import DataFile
 from whet.data.boxed import last_boxed
 from whet.data.messages import Message
@@ -55,7 +55,7 @@ class MathDataset:
             return self._splits[split]
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask, and compare. Raises `GraderTimeout` or `GraderCrash` where the answer could not be graded."""
+        """Ask, and compare. Raises what `GraderPool.call` does where the answer could not be graded."""
         answer = await model.reply(task.prompt)
         rewards = {"correct": float(await self._is_correct(answer.text, task.data["answer"]))}
         if self._config.format_weight:
@@ -126,7 +126,7 @@ class MathDataset:
         async def prove(record: "_Record") -> str:
             try:
                 same = await self._pool.call(f"\\boxed{{{record.gold}}}", record.gold)
-            except (GraderTimeout, GraderCrash) as error:
+            except (GraderTimeout, GraderCrash, GraderRaised) as error:
                 return f"{record.where}: the answer {record.gold!r} cannot be graded: {error}"
             return "" if same else f"{record.where}: the answer {record.gold!r} cannot be parsed"
 

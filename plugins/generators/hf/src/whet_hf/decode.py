@@ -13,6 +13,7 @@ from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
 from whet_hf.sampling import Sampler
 from whet_hf.stopping import Stops, StopStrings
+from whet_hf.swap import Weights
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once less than this share of the rows still runs."""
@@ -65,7 +66,7 @@ class Aborts:
         self._ids.update(ids)
 
     def add_running(self) -> None:
-        """End all of the batch."""
+        """End all of the batch at their next token."""
         self._everything.set()
 
     def clear(self) -> None:
@@ -100,12 +101,16 @@ def decode(
     decoder: Decoder,
     jobs: Sequence[Job],
     strings: StopStrings,
-    version: int,
+    weights: Weights,
     aborts: Aborts,
     device: torch.device,
     lane: int = 0,
 ) -> list[Completion]:
-    """Decode jobs, sorted by their place, to their ends; completions in the same order."""
+    """Decode jobs, sorted by their place, to their ends; completions in the same order.
+
+    Where new weights come between two tokens, keys and values of the tokens before stay those of the old ones.
+    """
+    versions = [(0, weights.between_tokens())]
     requests, samplings = [job.request for job in jobs], [job.request.sampling for job in jobs]
     prompts, owner = distinct([r.tokens for r in requests])
     limits = np.array([job.limit for job in jobs])
@@ -123,6 +128,8 @@ def decode(
     tokens = torch.empty(0, dtype=torch.int64)
     for step in range(int(limits.max())):
         if step:
+            if (version := weights.between_tokens()) != versions[-1][1]:
+                versions.append((step, version))
             session.step(tokens)
         tokens, drawn = sampler.draw(session.logits, step)
         history[rows, step], logprobs[rows, step] = tokens.cpu().numpy(), drawn.cpu().numpy()
@@ -153,7 +160,9 @@ def decode(
             "learning rate"
         )
     return [
-        Completion(r.id, history[i, :n].copy(), logprobs[i, :n].copy(), endings[i], ((0, version),))
+        Completion(
+            r.id, history[i, :n].copy(), logprobs[i, :n].copy(), endings[i], tuple(v for v in versions if v[0] < n)
+        )
         for i, (r, n) in enumerate(zip(requests, lengths, strict=True))
     ]
 

@@ -15,7 +15,8 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
     if model.max_positions and model.token_cache_bytes:
         cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)
     return Facts(
-        transports=("shared", "shared-memory", "disk"),
+        transports=("shared", "shared-memory", "tcp", "disk"),
+        running=("drain", "keep", "abort"),
         memory_bytes=weights + cache if weights else None,
         imports=("whet_hf.worker",),
     )

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.rollout.dispatch import RequestDispatcher
+from whet.rollout.replicas import Replicas
 from whet_hf.config import HfConfig
 
 if TYPE_CHECKING:
@@ -16,12 +16,11 @@ class HfGenerator:
     """One replica of the model for each rank of the slice; see `whet.interfaces.generator.Generator`.
 
     Logprobs are of `log_softmax(logits / temperature)` of the whole vocabulary, also where top-p or top-k restrict
-    what is drawn. A completion ends at the model's last position even if it may be longer. Weights change between
-    batches: each completion is made by one version.
+    what is drawn. A completion ends at the model's last position even if it may be longer.
     """
 
     def __init__(self, config: HfConfig, site: "Site") -> None:
-        self._workers = site.slice.spawn(
+        workers = site.slice.spawn(
             "whet_hf.worker:Worker",
             {
                 "path": site.model.path,
@@ -32,32 +31,29 @@ class HfGenerator:
                 "fused": config.decoder == "auto",
             },
         )
-        self._dispatcher = RequestDispatcher(self._workers)
+        self._replicas = Replicas(workers, site)
 
     async def generate(self, request: "Request") -> "Completion":
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
-        return await self._dispatcher.generate(request)
+        return await self._replicas.generate(request)
 
     def receive_weights(self, link: "Link", version: int, running: "Running" = "drain") -> "Pending":
-        """Start to take new weights over a link, once the batches that run have ended.
+        """Start to take new weights over a link: once the batches that run have ended, or between two of their tokens.
 
-        `drain` and `keep` let them end, so that each completion is of one version; `abort` ends them at once: their
-        requests come back with what they have and `stop="abort"`. Requests that wait get the new weights.
+        `drain` lets them end, so that each completion is of one version. With `keep` they go on with the new weights
+        and the keys and values that the old ones made. `abort` ends them at once: their requests come back with what
+        they have and `stop="abort"`. Requests that wait get the new weights.
         """
-        if running == "abort":
-            self._dispatcher.abort_running()
-        return self._workers.start(
-            "receive_weights", link, version, phase="refit", timeout_seconds=link.timeout_seconds
-        )
+        return self._replicas.receive_weights(link, version, running)
 
     def sleep(self) -> None:
         """Free the cache, and on a GPU the weights too."""
-        self._workers.call("sleep", phase="sleep")
+        self._replicas.workers.call("sleep", phase="sleep")
 
     def wake(self) -> None:
         """Bring the weights back."""
-        self._workers.call("wake", phase="wake")
+        self._replicas.workers.call("wake", phase="wake")
 
     def close(self) -> None:
         """End the workers."""
-        self._workers.close()
+        self._replicas.close()

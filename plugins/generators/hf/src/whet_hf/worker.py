@@ -1,11 +1,11 @@
-"""The worker: holds the model, collects requests into batches, and takes new weights between them."""
+"""The worker: holds the model, collects requests into batches, and takes new weights between batches or tokens."""
 
 import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,12 +16,14 @@ from attrs import define
 from whet.cluster.host import compute_thread
 from whet.cluster.slices import WorkerRank
 from whet.data.records import Completion, Request
-from whet.errors import RefitError, WhetError
+from whet.errors import WhetError
+from whet.interfaces.generator import Running
 from whet.refit.handover import receive
 from whet.refit.link import Link
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
+from whet_hf.swap import Weights
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class _Queued:
 
 
 class Worker:
-    """One replica of the model. `generate` and `abort` run on an event loop, all else on another thread."""
+    """One replica of the model. What is asked while it decodes runs on an event loop, all else on another thread."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Worker:
         self._model = load_model(path, dtype, rank.device, trust_remote_code)
         self._decoder = choose_decoder(self._model, fused=fused)
         self._strings = StopStrings(path)
-        self._version, self._broken = 0, ""
+        self._weights = Weights()
         self._max_positions = int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self._cache_tokens = max(1, cache_bytes // cache_bytes_per_token(self._model))
         self._queue: list[_Queued] = []
@@ -103,12 +105,7 @@ class Worker:
             self._aborts.add([q.id for q in self._running if q.outcomes is outcomes])
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
-        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token.
-
-        No ids: all that run.
-        """
-        if not ids:
-            self._aborts.add_running()
+        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
         chosen = set(ids)
         for queued in [q for q in self._queue if q.id in chosen]:
             self._queue.remove(queued)
@@ -118,16 +115,35 @@ class Worker:
         self._aborts.add([q.id for q in self._running if q.id in chosen])
         yield None
 
-    def receive_weights(self, link: Link, version: int) -> None:
-        """Take the weights of a hand-over. Until one is complete after a failed one, nothing is generated."""
+    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+        """Take the weights of a hand-over. Until one is complete after a failed one, nothing is generated.
+
+        The batch that runs is drained, goes on with the new weights, or is aborted; what waits gets them in any case.
+        """
+        if running == "keep":
+            taken = self._weights.in_running_batch(lambda: self._take(link, version))
+            if taken is not None:
+                await asyncio.wrap_future(taken)
+                return
+        if running == "abort":
+            self._aborts.add_running()
+        loop = asyncio.get_running_loop()
+        # Now, so that it comes before the next batch.
+        await loop.run_in_executor(compute_thread(), self._take_between_batches, link, version)
+
+    def _take_between_batches(self, link: Link, version: int) -> None:
         with self._busy:
-            try:
-                take_weights(self._model, receive(link, self._rank.rank))
-            except BaseException as error:
-                self._broken = str(error)
-                raise
-            self._decoder.refresh()
-            self._version, self._broken = version, ""
+            self._take(link, version)
+
+    @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later hand-overs
+    def _take(self, link: Link, version: int) -> None:
+        try:
+            take_weights(self._model, receive(link, self._rank.rank))
+        except BaseException as error:
+            self._weights.broken = str(error)
+            raise
+        self._decoder.refresh()
+        self._weights.version, self._weights.broken = version, ""
 
     def sleep(self) -> None:
         """Free the cache, and on a GPU the weights."""
@@ -175,6 +191,7 @@ class Worker:
             self._aborts.clear()
             messages: dict[int, list[Outcome]] = {id(queued.outcomes): [] for queued in batch}
             receivers = {id(queued.outcomes): queued.outcomes for queued in batch}
+            self._weights.begin()
             try:
                 completions = await loop.run_in_executor(compute_thread(), self._decode, [q.job for q in batch])
                 for queued, completion in zip(batch, completions, strict=True):
@@ -198,9 +215,8 @@ class Worker:
         return batch
 
     def _decode(self, jobs: list[Job]) -> list[Completion]:
-        with self._busy:
-            if self._broken:
-                raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+        with self._busy, ExitStack() as after:
+            after.callback(self._weights.end)
             parts = split(jobs, self._rank.threads)
             if len(parts) == 1 or self._lanes is None:
                 return self._decode_lane(jobs, 0)
@@ -210,7 +226,8 @@ class Worker:
             return [completion for future in futures for completion in future.result()]
 
     def _decode_lane(self, jobs: list[Job], lane: int) -> list[Completion]:
-        return decode(self._decoder, jobs, self._strings, self._version, self._aborts, self._device, lane)
+        with self._weights.lane():
+            return decode(self._decoder, jobs, self._strings, self._weights, self._aborts, self._device, lane)
 
 
 def split(jobs: list[Job], lanes: int) -> list[list[Job]]:

@@ -1,14 +1,14 @@
 """What the summary needs of the steps so far, and of a run that was resumed also of the steps before."""
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from attrs import Factory, define, frozen
 
 JUDGED = ("evaluation/", "validation/")
 """Metrics of which every value is kept, to name the best."""
 TIMES = "seconds/"
+STARTUP = "seconds/startup"
+"""The time to the first step, and behind a dot its parts."""
 COUNTS = "/dropped"
 """Episodes of an evaluation that failed; shown where there are any."""
 
@@ -40,6 +40,8 @@ class History:
         """Take the metrics of a step."""
         self.step = max(self.step, step)
         for name, value in metrics.items():
+            if name.startswith(STARTUP):
+                continue
             if name.startswith(TIMES):
                 phase = name.removeprefix(TIMES)
                 self.seconds[phase] = self.seconds.get(phase, 0.0) + (value if step else 0.0)
@@ -70,20 +72,3 @@ class History:
 
 def _rank(name: str) -> int:
     return 0 if name.endswith("/reward") else 2 if name.endswith("/response_length") else 1
-
-
-def recorded(folder: Path, up_to: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """Read the steps up to a number from the run folder's `metrics.jsonl`; unreadable lines are left out."""
-    path = folder / "metrics.jsonl"
-    if up_to < 1 or not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-                step = int(row.pop("step"))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            row.pop("time", None)
-            if step <= up_to:
-                yield step, {name: float(value) for name, value in row.items() if isinstance(value, int | float)}

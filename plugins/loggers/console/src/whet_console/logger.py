@@ -7,11 +7,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from whet.interfaces.logger import RunInfo
+from whet.run_folder import read_metrics
 from whet_console import summary
 from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
 from whet_console.display import chosen, harmless, number
-from whet_console.history import History, recorded
+from whet_console.history import STARTUP, History
 from whet_console.views import Lines, Terminal, View
 
 PLAIN_WIDTH = 120
@@ -26,10 +27,8 @@ class ConsoleLogger:
         live = console.is_terminal and not console.is_dumb_terminal
         self._console, self._config, self._run = console, config, run
         self._view: View = Terminal(console, run) if live else Lines(console, run, config.quiet_seconds)
-        self._history = History()
         self._closed = False
-        for step, metrics in recorded(run.folder, run.resumed_from):
-            self._history.add(step, metrics)
+        self._history = self._recorded(run.resumed_from or -1)
         if run.resumed_from:
             self._view.line(f"resumed after step {run.resumed_from}")
 
@@ -39,13 +38,19 @@ class ConsoleLogger:
         row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
         if row and step and (step % self._config.every == 0 or step in (1, self._run.steps)):
             self._view.row(step, row)
-        for line in evaluation_lines(step, metrics):
+        for line in [*startup_lines(metrics), *evaluation_lines(step, metrics)]:
             self._view.line(harmless(line, 400, self._console.encoding))
         self._view.advance(step)
 
     def status(self, text: str) -> None:
         """Show what the run waits for."""
         self._view.status(harmless(text, 100, self._console.encoding))
+
+    def rewind(self, step: int) -> None:
+        """Forget later steps, and say so."""
+        self._history = self._recorded(step)
+        self._view.line(f"workers were lost; again after step {max(step, 0)}")
+        self._view.advance(max(step, 0))
 
     def close(self, failed: bool) -> None:
         """End the live display and print the summary."""
@@ -66,10 +71,28 @@ class ConsoleLogger:
         ]
         summary.show(self._console, parts)
 
+    def _recorded(self, last: int) -> History:
+        """Read the steps up to one from the run folder."""
+        history = History()
+        for step, metrics in read_metrics(self._run.folder / "metrics.jsonl"):
+            if step <= last:
+                history.add(step, metrics)
+        return history
+
 
 def _short(folder: Path) -> str:
     """Give the path from here where the folder is below."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def startup_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Write a line about the time to the first step, where it is told, with what took most of it first."""
+    if STARTUP not in metrics:
+        return []
+    inside = f"{STARTUP}."
+    parts = {name.removeprefix(inside): value for name, value in metrics.items() if name.startswith(inside)}
+    told = [f"{name} {value:.1f}" for name, value in sorted(parts.items(), key=lambda part: -part[1]) if value >= 0.05]
+    return [f"the first step was over after {metrics[STARTUP]:.1f} s: " + ", ".join(told)]
 
 
 def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:

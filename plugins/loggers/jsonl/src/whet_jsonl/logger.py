@@ -22,7 +22,7 @@ class JsonlLogger:
         if config.path == STANDARD_OUTPUT:
             self._out: TextIO = sys.stdout
         else:
-            self._out = self._file = _open(run.folder / config.path, run.resumed_from)
+            self._out = self._file = _open(run.folder / config.path, run.resumed_from or -1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step's line. A step of which nothing is wanted writes none."""
@@ -36,6 +36,12 @@ class JsonlLogger:
     def status(self, text: str) -> None:
         """Ignored."""
 
+    def rewind(self, step: int) -> None:
+        """Remove the lines of later steps; what standard output got stays."""
+        if self._file:
+            self._file.close()
+            self._out = self._file = _open(Path(self._file.name), step)
+
     def close(self, failed: bool) -> None:
         """Close the file."""
         if self._file:
@@ -47,9 +53,9 @@ class JsonlLogger:
 
 
 def _open(path: Path, resumed_from: int) -> TextIO:
-    """Open for appending after the lines of steps that will not be repeated; a fresh run starts with an empty file."""
+    """Open for appending after the lines of steps that will not be repeated; -1: with an empty file."""
     kept = []
-    if resumed_from and path.exists():
+    if resumed_from >= 0 and path.exists():
         with path.open(encoding="utf-8") as lines:
             kept = [line for line in lines if _step(line) <= resumed_from]
     path.parent.mkdir(parents=True, exist_ok=True)

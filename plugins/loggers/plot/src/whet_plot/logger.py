@@ -20,6 +20,9 @@ class PlotLogger:
     def status(self, text: str) -> None:
         """Ignored."""
 
+    def rewind(self, step: int) -> None:
+        """Nothing: the run folder has forgotten them."""
+
     def close(self, failed: bool) -> None:
         """Draw; also of a run that failed. A run without any chosen metric gets no image."""
         if self._closed:

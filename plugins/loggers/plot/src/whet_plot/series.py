@@ -1,6 +1,5 @@
 """The curves behind the panels, from the run folder's `metrics.jsonl`. No matplotlib here."""
 
-import json
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -9,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
+
+from whet.run_folder import read_metrics
 
 USUAL = (
     ("evaluation/*/reward",),
@@ -47,17 +48,8 @@ class Panel:
 def read_rows(path: Path) -> dict[int, dict[str, float]]:
     """Read metrics by step; the last line of a step wins, unreadable lines are left out."""
     rows: dict[int, dict[str, float]] = {}
-    if not path.exists():
-        return rows
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-                step = int(row.pop("step"))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            row.pop("time", None)
-            rows.setdefault(step, {}).update((n, float(v)) for n, v in row.items() if isinstance(v, int | float))
+    for step, numbers in read_metrics(path):
+        rows.setdefault(step, {}).update(numbers)
     return dict(sorted(rows.items()))
 
 

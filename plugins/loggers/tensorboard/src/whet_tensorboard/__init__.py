@@ -1,0 +1,1 @@
+"""Metrics and config of a run for TensorBoard."""

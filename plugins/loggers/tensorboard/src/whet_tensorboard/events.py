@@ -1,0 +1,106 @@
+"""Event files, written by TensorBoard's own record writer and messages. The only module that imports them.
+
+`tensorboard.summary.Writer` is not used: it goes through a queue and a thread, imports TensorFlow where that is
+installed, and knows no restart.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.text import metadata as texts
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+VERSION = "brain.Event:2"
+"""Of the format: readers honour restarts from this one on."""
+LARGEST = 3.4028234e38
+"""Scalars are float32; what is larger becomes infinite."""
+
+
+class EventFile:
+    """A new event file in a folder, read by TensorBoard after those that are there."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Readers take the files of a folder in the order of their names, and a name must never be taken twice.
+        names = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+        last = max((int(name) for name in names if name.isdecimal()), default=0)
+        name = f"events.out.tfevents.{max(int(time.time()), last + 1):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._write(Event(wall_time=time.time(), file_version=VERSION))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return bool(self._writer.closed)
+
+    def restart(self, step: int) -> None:
+        """Make readers forget what earlier files hold of this step and later ones."""
+        self._write(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, summary: Summary) -> None:
+        """Write what there is of a step."""
+        self._write(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, so that it outlives this process."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and close."""
+        self._writer.close()
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+def scalars(metrics: Mapping[str, float]) -> Summary:
+    """Put the numbers of a step into one summary."""
+    return Summary(value=[Summary.Value(tag=name, simple_value=_float32(metrics[name])) for name in sorted(metrics)])
+
+
+def text(name: str, markdown: str) -> Summary:
+    """Make a summary of a text, which is shown as Markdown."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
+    return Summary(value=[Summary.Value(tag=name, metadata=texts.create_summary_metadata(name, ""), tensor=tensor)])
+
+
+def session_start(name: str, values: Mapping[str, bool | float | str]) -> Summary:
+    """Say with what values a session of the run begins. Which metrics it has, TensorBoard sees by itself."""
+    info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
+    for key, value in values.items():
+        if isinstance(value, bool):
+            info.hparams[key].bool_value = value
+        elif isinstance(value, int | float):
+            info.hparams[key].number_value = value
+        else:
+            info.hparams[key].string_value = value
+    return _session(hparams.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=info))
+
+
+def session_end(failed: bool) -> Summary:
+    """Say how the session ended."""
+    status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
+    info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+    return _session(hparams.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=info))
+
+
+def _session(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
+    metadata: SummaryMetadata = hparams.create_summary_metadata(data)
+    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=hparams.NULL_TENSOR)])
+
+
+def _float32(number: float) -> float:
+    number = float(number)
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number

@@ -1,0 +1,54 @@
+"""The logger: what the events of a run are, and when they are written."""
+
+from collections.abc import Mapping
+
+from whet.config.document import to_text
+from whet.interfaces.logger import RunInfo
+from whet_tensorboard.config import TensorboardConfig
+from whet_tensorboard.events import EventFile, scalars, session_end, session_start, text
+
+
+class TensorboardLogger:
+    """Writes an event file for each time the run is started or continued."""
+
+    def __init__(self, config: TensorboardConfig, run: RunInfo) -> None:
+        self._events = EventFile(run.folder / config.folder)
+        # Step 0 of a resumed run is kept; that of a fresh one is purged with all that an older run left.
+        self._events.restart(run.resumed_from + 1 if run.resumed_from else 0)
+        listing = to_text(dict(run.config)).replace("```", "'''")
+        self._events.write(run.resumed_from, text("config", f"```yaml\n{listing}```"))
+        self._events.write(run.resumed_from, session_start(run.name, values(run.config)))
+        self._events.flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of a step, to the file and not only to its buffer."""
+        if metrics:
+            self._events.write(step, scalars(metrics))
+            self._events.flush()
+
+    def status(self, text: str) -> None:
+        """Ignored."""
+
+    def rewind(self, step: int) -> None:
+        """Let readers forget later steps."""
+        self._events.restart(step + 1)
+        self._events.flush()
+
+    def close(self, failed: bool) -> None:
+        """Say how the run ended, and close the file."""
+        if not self._events.closed:
+            self._events.write(0, session_end(failed))
+            self._events.close()
+
+
+def values(config: object, path: str = "") -> dict[str, bool | float | str]:
+    """Give every value of a config by its dotted path; what is null or empty has none."""
+    if isinstance(config, Mapping):
+        items = [(str(key), item) for key, item in config.items()]
+    elif isinstance(config, list | tuple):
+        items = [(str(index), item) for index, item in enumerate(config)]
+    elif config is None or not path:
+        return {}
+    else:
+        return {path: config if isinstance(config, bool | int | float) else str(config)}
+    return {name: value for key, item in items for name, value in values(item, f"{path}.{key}".lstrip(".")).items()}
