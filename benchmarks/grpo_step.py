@@ -14,11 +14,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 START = Path("runs/bench/sft")
-PHASES = ("rollout.take", "backend.train", "backend.refit")
+PHASES = ("backend.forward", "backend.backward", "backend.optimizer", "generator.generate")
 
 
 def main() -> None:
@@ -30,24 +31,34 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     prepare()
-    ratios = []
+    ratios, starts = [], []
     for number in range(1, args.rounds + 1):
-        peer = trl(args)[args.skip :]
-        rows = ours(args)[args.skip :]
+        steps, peer_start = trl(args)
+        rows, own_start = ours(args)
+        peer, rows = steps[args.skip :], rows[args.skip :]
         own = [row["seconds/step"] for row in rows]
+        starts.append(own_start / peer_start)
         ratio = statistics.median(own) / statistics.median(peer)
         ratios.append(ratio)
         print(
             f"round {number}: whet {statistics.median(own):.3f} s/step (least {min(own):.3f}), "
-            f"TRL {statistics.median(peer):.3f} s/step (least {min(peer):.3f}), ratio {ratio:.2f}",
+            f"TRL {statistics.median(peer):.3f} s/step (least {min(peer):.3f}), ratio {ratio:.2f}; from the command to "
+            f"the end of the first step: {own_start:.1f} s against {peer_start:.1f} s",
             flush=True,
         )
     print(f"ratio of a step, median of {args.rounds} rounds: {statistics.median(ratios):.2f}")
+    print(f"ratio of the time to the end of the first step: {statistics.median(starts):.2f}")
+    print(f"of a step of whet neither forward, backward, optimizer nor generation: {statistics.median(rest(rows)):.1%}")
     print("phases of a step of whet, medians of the last round, in ms:")
     for name in sorted({key for row in rows for key in row if key.startswith("seconds/")}):
         print(
             f"  {name.removeprefix('seconds/'):28s} {1000 * statistics.median(row.get(name, 0.0) for row in rows):8.1f}"
         )
+
+
+def rest(rows: list[dict[str, float]]) -> list[float]:
+    """Give the share of each step that is none of the phases in which a model computes."""
+    return [1 - sum(row[f"seconds/{phase}"] for phase in PHASES) / row["seconds/step"] for row in rows]
 
 
 def prepare() -> None:
@@ -62,24 +73,27 @@ def prepare() -> None:
     )  # fmt: skip
 
 
-def ours(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Train with whet; give the metrics of each step."""
+def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
+    """Train with whet; give the metrics of each step, and the seconds until the end of the first."""
     folder = Path("runs/bench/whet")
     shutil.rmtree(folder, ignore_errors=True)
+    began = time.time()
     run(
         "whet", "run", "recipes/quickstart-grpo.yaml", f"run.folder={folder}", f"model.path={START}/model",
         f"run.steps={args.steps}", "run.save_every=0", "run.export=false", "evaluation.environments=[]",
         "backend.schedule={kind: constant, warmup_steps: 3}", "loggers=[]",
         f"cluster.threads={{backend: {args.threads}, generator: {args.threads}}}",
     )  # fmt: skip
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, rows[0]["time"] - began
 
 
-def trl(args: argparse.Namespace) -> list[float]:
-    """Train with TRL; give the seconds of each step."""
+def trl(args: argparse.Namespace) -> tuple[list[float], float]:
+    """Train with TRL; give the seconds of each step, and those until the end of the first."""
     words = [f"{START}/model", "--steps", str(args.steps), "--threads", str(args.threads)]
-    output = run(sys.executable, str(HERE / "trl_grpo.py"), *words)
-    return [float(s) for s in json.loads(output.splitlines()[-1])["seconds"]]
+    began = time.time()
+    told = json.loads(run(sys.executable, str(HERE / "trl_grpo.py"), *words).splitlines()[-1])
+    return [float(s) for s in told["seconds"]], told["first"] - began
 
 
 def run(*command: str) -> str:

@@ -23,6 +23,8 @@ class StepTimer(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.first = 0.0
+        """When the first step ended, in seconds since the epoch."""
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
         """Start the clock."""
@@ -32,6 +34,7 @@ class StepTimer(TrainerCallback):
         """Note a step."""
         now = time.perf_counter()
         self.seconds.append(now - self._begin)
+        self.first = self.first or time.time()
         self._begin = now
 
 
@@ -71,7 +74,7 @@ def main() -> None:
         ),
     )  # fmt: skip
     trainer.train()
-    print(json.dumps({"seconds": timer.seconds}))
+    print(json.dumps({"seconds": timer.seconds, "first": timer.first}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,270 @@
+"""Troubles other than a signal at a random moment; each gives the faults that it found."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from judge import NOISE, ended_faults
+from sitting import STEPS, Sitting, Subject
+from strikes import PATIENCE
+from victims import Victim, victims
+
+
+def two_drivers(subject: Subject, undisturbed: Path) -> list[str]:
+    """A second driver on the same folder is refused, and the first never notices."""
+    first = Sitting(subject)
+    wait_for(first, "after.step")
+    second = Sitting(subject, 1)
+    faults = ends(second, 1, r"is in use by another run")
+    return faults + ends(first, 0) + ended_faults(subject, undisturbed)
+
+
+def terminated_with_all(subject: Subject, undisturbed: Path) -> list[str]:
+    """A job manager sends SIGTERM to every process: the run saves, says so, and goes on later."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "backend.train", 3)
+    with looked() as found:
+        for victim in found:
+            victim.strike(signal.SIGTERM)
+    return ends(sitting, 143, "continues") + resumes(subject, undisturbed)
+
+
+def terminated_while_saving(subject: Subject, undisturbed: Path) -> list[str]:
+    """SIGTERM, twice, while a checkpoint is written."""
+    sitting = Sitting(subject, 0, "run.save_every=1")
+    wait_for(sitting, "run.save", 2)
+    for _ in range(2):
+        sitting.process.send_signal(signal.SIGTERM)
+    return ends(sitting, 143, "continues") + resumes(subject, undisturbed)
+
+
+def interrupted_twice(subject: Subject, undisturbed: Path) -> list[str]:
+    """Ctrl-C twice ends a run at once; it goes on after its last checkpoint."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "backend.train", 4)
+    for _ in range(2):
+        sitting.process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+    return ends(sitting, 130) + resumes(subject, undisturbed)
+
+
+def interrupted_with_reader(subject: Subject, undisturbed: Path) -> list[str]:
+    """Ctrl-C reaches all of `whet run it.yaml 2>&1 | tee log`: what reads is gone before the run has ended."""
+    sitting = Sitting(subject, 0, through="tee /dev/null")
+    wait_for(sitting, "backend.train", 3)
+    os.killpg(sitting.process.pid, signal.SIGINT)
+    faults = ends(sitting, (130, -signal.SIGINT))
+    while left := [victim.name for victim in _all()]:  # bash, which started both, may have ended first
+        time.sleep(0.05)
+        if time.monotonic() - sitting.began > 100:
+            return [f"{left} go on"]
+    if not any(subject.run.glob("checkpoints/step-*")):
+        faults.append("nothing was saved")
+    return [fault for fault in faults + resumes(subject, undisturbed) if "logger console" not in fault]
+
+
+def hung_up(subject: Subject, undisturbed: Path) -> list[str]:
+    """The terminal is closed."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "backend.train", 2)
+    sitting.process.send_signal(signal.SIGHUP)
+    return ends(sitting, (-signal.SIGHUP, 128 + signal.SIGHUP)) + resumes(subject, undisturbed)
+
+
+def nobody_reads(subject: Subject, undisturbed: Path) -> list[str]:
+    """What reads the output goes away, as `head` does."""
+    faults = ends(Sitting(subject, 0, through="head -n 1"), 0) or ended_faults(subject, undisturbed)
+    return [fault for fault in faults if "logger console" not in fault]  # it is dropped, and the journal says so
+
+
+def no_terminal(subject: Subject, undisturbed: Path) -> list[str]:
+    """Standard output and error are closed before the start."""
+    sitting = Sitting(subject, 0, prefix=("sh", "-c", 'exec "$0" "$@" >&- 2>&-'))
+    return ends(sitting, 0) or ended_faults(subject, undisturbed)
+
+
+def killed_in_shutdown(subject: Subject, undisturbed: Path) -> list[str]:
+    """The driver is killed when all is done but the end: the next start finds nothing left to do."""
+    for number in range(3):
+        sitting = Sitting(subject, number)
+        wait_for(sitting, "after.exported" if number == 0 else "after.opened")
+        time.sleep(0.01 * number)
+        sitting.process.kill()
+        sitting.process.wait()
+    return resumes(subject, undisturbed)
+
+
+def killed_in_export(subject: Subject, undisturbed: Path) -> list[str]:
+    """The driver is killed while it writes the final model."""
+    for number in range(2):
+        sitting = Sitting(subject, number)
+        if number == 0:
+            wait_for(sitting, "after.saved", STEPS // 2)
+        deadline = time.monotonic() + 60
+        while not (subject.run / "model.partial").exists() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        sitting.process.kill()
+        sitting.process.wait()
+    return resumes(subject, undisturbed)
+
+
+def stopped_watchdog(subject: Subject, undisturbed: Path) -> list[str]:
+    """The watchdog stands still: the run ends all the same."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "after.step")
+    with looked() as found:
+        stopped = [victim for victim in found if victim.name == "watchdog" and victim.strike(signal.SIGSTOP)]
+        faults = ends(sitting, 0) + ended_faults(subject, undisturbed)
+        for victim in stopped:
+            victim.strike(signal.SIGCONT)
+    return faults + ([] if stopped else ["there was no watchdog"])
+
+
+def killed_watchdog_and_driver(subject: Subject, undisturbed: Path) -> list[str]:
+    """First the watchdog is killed, then the driver: workers and graders are gone all the same."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "after.step")
+    with looked() as found:
+        for victim in found:
+            if victim.name == "watchdog":
+                victim.strike(signal.SIGKILL)
+    sitting.process.kill()
+    sitting.process.wait()
+    time.sleep(1.0)
+    with looked() as found:
+        left = [f"{victim.name} outlived the driver" for victim in found]
+    for file in subject.temporary.iterdir():  # nobody is left to remove them
+        if file.name.startswith("whet-"):
+            subprocess.run(["rm", "-r", str(file)], check=True)
+    return left + resumes(subject, undisturbed)
+
+
+def worker_hangs_while_starting(subject: Subject, undisturbed: Path) -> list[str]:
+    """A worker stands still before it has answered once."""
+    sitting = Sitting(subject, 0, "cluster.deadlines.start=6")
+    wait_for(sitting, "backend.start")
+    with looked() as found:
+        stopped = [victim for victim in found if victim.name == "backend-0" and victim.strike(signal.SIGSTOP)]
+    error = r"backend rank 0 failed in start: no answer within 6 s; its process is stopped"
+    return ends(sitting, 1, error) + ([] if stopped else ["there was no worker"]) + resumes(subject, undisturbed)
+
+
+def ray_loses_its_head(subject: Subject, undisturbed: Path) -> list[str]:
+    """Of the launcher `ray`: the process that keeps Ray's records is gone."""
+    if subject.launcher != "ray":
+        return []
+    sitting = Sitting(subject)
+    wait_for(sitting, "after.step")
+    with looked() as found:
+        struck = [victim for victim in found if victim.name == "gcs_server" and victim.strike(signal.SIGKILL)]
+    faults = ends(sitting, (0, 1), "GCS") + ([] if struck else ["there was no gcs_server"])
+    return faults + resumes(subject, undisturbed)
+
+
+def full_shared_memory(subject: Subject, undisturbed: Path) -> list[str]:
+    """/dev/shm is full."""
+    fill = "mount -t tmpfs -o size=16k t /dev/shm; head -c 100k /dev/zero > /dev/shm/full; "
+    return _mounted(subject, fill, 0, "") or ended_faults(subject, undisturbed)
+
+
+def full_temporary_folder(subject: Subject, undisturbed: Path) -> list[str]:
+    """The folder for temporary files is full."""
+    fill = f"mount -t tmpfs -o size=16k t {subject.temporary}; head -c 100k /dev/zero > {subject.temporary}/full; "
+    error = r"(cannot|could not) .*(No space left|the disk is full)|No usable temporary directory"
+    return _mounted(subject, fill, (0, 1), error) or resumes(subject, undisturbed)
+
+
+def full_run_disk(subject: Subject, undisturbed: Path) -> list[str]:
+    """The run folder's disk fills up in the middle of a checkpoint; with room made, the run goes on."""
+    subject.run.mkdir(parents=True)
+    fill = f"mount -t tmpfs -o size=4m t {subject.run}; "
+    keep = f"cp -a {subject.run} {subject.folder}/kept; "
+    faults = _mounted(subject, fill, 1, r"cannot write .*: the disk is full; free some space", keep)
+    if faults:
+        return faults
+    subject.run.rmdir()
+    (subject.folder / "kept").rename(subject.run)
+    return resumes(subject, undisturbed)
+
+
+def small_files_alone(subject: Subject, undisturbed: Path) -> list[str]:
+    """No file may grow beyond a few blocks, as a quota would have it."""
+    sitting = Sitting(subject, 0, prefix=("bash", "-c", 'ulimit -f 100; exec "$0" "$@"'))
+    return ends(sitting, 1, r"cannot write .*: .*(too large|full)|cannot grow to .*too large") + resumes(
+        subject, undisturbed
+    )
+
+
+def few_descriptors(subject: Subject, undisturbed: Path) -> list[str]:
+    """The process may open only a few files."""
+    sitting = Sitting(subject, 0, prefix=("bash", "-c", 'ulimit -n 16; exec "$0" "$@"'))
+    return ends(sitting, (0, 1), "Too many open files") + resumes(subject, undisturbed)
+
+
+SCENARIOS: Mapping[str, Callable[[Subject, Path], list[str]]] = {
+    function.__name__: function
+    for function in (
+        two_drivers, terminated_with_all, terminated_while_saving, interrupted_twice, interrupted_with_reader, hung_up,
+        nobody_reads, no_terminal, killed_in_shutdown, killed_in_export, stopped_watchdog, killed_watchdog_and_driver,
+        worker_hangs_while_starting, ray_loses_its_head, full_shared_memory, full_temporary_folder, full_run_disk,
+        small_files_alone, few_descriptors,
+    )
+}  # fmt: skip
+
+
+def wait_for(sitting: Sitting, phase: str, count: int = 1) -> None:
+    """Wait until a phase has begun so often, or the sitting is over."""
+    while sitting.process.poll() is None and sitting.moments.read_text().count(f" begin {phase}\n") < count:
+        time.sleep(0.001)
+
+
+def ends(sitting: Sitting, codes: int | tuple[int, ...], said: str = "", seconds: float = 120.0) -> list[str]:
+    """Wait for the end of a sitting; check exit code and, of a failure, the words."""
+    codes = (codes,) if isinstance(codes, int) else codes
+    code = sitting.wait(seconds + PATIENCE)
+    output = sitting.said()
+    if code is None:
+        sitting.process.kill()
+        return [f"still running after {seconds + PATIENCE:.0f} s; it said {output[-500:]!r}"]
+    faults = [] if code in codes else [f"ended with {code}, wanted {codes}; it said {output[-500:]!r}"]
+    if code and said and not re.search(said, output):
+        faults.append(f"said {output[-500:]!r}, wanted {said!r}")
+    if noise := NOISE.search(output):
+        faults.append(f"noise on the terminal: {noise[0]}: {output[-500:]!r}")
+    return faults
+
+
+def resumes(subject: Subject, undisturbed: Path) -> list[str]:
+    """Check that the same command ends the run, with nothing lost."""
+    return ends(Sitting(subject, 99), 0) or ended_faults(subject, undisturbed)
+
+
+def _all() -> list[Victim]:
+    with looked() as found:
+        return found
+
+
+@contextmanager
+def looked() -> Iterator[list[Victim]]:
+    """Give the processes of runs that are there."""
+    found = list(victims())
+    try:
+        yield found
+    finally:
+        for victim in found:
+            victim.close()
+
+
+def _mounted(subject: Subject, before: str, codes: int | tuple[int, ...], said: str, after: str = "") -> list[str]:
+    """Run a sitting with a small disk somewhere; nothing to be found where this machine does not let us mount."""
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        print("     (mounting a small disk needs unshare, and the right to use it)")
+        return []
+    subject.write()
+    script = f'{before} "$0" "$@"; code=$?; {after} exit $code'
+    return ends(Sitting(subject, 0, prefix=("unshare", "-m", "bash", "-c", script)), codes, said)

@@ -1,0 +1,129 @@
+"""The small run that is disturbed, and one sitting of it: a `whet run` in a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import field, frozen
+
+HERE = Path(__file__).parent
+STEPS, SAVE_EVERY, GROUPS, SAMPLES = 8, 2, 3, 3
+"""Of a run: steps, steps between checkpoints, groups of a step, episodes of a group."""
+DEADLINE = 8.0
+"""Seconds of every deadline but that of starting; graders have less."""
+START_DEADLINE = 40.0
+
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "shared": {},
+    "apart": {"share": []},
+    "two": {"share": [], "ranks": {"backend": 2, "generator": 2}},
+}
+"""Sections `cluster` of the runs: roles in one process, apart, and with two ranks each."""
+
+
+@frozen
+class Subject:
+    """A run that is disturbed: its folder, and all that decides what it computes."""
+
+    folder: Path
+    model: Path
+    layout: str
+    staleness: int
+    launcher: str = "local"
+    rollout: Mapping[str, Any] = field(factory=dict)
+    """Further keys of the section `rollout`."""
+    filters: Sequence[str] = ()
+
+    @property
+    def run(self) -> Path:
+        """The run folder."""
+        return self.folder / "run"
+
+    @property
+    def temporary(self) -> Path:
+        """The folder for temporary files of its processes."""
+        return self.folder / "tmp"
+
+    def write(self) -> Path:
+        """Write the config and give its path."""
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        phases = ("train", "generate", "refit", "save", "episode")
+        deadlines = {"start": START_DEADLINE, **dict.fromkeys(phases, DEADLINE)}
+        threads = {"backend": 1, "generator": 1}
+        config = {
+            "run": {"folder": str(self.run), "steps": STEPS, "save_every": SAVE_EVERY, "seed": 3},
+            "model": {"path": str(self.model)},
+            "algorithm": {"use": "grpo", "prompts_per_step": GROUPS, "group_size": SAMPLES, "filters": [*self.filters]},
+            "backend": {"use": "fsdp2", "optimizer": {"lr": 1e-3}},
+            "generator": {"use": "hf"},
+            "rollout": {"max_tokens": 8, "max_staleness": self.staleness, **self.rollout},
+            "environments": [{"use": "graded"}],
+            "cluster": {
+                "launcher": self.launcher, "threads": threads, "deadlines": deadlines, **LAYOUTS[self.layout]
+            },
+            "loggers": [{"use": "console"}],
+            "plugins": [str(HERE / "graded.py")],
+        }  # fmt: skip
+        path = self.folder / "run.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return path
+
+    def roles_beside(self, process: str) -> tuple[tuple[str, ...], int]:
+        """Give the roles that live in a worker process, which is named ROLE-RANK, and its rank."""
+        role, _, rank = process.rpartition("-")
+        together = self.layout == "shared" and self.staleness == 0
+        return (("backend", "generator") if together else (role,)), int(rank)
+
+
+class Sitting:
+    """A `whet run` under way."""
+
+    def __init__(
+        self, subject: Subject, number: int = 0, *overrides: str, prefix: Sequence[str] = (), through: str = ""
+    ) -> None:
+        """Start it. `prefix` is a command that runs it, `through` one that its output goes through."""
+        config = subject.write()
+        self.moments = subject.folder / f"moments-{number}.txt"
+        self.output = subject.folder / f"output-{number}.txt"
+        self.moments.write_text("")
+        told = {"CHAOS_MOMENTS": str(self.moments), "TMPDIR": str(subject.temporary), "COLUMNS": "200"}
+        command = [*prefix, sys.executable, "-m", "whet.cli", "run", str(config), *overrides]
+        if through:
+            command = ["bash", "-c", f'"$0" "$@" 2>&1 | {through}; exit ${{PIPESTATUS[0]}}', *command]
+        with self.output.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=subject.folder,
+                env={**os.environ, **told}, start_new_session=True,
+            )  # fmt: skip
+        self.began = time.monotonic()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end and give the exit code; None where it is not over in time."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def said(self) -> str:
+        """What it wrote to the terminal."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def lines(self) -> list[list[str]]:
+        """What it did: lines of time, `begin` or `end`, and phase."""
+        return [line.split() for line in self.moments.read_text().splitlines()]
+
+    def phase(self) -> str:
+        """What it is doing: the phase that began last and has not ended."""
+        doing = ["starting"]
+        for _, what, phase in self.lines():
+            if what == "begin":
+                doing = [p for p in doing if not p.startswith("after.")] if phase.startswith("after.") else doing
+                doing.append(phase)
+            elif phase in doing:
+                doing.remove(phase)
+        return doing[-1]

@@ -1,0 +1,61 @@
+"""Find the processes of a run by what they are, and send them signals."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+from attrs import frozen
+
+from whet.testing.processes import Process, descendants
+
+KINDS = (
+    (re.compile(r"-m whet\.cluster\.host .* (\S+-\d+)$"), "{}"),
+    (re.compile(r"-m whet\.cluster\.grader "), "grader"),
+    (re.compile(r"whet/cluster/watchdog\.py "), "watchdog"),
+    (re.compile(r"-m whet\.cli run "), "driver"),
+    (re.compile(r"/raylet/raylet "), "raylet"),
+    (re.compile(r"/gcs/gcs_server "), "gcs_server"),
+    (re.compile(r"^ray::Keeper"), "keeper"),
+)
+"""Command lines and the names of what runs them."""
+RAY_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)|/dashboard/agent\.py|/runtime_env/agent/main\.py")
+"""Of Ray's own processes those that outlive a killed cluster for a minute, and then leave by themselves."""
+
+
+@frozen
+class Victim:
+    """A process that a signal can be sent to, and to no other that got its number later."""
+
+    name: str
+    pid: int
+    descriptor: int
+
+    def strike(self, number: signal.Signals) -> bool:
+        """Send a signal; whether it was still there."""
+        try:
+            signal.pidfd_send_signal(self.descriptor, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.descriptor)
+
+
+def named(process: Process) -> str:
+    """Give the name of what a process is; empty for what belongs to no run."""
+    for pattern, name in KINDS:
+        if found := pattern.search(process.command):
+            return name.format(*found.groups())
+    return ""
+
+
+def victims() -> Iterator[Victim]:
+    """Find all processes of runs that descend from this process."""
+    for process in sorted(descendants()):
+        if name := named(process):
+            with suppress(ProcessLookupError):
+                yield Victim(name, process.pid, os.pidfd_open(process.pid))
