@@ -1,9 +1,14 @@
 """Write the reference pages from the code: `python docs/generate_reference.py`; `--check` only compares."""
 
+import argparse
+import functools
+import importlib
 import inspect
+import pkgutil
 import sys
+import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,11 @@ import click
 
 from whet import hookspecs
 from whet.cli.app import group
-from whet.component import KINDS
+from whet.component import KINDS, Kind
 from whet.config.explain import describe, field_docs, markdown, summary
 from whet.config.sections import Config
-from whet.plugins import Offer, load_plugins
+from whet.plugins import Offer, Registry, load_plugins
+from whet.testing import contracts as contract_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTICE = "<!-- Written by docs/generate_reference.py. Change the code and run it again. -->\n"
@@ -35,13 +41,32 @@ paths `N` stands for the position in a list. Where a section takes a component, 
 COMPONENTS = """\
 # Components
 
-What can stand after `use:`. This page lists what the distributions of this repository offer; `whet plugins` lists what
-is installed, and `whet schema NAME` prints the same tables for any of it."""
+What can stand after `use:`, and where. These pages list what the distributions of this repository offer; `whet plugins`
+lists what is installed, and `whet schema NAME` prints the same tables for any of it."""
+CONTRACTS = """\
+# Contracts as tests
+
+The conformance kit: inherit a class in the tests of a plugin, override the method that builds what is tested, and each
+rule below is a test. Needs `pip install "whet[testing]"`; the other helpers are in [Testing](api/testing.md)."""
+WHERE = {
+    "backends": "`backend:`. It holds the model and takes optimizer steps.",
+    "generators": "`generator:`. It continues sequences of tokens: rollouts and evaluation need one.",
+    "losses": "`algorithm.loss:`. A pure function of model outputs and a batch.",
+    "environments": "`environments:` and `evaluation.environments:`. It gives tasks and plays episodes.",
+    "loggers": "`loggers:`. It sees plain numbers after each step.",
+    "algorithms": "`algorithm:`. It is the loop of a run.",
+    "advantages": "`algorithm.advantages:`, of algorithms that compare answers. A pure function of rewards and groups.",
+    "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",
+}
+"""Under which key a component of a kind stands, and what it is for."""
 
 
 def pages() -> dict[str, str]:
-    """Give the text of each page by its file name."""
-    made = {"hooks.md": hooks(), "config.md": config(), "components.md": components(), "cli.md": cli()}
+    """Give the text of each page by its path in `docs/reference`."""
+    kinds = {kind: offers for kind in KINDS if (offers := list(offered(kind)))}
+    made = {"hooks.md": hooks(), "config.md": config(), "cli.md": cli(), "contracts.md": contracts()}
+    made["components.md"] = components(kinds)
+    made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
     return {name: f"{NOTICE}\n{text.rstrip()}\n" for name, text in made.items()}
 
 
@@ -58,7 +83,7 @@ def hook_functions() -> list[Callable[..., Any]]:
 def hook(function: Callable[..., Any]) -> str:
     """Write one hook."""
     text, parameters = _split_parameters(inspect.getdoc(function) or "")
-    lines = [f"## `{function.__name__}`", f"```python\n{signature(function)}\n```", text]
+    lines = [f"## `{function.__name__}`", f"```python not run: a signature\n{signature(function)}\n```", text]
     if parameters:
         lines.append("\n".join(f"- `{name}`: {meaning}" for name, meaning in parameters))
     if function.whet_spec["firstresult"]:  # type: ignore[attr-defined]
@@ -81,24 +106,46 @@ def config() -> str:
         parts += [f"## `{field.alias}`", docs[field.name]]
         rows = [row for row in describe(Config) if row.name.split(".")[0] == field.alias]
         if rows[0].kind and len(rows) == 1:
-            kind = f"see [{rows[0].kind.capitalize()}](components.md#{rows[0].kind})"
+            kind = f"see [{rows[0].kind.capitalize()}](components/{rows[0].kind}.md)"
             parts.append(f"Wants {rows[0].type}, {kind}. Default: {rows[0].default}.")
         else:
             parts.append(markdown(rows if len(rows) == 1 else rows[1:]).rstrip())
     return "\n\n".join(parts)
 
 
-def components() -> str:
-    """Write every component that this repository offers, by kind."""
+def components(kinds: Mapping[str, Sequence[Offer]]) -> str:
+    """Write the list of all components."""
     parts = [COMPONENTS]
-    registry, ours = load_plugins(), distributions()
-    for kind in KINDS:
-        offers = [offer for offer in registry.offers(kind).values() if offer.distribution in ours]
-        if offers:
-            parts += [f"## {kind.capitalize()}", *(component(offer) for offer in offers)]
+    for kind, offers in kinds.items():
+        rows = [
+            f"| [`{offer.component.name}`](components/{kind}.md#{offer.component.name}) "
+            f"| {summary(offer.component.config)} | `{offer.distribution}` |"
+            for offer in offers
+        ]
+        head = ["| use | what it is | distribution |", "| --- | --- | --- |"]
+        parts += [f"## [{kind.capitalize()}](components/{kind}.md)", f"Under {WHERE[kind]}", "\n".join([*head, *rows])]
     return "\n\n".join(parts)
 
 
+def one_kind(kind: Kind, offers: Sequence[Offer]) -> str:
+    """Write the page of the components of one kind."""
+    head = f"Components that stand under {WHERE[kind]} All kinds: [Components](../components.md)."
+    return "\n\n".join([f"# {kind.capitalize()}", head, *map(component, offers)])
+
+
+def offered(kind: Kind) -> Iterator[Offer]:
+    """Give the components of a kind that this repository offers."""
+    ours = distributions()
+    yield from (offer for offer in registry().offers(kind).values() if offer.distribution in ours)
+
+
+@functools.cache
+def registry() -> Registry:
+    """Load the installed plugins, once."""
+    return load_plugins()
+
+
+@functools.cache
 def distributions() -> set[str]:
     """Give the names of the distributions of this repository."""
     files = [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/*/pyproject.toml")]
@@ -108,9 +155,37 @@ def distributions() -> set[str]:
 def component(offer: Offer) -> str:
     """Write one component."""
     cls = offer.component.config
-    lines = [f"### `{offer.component.name}`", f"{summary(cls)} From `{offer.distribution}`."]
+    lines = [f"## `{offer.component.name}`", f"{summary(cls)} From `{offer.distribution}`."]
     rows = describe(cls)
     return "\n\n".join([*lines, markdown(rows).rstrip() if rows else "It has no settings."])
+
+
+def contracts() -> str:
+    """Write the rules of every contract class, as the sentences that their names are."""
+    modules = sorted(module.name for module in pkgutil.iter_modules(contract_modules.__path__))
+    found = [importlib.import_module(f"{contract_modules.__name__}.{name}") for name in modules]
+    classes = [
+        cls
+        for module in found
+        for name, cls in vars(module).items()
+        if name.endswith("Contract") and cls.__module__ == module.__name__
+    ]
+    return "\n\n".join([CONTRACTS, *map(contract, classes)])
+
+
+def contract(cls: type) -> str:
+    """Write one contract: its example, what can be overridden, and its rules."""
+    doc = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    first, _, example = doc.partition("\n\n")
+    lines = [f"## `{cls.__name__}`", " ".join(first.split()), f"From `{cls.__module__}`."]
+    shown = [part for part in example.split("\n\n") if part.startswith(("    ", "class "))]
+    if shown:
+        lines.append("```python not run: an example\n" + textwrap.dedent("\n\n".join(shown)).strip() + "\n```")
+    settings = field_docs(cls)
+    if settings:
+        lines.append("\n".join(f"- `{name}`: {text}" for name, text in settings.items()))
+    rules = [name.removeprefix("test_").replace("_", " ") for name in dir(cls) if name.startswith("test_")]
+    return "\n\n".join([*lines, "\n".join(f"1. {rule[0].upper()}{rule[1:]}." for rule in rules)])
 
 
 def cli() -> str:
@@ -123,15 +198,17 @@ def cli() -> str:
 
 def _command(command: click.Command, before: str = "whet") -> str:
     path = f"{before} {command.name}"
-    if isinstance(command, click.Group):
-        return "\n\n".join(_command(inner, path) for _, inner in sorted(command.commands.items()))
+    inner = sorted(command.commands.items()) if isinstance(command, click.Group) else []
+    below = [_command(one, path) for _, one in inner]
+    if isinstance(command, click.Group) and not command.invoke_without_command:
+        return "\n\n".join(below)
     words = [_word(p) for p in command.params if isinstance(p, click.Argument)]
     usage = " ".join([path, *(["[OPTIONS]"] if len(words) < len(command.params) else []), *words])
     parts = [f"## `{path}`", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "").replace("\b\n", "")]
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     if options:
         parts.append("\n".join(f"- `{' '.join(p.opts + p.secondary_opts)}`: {p.help or ''}" for p in options))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in [*parts, *below] if part)
 
 
 def _word(argument: click.Argument) -> str:
@@ -164,12 +241,15 @@ def differences(folder: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or with `--check` name those that are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; name the pages that are out of date")
     folder = ROOT / "docs" / "reference"
-    if "--check" in arguments:
+    if parser.parse_args(arguments).check:
         outdated = list(differences(folder))
         print("\n".join(f"docs/reference/{name} is out of date" for name in outdated) or "up to date")
         return len(outdated)
     for name, text in pages().items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return 0
 
