@@ -13,7 +13,7 @@ CONSTRAINTS = ("-c", "constraints/cpu.txt")
 def install(session: nox.Session, *extra: str) -> None:
     """Install core and every plugin, editable, against the tested versions."""
     session.install(*CONSTRAINTS, "torch", "hatchling", "editables")
-    editable = [word for path in ["core[testing]", *PLUGINS] for word in ("-e", path)]
+    editable = [word for path in ["core[testing,ray]", *PLUGINS] for word in ("-e", path)]
     session.install(*CONSTRAINTS, "--no-build-isolation", *editable, *extra)
 
 
@@ -50,12 +50,29 @@ def calculator(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
-    install(session, "pytest-timeout", "datasets", "huggingface-hub", "ruff", "mypy", "import-linter", "types-PyYAML")
+    install(
+        session, "pytest-timeout", "datasets", "huggingface-hub", "ruff", "mypy", "import-linter", "types-PyYAML",
+        "-r", "docs/requirements.txt",
+    )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill what small runs consist of at random moments and judge what comes of it; `-- --seed 7 --kills 50`."""
+    install(session)
+    session.run("python", "tests/chaos", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
+    session.install(*CONSTRAINTS, "-e", "core", "pytest", "-r", "docs/requirements.txt")
+    session.run("sphinx-build", "-c", "docs", "-W", "--keep-going", ".", "docs/_build/html", *session.posargs)
 
 
 @nox.session

@@ -51,9 +51,18 @@ def needed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
+def whole(recipe: Path) -> dict[str, Any]:
+    """Give a recipe together with what it extends: sections of the recipe itself go before."""
+    document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    extended = document.pop("extends", None)
+    below = whole(recipe.parent / extended) if extended else {}
+    both = {name: {**below[name], **document[name]} for name in below.keys() & document.keys()}
+    return {**below, **document, **both}
+
+
 def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
     """Give the overrides that put local files in the place of those a recipe names."""
-    document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
     for part in ("train", "validation"):
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
@@ -65,7 +74,7 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
 
 def small(recipe: Path) -> list[str]:
     """Give the overrides that make two short steps of a recipe."""
-    document: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    document = whole(recipe)
     given = ["run.steps=2", "cluster.workers=inline", "loggers=[]"]
     by_algorithm = {
         "grpo": ["algorithm.prompts_per_step=2", "algorithm.group_size=2"],
@@ -112,7 +121,7 @@ def test_a_recipe_trains(recipe, needed, tiny_model_folder, records, tmp_path):
     assert outcome.finished
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [1, 2]
-    document = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    document = whole(recipe)
     for entry in document.get("evaluation", {}).get("environments", ()):
         assert f"evaluation/{entry.get('name', entry['use'])}/reward" in rows[-1]
     if document.get("data", {}).get("validation"):

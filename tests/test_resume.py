@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from whet.rollout.journal import check
+
 STEPS = 12
 CONFIG = {
     "algorithm": {"use": "grpo", "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "loss": "clipped-pg"},
@@ -95,6 +97,33 @@ def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, unin
     finish(start(config))
     assert kills >= 5
     same(run, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "staleness", "running"), [("admission", 1, "abort"), ("completion", 2, "keep")])
+def test_with_staleness_no_kill_loses_a_group_or_trains_one_twice(
+    tmp_path, tiny_model_folder, order, staleness, running
+):
+    config, draw, run = write_config(tmp_path, tiny_model_folder), random.Random(order), tmp_path / "run"
+    overrides = [f"rollout.order={order}", f"rollout.max_staleness={staleness}", f"rollout.running={running}"]
+    overrides.append("cluster.workers=inline")
+    for _ in range(2):
+        process = start(config, *overrides, "run.steps=30")
+        before, deadline = len(list(run.glob("rollouts/*"))), time.time() + 120
+        while process.poll() is None and time.time() < deadline and len(list(run.glob("rollouts/*"))) <= before:
+            time.sleep(0.005)
+        time.sleep(draw.random() * 0.3)
+        assert process.poll() is None, process.communicate()[0]
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert check(run) == []
+    last = max(int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*[0-9]"))
+    finish(start(config, *overrides, f"run.steps={last + 4}"))
+    assert check(run) == []
+    rows = numbers(run)
+    assert [row["step"] for row in rows] == list(range(1, last + 5))
+    assert 0 < max(row["staleness/max"] for row in rows) <= staleness
+    assert not any(row["episodes/failed"] or row["groups/dropped"] for row in rows)
 
 
 @pytest.mark.slow

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 import yaml
 
 import whet
+from whet.run_folder import read_rows
 
 
 @pytest.fixture
@@ -50,20 +50,14 @@ def test_replies_of_the_environment_carry_no_loss_and_no_token_is_tokenised_agai
     assert again > 0
 
 
-def test_reward_rises_over_two_turns(config):
-    with whet.open(config) as parts:
-        rewards = []
-
-        class Watching:
-            """Notes the reward of every step."""
-
-            def __init__(self, rollouts):
-                self.rollouts = rollouts
-
-            def take(self, groups):
-                batch = self.rollouts.take(groups)
-                rewards.append(float(batch["reward"].mean()))
-                return batch
-
-        parts.algorithm.run(attrs.evolve(parts, rollouts=Watching(parts.rollouts)))
+def test_reward_rises_over_two_turns_from_a_saved_start(config, tmp_path):
+    start = tmp_path / "start"
+    with whet.open(config, "run.steps=8") as parts:
+        parts.algorithm.run(parts)
+        parts.backend.export(start)
+    chosen = [f"model.path={start}", f"run.folder={tmp_path / 'on'}", "run.save_every=0", "run.export=false"]
+    with whet.open(config, *chosen) as parts:
+        parts.algorithm.run(parts)
+    rewards = [row["reward/mean"] for row in read_rows(tmp_path / "on" / "metrics.jsonl")]
+    assert len(rewards) == 30
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2

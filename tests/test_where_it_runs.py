@@ -1,8 +1,9 @@
-"""Where a run runs does not matter: in this process or in worker processes, every bit is the same."""
+"""Where a run runs does not matter: in this process, in worker processes or on Ray's nodes, every bit is the same."""
 
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,40 @@ def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_fol
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
     transport = {True: "shared", False: "shared-memory"}[bool(share)]
     assert json.loads((run / "plan.json").read_text())["transport"] == transport
+
+
+def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_temporary_folder(
+    tmp_path, tiny_model_folder, inline
+):
+    pytest.importorskip("ray")
+    before = set(Path(tempfile.gettempdir()).glob("whet-ray-*"))
+    run = train(tmp_path, tiny_model_folder, launcher="ray")
+    assert numbers(run) == numbers(inline)
+    assert json.loads((run / "plan.json").read_text())["transport"] == "shared"
+    assert (run / "logs/backend-0.log").is_file()
+    assert not set(Path(tempfile.gettempdir()).glob("whet-ray-*")) - before
+
+
+def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(
+    tmp_path, tiny_model_folder, inline, monkeypatch
+):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    small = {"include_dashboard": False, "object_store_memory": 80 << 20}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"train": 1}, **small})
+    try:
+        nodes.add_node(num_cpus=1, resources={"gen": 1}, object_store_memory=80 << 20)
+        resources = {"backend": {"train": 1}, "generator": {"gen": 1}}
+        run = train(
+            tmp_path, tiny_model_folder, launcher="ray", address=nodes.address, share=[], resources=resources
+        )  # fmt: skip
+    finally:
+        nodes.shutdown()
+    assert numbers(run) == numbers(inline)
+    assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
+    assert json.loads((run / "plan.json").read_text())["transport"] == "tcp"
 
 
 def test_it_learns_and_the_engines_agree_at_temperature_07(inline):

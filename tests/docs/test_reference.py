@@ -34,7 +34,7 @@ def test_there_are_hooks():
 def test_a_hook_is_documented_with_its_exact_signature(name):
     page = (ROOT / "docs" / "reference" / "hooks.md").read_text()
     section = page.split(f"## `{name}`\n")[1].split("\n## ")[0]
-    documented = ast.parse(section.split("```python\n")[1].split("\n```")[0] + ": ...").body[0]
+    documented = ast.parse(section.split("```python not run: a signature\n")[1].split("\n```")[0] + ": ...").body[0]
     assert documented.name == name
     actual = ast.parse(inspect.getsource(getattr(hookspecs, name))).body[0]
     assert [_words(a.annotation) for a in documented.args.args] == [_words(a.annotation) for a in actual.args.args]
@@ -52,3 +52,13 @@ def test_every_hook_specification_has_a_docstring_that_names_its_arguments():
 
 def _words(annotation):
     return annotation.value if isinstance(annotation, ast.Constant) and annotation.value else ast.unparse(annotation)
+
+
+def test_the_script_writes_nothing_when_it_is_asked_for_help_or_to_check(generator, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        generator.main(["--help"])
+    monkeypatch.setattr(generator, "pages", lambda: {"new.md": "# New\n"})
+    assert generator.main(["--check"]) == 1
+    assert "docs/reference/new.md is out of date" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
