@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError, WorkerError, WorkerLost, in_words
 
 _PATIENCE_FOR_STACKS = 0.1
+_PATIENCE_FOR_WORDS = 1.5
+"""For whatever the processes that missed a deadline can still tell: more than a distant one needs for its stacks."""
 _PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
 _PATIENCE_FOR_LAST_ANSWERS = 1.0
 _DEEPEST_STACK = 20
@@ -171,15 +174,34 @@ def _end_overdue(connections: "Sequence[Connection]") -> None:
     """Fail the calls that have missed their deadlines: first that of a process which stands still, for where ranks
     wait for each other it is the one to blame, and the first failure is the one that is told.
     """
-    stands = {connection: _told(connection.standstill) for connection in connections}
-    words = {connection: _told(connection.last_words) for connection in connections}
-    told = [f"{c.name}:\n{words[c]}" if len(connections) > 1 else words[c] for c in connections if words[c]]
+    told = told_at_once([ask for connection in connections for ask in (connection.standstill, connection.last_words)])
+    stands = dict(zip(connections, told[::2], strict=True))
+    words = [(c.name, found) for c, found in zip(connections, told[1::2], strict=True) if found]
+    shown = "\n".join(f"{name}:\n{found}" if len(connections) > 1 else found for name, found in words)
     for connection in sorted(connections, key=lambda c: not stands[c]):
-        connection.end_overdue(stands[connection], "\n".join(told))
+        connection.end_overdue(stands[connection], shown)
+
+
+def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
+    """Ask what helps to understand an error, of any number of processes in the time that one may take.
+
+    What is not known by then is empty. Nothing that goes wrong hides the error, or ends the thread that asks.
+    """
+    answers = [_asked(ask) for ask in asks]
+    wait(answers, _PATIENCE_FOR_WORDS)
+    return [answer.result() if answer.done() else "" for answer in answers]
+
+
+def _asked(ask: Callable[[], str]) -> "Future[str]":
+    answer: Future[str] = Future()
+    try:
+        threading.Thread(target=lambda: answer.set_result(_told(ask)), name="whet-asking", daemon=True).start()
+    except RuntimeError as error:  # no thread more
+        answer.set_result(f"(nothing more is known: {in_words(error)})")
+    return answer
 
 
 def _told(ask: Callable[[], str]) -> str:
-    """Ask what helps to understand an error, and never let that hide it, or end the thread that watches deadlines."""
     try:
         return ask()
     except Exception as error:  # of a launcher, a full disk, a process that is gone meanwhile

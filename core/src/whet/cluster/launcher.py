@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import attrs
 from attrs import frozen
 
-from whet.cluster.connection import Clock, Connection, HostProcess, UnderWay
+from whet.cluster.connection import Clock, Connection, HostProcess, UnderWay, told_at_once
 from whet.cluster.slices import WorkerRank
 from whet.cluster.traffic import Traffic
 from whet.cluster.wire import encode
@@ -156,7 +156,8 @@ class Cluster:
         """Give the end of the log of each process that owes an answer, and what its busy threads do."""
         with self._lock:
             connections = [connection for connection in self._connections.values() if connection.busy()]
-        return {connection.name: connection.last_words() for connection in connections}
+        words = told_at_once([connection.last_words for connection in connections])
+        return {connection.name: found for connection, found in zip(connections, words, strict=True)}
 
     def close(self) -> None:
         """End every process, with everything that it started. Safe to call twice."""
