@@ -280,3 +280,11 @@ def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
 def test_what_a_cluster_cannot_do_is_refused(cluster, problem):
     (found,) = problems(make_config(cluster=ClusterSection(**cluster)))
     assert found.startswith(problem)
+
+
+def test_weights_that_the_backend_does_not_hold_are_refused():
+    facts = {**FACTS, "algorithm": attrs.evolve(FACTS["algorithm"], weights_needed=frozenset({"reference"}))}
+    (problem,) = problems(make_config(), facts)
+    assert problem.startswith("backend.reference: loop scores with the weights 'reference', and the backend trainer")
+    facts["backend"] = attrs.evolve(FACTS["backend"], weights_given=frozenset({"policy", "reference"}))
+    assert not problems(make_config(), facts)

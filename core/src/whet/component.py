@@ -47,6 +47,10 @@ class Facts:
     """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`."""
     outputs_given: frozenset[str] = frozenset()
     """Of a backend: the model outputs it can compute."""
+    weights_needed: frozenset[str] = frozenset()
+    """Of an algorithm: sets of weights that it scores with beside the policy's, e.g. `reference`."""
+    weights_given: frozenset[str] = frozenset({"policy"})
+    """Of a backend: the sets of weights it holds. Whether `reference` is one is its setting `reference`."""
     columns_read: frozenset[str] = frozenset()
     """Batch columns that a loss or algorithm reads beyond those that are always there."""
     columns_written: frozenset[str] = frozenset()

@@ -131,6 +131,7 @@ def make_plan(
     problems = [
         *_inputs(config, feeds_on),
         *_losses(facts, feeds_on, algorithm),
+        *_weights(config, facts),
         *_lengths(config, model),
         *_shares(config, facts, machine),
         *_updates(config, facts),
@@ -261,6 +262,15 @@ def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iter
         if found.outputs_needed:
             for column in sorted(found.columns_read - columns):
                 yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
+
+
+def _weights(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Find sets of weights that someone scores with and the backend does not hold."""
+    for path, found in facts.items():
+        for name in sorted(found.weights_needed - facts["backend"].weights_given):
+            who = config.algorithm.name if path == "algorithm" else path
+            why = f"{who} scores with the weights {name!r}, and the backend {config.backend.name} holds no such copy"
+            yield Problem(f"backend.{name}", f"{why}; set it to true")
 
 
 def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:

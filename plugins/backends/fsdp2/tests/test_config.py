@@ -23,6 +23,11 @@ def test_bfloat16_adds_its_copies():
     assert facts(Fsdp2Config(reference=True), low).memory_bytes == 20 * MODEL.parameters
 
 
+def test_the_reference_is_given_where_a_copy_is_held():
+    assert facts(Fsdp2Config(), MODEL).weights_given == {"policy"}
+    assert facts(Fsdp2Config(reference=True), MODEL).weights_given == {"policy", "reference"}
+
+
 def test_a_model_of_unknown_size_has_no_estimate():
     assert facts(Fsdp2Config(), ModelInfo("model", {})).memory_bytes is None
 

@@ -69,6 +69,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
     per_parameter = 4 + 4 + 8 + (2 if low else 0) + ((2 if low else 4) if config.reference else 0)
     return Facts(
         outputs_given=frozenset({"logprobs", "entropy"}),
+        weights_given=frozenset({"policy", "reference"} if config.reference else {"policy"}),
         transports=("shared", "shared-memory", "tcp", "disk"),
         memory_bytes=model.parameters * per_parameter or None,
         imports=("whet_fsdp2.worker",),
