@@ -76,6 +76,14 @@ def hung_up(subject: Subject, undisturbed: Path) -> list[str]:
     return ends(sitting, (-signal.SIGHUP, 128 + signal.SIGHUP)) + resumes(subject, undisturbed)
 
 
+def hung_up_under_nohup(subject: Subject, undisturbed: Path) -> list[str]:
+    """The terminal is closed, and the run was started so that it does not mind."""
+    sitting = Sitting(subject, deaf_to=[signal.SIGHUP])
+    wait_for(sitting, "backend.train", 2)
+    sitting.process.send_signal(signal.SIGHUP)
+    return ends(sitting, 0) or ended_faults(subject, undisturbed)
+
+
 def nobody_reads(subject: Subject, undisturbed: Path) -> list[str]:
     """What reads the output goes away, as `head` does."""
     faults = ends(Sitting(subject, 0, through="head -n 1"), 0) or ended_faults(subject, undisturbed)

@@ -1,10 +1,12 @@
 """The small run that is disturbed, and one sitting of it: a `whet run` in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,13 @@ class Sitting:
     """A `whet run` under way."""
 
     def __init__(
-        self, subject: Subject, number: int = 0, *overrides: str, prefix: Sequence[str] = (), through: str = ""
-    ) -> None:
-        """Start it. `prefix` is a command that runs it, `through` one that its output goes through."""
+        self, subject: Subject, number: int = 0, *overrides: str, prefix: Sequence[str] = (), through: str = "",
+        deaf_to: Collection[signal.Signals] = (),
+    ) -> None:  # fmt: skip
+        """Start it. `prefix` is a command that runs it, `through` one that its output goes through.
+
+        It ignores the signals `deaf_to` and no others, whatever who started this ignores.
+        """
         config = subject.write()
         self.moments = subject.folder / f"moments-{number}.txt"
         self.output = subject.folder / f"output-{number}.txt"
@@ -98,7 +104,7 @@ class Sitting:
         with self.output.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=subject.folder,
-                env={**os.environ, **told}, start_new_session=True,
+                env={**os.environ, **told}, start_new_session=True, preexec_fn=partial(_ignore, deaf_to),
             )  # fmt: skip
         self.began = time.monotonic()
 
@@ -127,3 +133,9 @@ class Sitting:
             elif phase in doing:
                 doing.remove(phase)
         return doing[-1]
+
+
+def _ignore(numbers: Collection[signal.Signals]) -> None:
+    """Ignore these of the signals that shells let their children ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in numbers else signal.SIG_DFL)

@@ -122,6 +122,7 @@ class _Sittings:
         with closing_all([self.folder.settle]) as closers:
             builder = Builder(self.prepared, self.folder, closers, self.watchers, self.recovery)
             self.steps = None
+            self.recovery.hand_over_again = None  # an earlier sitting's hand-over ended with its senders
             try:
                 parts = builder.parts(again=self.built)
             finally:

@@ -64,9 +64,13 @@ time.sleep(30)
 """
 
 
+@pytest.mark.parametrize("moment", ["while it runs", "while it imports"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number: int, code: int) -> None:
-    install("whet-waits", {"waits_hooks": WAITS})
+def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number: int, code: int, moment: str) -> None:
+    if moment == "while it runs":
+        install("whet-waits", {"waits_hooks": WAITS})
+    else:
+        (site / "click.py").write_text(WAITS)
     code_of_it = f"import sys; sys.path.insert(0, {str(site)!r}); from whet.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code_of_it, "plugins"],

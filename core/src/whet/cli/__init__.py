@@ -1,5 +1,34 @@
-"""The command line. Commands import what they need when they run, so that `whet --help` answers at once."""
+"""The command line. Commands import what they need when they run, so that `whet --help` answers at once.
 
-from whet.cli.app import main
+Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
+"""
 
-__all__ = ["main"]
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    """Run the command line and exit. Signals are handled before anything else is imported, which takes a while."""
+    code = 0
+    try:
+        signal.signal(signal.SIGTERM, _terminate)
+        from whet.cli.app import run_command
+
+        code = run_command()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Terminated:
+        code = 128 + signal.SIGTERM
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # what is left is Python's own end, which a traceback would disturb
+    sys.exit(code)
+
+
+class Terminated(BaseException):
+    """SIGTERM, as Ctrl-C is KeyboardInterrupt: nothing that handles errors or SystemExit may swallow it."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

@@ -1,12 +1,7 @@
-"""The `whet` command: its list of commands, and how it ends.
-
-Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
-"""
+"""The `whet` command: its list of commands."""
 
 import os
 import signal
-import sys
-from types import FrameType
 
 import click
 
@@ -33,20 +28,17 @@ for _command in (run, check, config, doctor, evaluate, report, export, plugins, 
     group.add_command(_command)
 
 
-def main() -> None:
-    """Run the command line and exit."""
-    signal.signal(signal.SIGTERM, _terminate)
+def run_command() -> int:
+    """Run what the command line says, and give the exit code."""
     _fill_standard_streams()
     try:
-        code = group.main(standalone_mode=False)
+        code: int = group.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        code = error.exit_code
+        return error.exit_code
     except click.Abort:  # what click makes of Ctrl-C
-        code = 128 + signal.SIGINT
-    except Terminated:
-        code = 128 + signal.SIGTERM
-    sys.exit(code)
+        return 128 + signal.SIGINT
+    return code
 
 
 def _fill_standard_streams() -> None:
@@ -55,11 +47,3 @@ def _fill_standard_streams() -> None:
     while descriptor <= 2:
         descriptor = os.dup(descriptor)
     os.close(descriptor)
-
-
-class Terminated(BaseException):
-    """SIGTERM, as Ctrl-C is KeyboardInterrupt: nothing that handles errors or SystemExit may swallow it."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated

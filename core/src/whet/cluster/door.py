@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from whet.cluster.channel import receive_exactly
+from whet.cluster.ports import listen
 from whet.errors import WhetError
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ class Door:
         token: bytes,
         take: Callable[[str, socket.socket], None],
         handshake_seconds: float = _HANDSHAKE_SECONDS,
+        purpose: str = "processes of the run",
     ) -> None:
-        """Listen on an address of this machine, at a port that is free.
+        """Listen on an address of this machine, at a port that is free. `purpose` says what for where there is none.
 
         The connection is `take`'s from then on, unless it raises `DoorError`: then the guest is refused.
         """
-        self._listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+        self._listener = listen(address, purpose)
         self._closed = False
         self._token, self._take, self._seconds = token, take, handshake_seconds
         self._places = threading.BoundedSemaphore(_MOST_HANDSHAKES)
@@ -188,7 +190,3 @@ def _keep_open(connection: socket.socket) -> None:
     ):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from whet.cluster.channel import receive, send
 from whet.cluster.door import knock
+from whet.cluster.ports import reserve
 from whet.cluster.process import Child, describe_end, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import decode, encode
@@ -60,6 +61,8 @@ class Keeping:
         self._control, self._connection, self._order = control, connection, order
         self._sending, self._started, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._child: Child | None = None
+        self._held: socket.socket | None = None
+        """Keeps the system from giving others the port where ranks are about to meet."""
 
     def begin(self) -> None:
         """Start the process from a thread that lives as long as it may."""
@@ -87,6 +90,15 @@ class Keeping:
         pump.join(_PATIENCE_FOR_OUTPUT)  # its last words come before its end
         self._say(ended=end)
 
+    def _meeting_point(self) -> int | str:
+        """Hold a port where ranks can meet; why there is none."""
+        try:
+            self._held = reserve(self._control.getsockname()[0])
+        except WhetError as error:
+            return str(error)
+        port: int = self._held.getsockname()[1]
+        return port
+
     def _environment(self) -> dict[str, str]:
         own = {name: value for name, value in os.environ.items() if name not in _OURS}
         gpus = own.get("CUDA_VISIBLE_DEVICES", "") if self._order["gpu"] else ""
@@ -109,7 +121,7 @@ class Keeping:
                 elif self._child is not None and order == "state":
                     self._say(state=self._child.state())
                 elif order == "port":
-                    self._say(port=free_port(self._control.getsockname()[0]))
+                    self._say(port=self._meeting_point())
         except (EOFError, OSError, WhetError):
             self._started.wait()
             if self._over.is_set():
@@ -131,10 +143,3 @@ def versions() -> dict[str, str]:
         "ray": metadata.version("ray"),
         "whet": metadata.version("whet"),
     }
-
-
-def free_port(address: str) -> int:
-    """Find a port that nobody listens on."""
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        port: int = probe.getsockname()[1]
-        return port

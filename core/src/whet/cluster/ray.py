@@ -107,7 +107,7 @@ class RayLauncher:
         with self._lock:
             if self._door is None:
                 here = _LOOPBACK if self.session.own else self.session.address_here()
-                self._door = Door(here, self.token, self.guests.take)
+                self._door = Door(here, self.token, self.guests.take, purpose="worker processes")
             return self._door
 
     def address(self) -> str:
@@ -190,8 +190,8 @@ class RayProcess:
         self._ready.result(self._launcher.start_seconds)
         assert self._control is not None
         host, port = self._control.getpeername()[0], self._ask("port", _PATIENCE_FOR_A_PORT)
-        if not port:
-            raise WhetError(f"{self._host.name}: its node {self._where} found no free port for its ranks to meet")
+        if not isinstance(port, int):
+            raise WhetError(f"{self._host.name}: its node {self._where} found no port where its ranks can meet: {port}")
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
     def _start(self, deadline: float) -> socket.socket:

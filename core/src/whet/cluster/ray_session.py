@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from whet.cluster.ports import is_taken, shortage
 from whet.cluster.watchdog import watchdog
 from whet.errors import ConfigError, WhetError
 
@@ -72,7 +73,8 @@ class RaySession:
             self._ready.result(seconds)
         except TimeoutError:
             where = f"connect to Ray at {self._address}" if self._address else "start Ray on this machine"
-            raise WhetError(f"it took more than {seconds:g} s to {where}") from None
+            ask = "; somebody listens there: is it the head of a Ray cluster (cluster.address)?"
+            raise WhetError(f"it took more than {seconds:g} s to {where}{ask if self._address else ''}") from None
 
     @property
     def nodes(self) -> list[Node]:
@@ -107,7 +109,9 @@ class RaySession:
             self._start() if self.own else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
         except BaseException as error:
-            self._ready.set_exception(error if isinstance(error, WhetError) else WhetError(f"Ray: {_first(error)}"))
+            self._ready.set_exception(
+                error if isinstance(error, WhetError) else WhetError(f"Ray: {_first(error)}{shortage()}")
+            )
         else:
             self._ready.set_result(None)
             self._leaving.wait()
@@ -119,6 +123,9 @@ class RaySession:
     def _start(self) -> None:
         import ray
 
+        port = os.environ.get("RAY_GCS_SERVER_PORT", "")
+        if port.isdigit() and int(port) and is_taken(int(port)):  # Ray itself would wait for long, and not say so
+            raise WhetError(f"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or choose another port")
         self._folder = Path(tempfile.mkdtemp(prefix="whet-ray-", dir=_short(tempfile.gettempdir(), "/tmp")))
         watchdog().guard("folder", str(self._folder))
         # No CPUs: Ray starts an idle worker for each.

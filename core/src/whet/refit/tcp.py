@@ -77,7 +77,7 @@ class _Server:
         self._manifest: Manifest | None = None
         self._timeout = 0.0
         self._lock = threading.Lock()
-        self.door = Door(address, bytes.fromhex(token), self._serve)
+        self.door = Door(address, bytes.fromhex(token), self._serve, purpose="hand-overs of weights")
 
     def fill(self, link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int) -> None:
         """Copy tensors and publish them."""

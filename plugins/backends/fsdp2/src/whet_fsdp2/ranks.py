@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from whet.cluster.ports import shortage
 from whet.cluster.slices import WorkerRank
+from whet.errors import WhetError
 
 
 class Ranks:
@@ -20,13 +22,19 @@ class Ranks:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             if not dist.is_initialized():
-                dist.init_process_group(
-                    "nccl" if self.device.type == "cuda" else "gloo",
-                    init_method=rank.rendezvous,
-                    rank=self.rank,
-                    world_size=self.size,
-                )
+                self._join(rank)
                 self._joined = True
+
+    def _join(self, rank: WorkerRank) -> None:
+        import torch.distributed as dist
+
+        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(kind, init_method=rank.rendezvous, rank=self.rank, world_size=self.size)
+        except RuntimeError as error:
+            raise WhetError(
+                f"it cannot meet the other ranks at {rank.rendezvous} ({kind}): {error}{shortage()}"
+            ) from error
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Add numbers over all ranks, in float64."""
