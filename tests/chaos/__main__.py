@@ -2,6 +2,7 @@
 
     python tests/chaos --kills 50                          over all layouts, staleness 0 and 1
     python tests/chaos --seed 7 --run 3 --staleness 0,1    the third run of that seed again
+    CHAOS_SLOWNESS=3 python tests/chaos                    on a busy machine: deadlines three times as long
 
 A run is disturbed again and again, by signals to its driver, its workers, its graders and its watchdog, and resumed
 by the same command until it ends. Exit code 1: something was wrong, and what repeats it is printed.
@@ -20,7 +21,7 @@ from pathlib import Path
 import attrs
 from judge import ended_faults, judge
 from scenarios import SCENARIOS
-from sitting import LAYOUTS, Sitting, Subject
+from sitting import LAYOUTS, SLOWNESS, Sitting, Subject
 from strikes import Struck, carry_out, draw
 from victims import RAY_AGENTS
 
@@ -64,7 +65,7 @@ class Chaos:
         if (layout, staleness) not in self.undisturbed:
             subject = self.subject(f"undisturbed-{layout}-{staleness}", layout, staleness)
             sitting = Sitting(subject)
-            if sitting.wait(300.0) != 0:
+            if sitting.wait(300.0 * SLOWNESS) != 0:
                 raise SystemExit(f"the undisturbed run of layout {layout} failed:\n{sitting.said()}")
             begun: dict[str, float] = {}
             seconds: dict[str, list[float]] = {}
@@ -113,7 +114,7 @@ class Chaos:
                 break
         if not finished:
             last = sitting or Sitting(subject, MOST_OF_A_RUN)
-            code = last.wait(200.0)
+            code = last.wait(200.0 * SLOWNESS)
             if code != 0:
                 faults.append(f"left alone, it ended with {code}:\n{last.said()[-2000:]}")
             faults += self._orphans(subject)

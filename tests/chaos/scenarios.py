@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from judge import NOISE, ended_faults
-from sitting import STEPS, Sitting, Subject
+from sitting import SLOWNESS, STEPS, Sitting, Subject
 from strikes import PATIENCE
 from victims import Victim, victims
 
@@ -231,7 +231,9 @@ def wait_for(sitting: Sitting, phase: str, count: int = 1) -> None:
         time.sleep(0.001)
 
 
-def ends(sitting: Sitting, codes: int | tuple[int, ...], said: str = "", seconds: float = 120.0) -> list[str]:
+def ends(
+    sitting: Sitting, codes: int | tuple[int, ...], said: str = "", seconds: float = 120.0 * SLOWNESS
+) -> list[str]:
     """Wait for the end of a sitting; check exit code and, of a failure, the words."""
     codes = (codes,) if isinstance(codes, int) else codes
     code = sitting.wait(seconds + PATIENCE)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from attrs import define, field, frozen
-from sitting import DEADLINE, START_DEADLINE, Sitting
+from sitting import DEADLINE, SLOWNESS, START_DEADLINE, Sitting
 from victims import Victim, victims
 
 ACTS = {"kill": 14, "stop": 2, "pause": 1, "terminate": 2, "terminate all": 1, "interrupt": 1}
@@ -21,7 +21,7 @@ MOMENTS = {
 """Phases at whose beginning a delay starts, after which it is done."""
 ONCE = ("starting", "backend.start", "generator.start", "after.opened", "after.exported", "after.closed")
 """Those that come once in a sitting."""
-PATIENCE = 25.0
+PATIENCE = 25.0 * SLOWNESS
 """Seconds for everything that an ending run has to do, on a busy machine."""
 PAUSE = 2.0
 
@@ -101,10 +101,10 @@ def carry_out(strike: Strike, sitting: Sitting, again: bool) -> Struck:
             if strike.survived and struck.hit == strike.victim and again:
                 struck.outcome = "under way"
                 return struck
-            struck.code = sitting.wait(100.0)
+            struck.code = sitting.wait(100.0 * SLOWNESS)
             struck.seconds = time.monotonic() - began
         else:
-            struck.code = sitting.wait(100.0)
+            struck.code = sitting.wait(100.0 * SLOWNESS)
     struck.said = sitting.said()
     return struck
 

@@ -51,6 +51,15 @@ class InfrastructureError(WhetError):
     Such an episode is played again on a budget of its own (`rollout.infrastructure_retries`), and never scored.
     """
 
+    again = True
+    """Whether playing it again may help."""
+
+
+class RequestLost(InfrastructureError):  # noqa: N818 - it says what happened to the request
+    """A request was with one replica after another when they were lost, and may be what kills them."""
+
+    again = False
+
 
 class WorkerError(WhetError):
     """A worker failed, died or missed its deadline. Names role, rank, phase and cause."""

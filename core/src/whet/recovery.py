@@ -8,6 +8,7 @@ What a worker raises is a bug or a wrong config and would be raised again: it en
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ class Recovery:
         self._furthest = 0
         self.hand_over_again: Again | None = None
         """Gives one receiver the weights of the last hand-over; None before there can be any."""
+        self.losses = Counter[str]()
+        """See `whet.cluster.slices.Replacing`."""
 
     def finished(self, step: int) -> None:
         """Note that a step was finished."""

@@ -9,7 +9,7 @@ from attrs import evolve
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
-from whet.errors import InfrastructureError, WorkerError
+from whet.errors import InfrastructureError, RequestLost, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.routing import Route
@@ -297,6 +297,20 @@ def test_what_breaks_down_in_passing_leaves_no_trace(error: type[Exception]) -> 
     first, second = generator.requests
     assert first.seed == second.seed
     assert assignment.tally == {"retried": 1, "done": 1}
+
+
+def test_a_request_that_was_lost_with_its_replicas_is_not_made_again() -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("a")
+        raise RequestLost("3 replicas were lost while they had request a")
+
+    generator = FakeGenerator("x")
+    assignment = assigned(Played(run))
+    with pytest.raises(EpisodeFailed, match="sample 0 failed once; last: 3 replicas were lost") as caught:
+        asyncio.run(player(generator, retries=5, infrastructure_retries=5).episode(assignment, 0))
+    assert caught.value.infrastructure
+    assert len(generator.requests) == 1
+    assert assignment.tally == {"infrastructure": 1}
 
 
 def test_what_breaks_down_twice_is_tried_with_other_randomness_until_its_own_budget_is_spent() -> None:

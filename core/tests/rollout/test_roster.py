@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import numpy as np
+import pytest
 
 from whet.data.records import Completion, Request, Sampling
-from whet.errors import InfrastructureError, WorkerError, WorkerLost
+from whet.errors import RequestLost, WorkerError, WorkerLost
 from whet.refit.link import Link
 from whet.rollout.dispatch import MOST_LOSSES, RequestDispatcher
 from whet.rollout.roster import Roster
@@ -49,6 +51,7 @@ class Granting:
 
     def __init__(self, grants: int) -> None:
         self.left = grants
+        self.losses = Counter[str]()
         self.asked: list[WorkerLost] = []
 
     def grant(self, error: WorkerLost) -> bool:
@@ -168,21 +171,60 @@ def test_a_replica_that_cannot_be_started_again_fails_the_generator() -> None:
     assert len(granting.asked) == 1  # what raises is not tried again
 
 
-def test_a_request_that_may_kill_replicas_is_given_up_as_infrastructure_and_the_others_go_on() -> None:
-    class Poisoned(Mortal):
-        async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
-            if any(request.id == "poison" for request in args[0]):
-                raise WorkerLost("generator", rank, "generate", "killed by signal 11")
-            async for outcomes in super().stream(rank, method, *args, phase=phase):
-                yield outcomes
+class Poisoned(Mortal):
+    """A rank dies of every message with a request whose id begins with `poison`."""
 
-    dispatcher, granting, _ = made(Poisoned(1, lambda rank, message: False))
-    (found,) = run(ask(dispatcher, [Request("poison", np.arange(3), Sampling(8), 1)]))
-    assert isinstance(found, InfrastructureError)
-    assert "3 replicas were lost while they had request poison" in str(found)
+    async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
+        if any(request.id.startswith("poison") for request in args[0]):
+            self.messages.append((rank, [(request.id, request.seed) for request in args[0]]))
+            await asyncio.sleep(0)
+            raise WorkerLost("generator", rank, "generate", "killed by signal 11")
+        async for outcomes in super().stream(rank, method, *args, phase=phase):
+            yield outcomes
+
+
+def prompts(*names: str) -> list[Request]:
+    """Three samples of each prompt."""
+    return [Request(f"{n}-{i}", np.arange(3), Sampling(8), 1, prefix=n) for n in names for i in range(3)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prompt_that_kills_replicas_is_given_up_and_those_beside_it_are_served(size: int) -> None:
+    workers = Poisoned(size, lambda rank, message: False)
+    dispatcher, granting, _ = made(workers)
+    asked = prompts("a", "b", "poison", "c")
+    found = dict(zip([request.id for request in asked], run(ask(dispatcher, asked)), strict=True))
+    for name in ("poison-0", "poison-1", "poison-2"):
+        assert isinstance(found[name], RequestLost)
+        assert f"3 replicas were lost while they had request {name}; the last: generator rank" in str(found[name])
+    assert {name for name, answer in found.items() if isinstance(answer, Completion)} == found.keys() - {
+        "poison-0", "poison-1", "poison-2",
+    }  # fmt: skip
     assert len(granting.asked) == MOST_LOSSES
+    assert dispatcher.outstanding == [0] * size
+    assert set(granting.losses) == {"poison-0", "poison-1", "poison-2"}
     (after,) = run(ask(dispatcher, requests(1)))
     assert after.id == "r0"
+
+
+def test_where_all_begins_again_after_a_loss_the_prompt_that_kills_is_found_all_the_same() -> None:
+    granting, asked = Granting(0), prompts("a", "poison", "b")
+
+    def sitting() -> tuple[Poisoned, list[Any]]:
+        workers = Poisoned(1, lambda rank, message: False)
+        workers.alone = False
+        dispatcher = RequestDispatcher(workers, Roster(workers, granting))  # type: ignore[arg-type]
+        return workers, run(ask(dispatcher, asked))
+
+    for _ in range(MOST_LOSSES - 1):
+        workers, _ = sitting()
+        assert [len(message) for _, message in workers.messages] == [9]  # as in a run that nothing disturbs
+    workers, _ = sitting()
+    assert [{id_[:-2] for id_, _ in message} for _, message in workers.messages[:2]] == [{"a"}, {"poison"}]
+    _, found = sitting()
+    lost = [request.id for request, answer in zip(asked, found, strict=True) if isinstance(answer, RequestLost)]
+    assert lost == ["poison-0", "poison-1", "poison-2"]
+    assert sum(isinstance(answer, Completion) for answer in found) == 6
 
 
 def test_a_request_cancelled_while_it_waits_for_a_replica_is_never_sent() -> None:

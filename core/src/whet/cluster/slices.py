@@ -4,6 +4,7 @@ Driver-side handles of backends and generators see only what is here; launchers 
 (`whet.cluster.inline` in this process, `whet.cluster.local` as worker processes, later Ray).
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -132,6 +133,9 @@ class Slice(Protocol):
 
 class Replacing(Protocol):
     """Lets a generator replace a replica that was lost."""
+
+    losses: Counter[str]
+    """How many replicas were lost while they had a request, by its id; outlives the generator."""
 
     def grant(self, error: "WorkerLost") -> bool:
         """Say whether a replica may be restarted after this, which is noted and told to the user."""

@@ -7,6 +7,8 @@ The worker's side is an async generator `generate(requests)` that yields lists o
 `(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early.
 
 A request whose replica is lost goes to another one, or waits until there is one, with its id and seed as they were.
+One that was there at two losses is a suspect. Suspects are served a prompt at a time: where a replica is lost with one,
+that one is given up, and not those that were only near it.
 """
 
 import asyncio
@@ -17,13 +19,13 @@ from attrs import Factory, define, field
 
 from whet.cluster.slices import Workers
 from whet.data.records import Completion, Request
-from whet.errors import InfrastructureError, WhetError, WorkerError, WorkerLost
+from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
 from whet.rollout.roster import Roster
 
 PATIENCE = 8
 """Turns of the event loop that an outbox may wait for more at most."""
 MOST_LOSSES = 3
-"""A request that was with so many replicas when they were lost may be what kills them: it is not served again."""
+"""A request that was with so many replicas when they were lost is held to be what kills them, and not served again."""
 
 
 @define(eq=False)
@@ -32,8 +34,11 @@ class _Waiting:
     future: "asyncio.Future[Completion]"
     rank: int = -1
     """-1: not sent yet."""
-    losses: int = 0
-    """Replicas that were lost while they had it."""
+
+    @property
+    def prompt(self) -> str:
+        """A name that the samples of one prompt share."""
+        return self.request.prefix or self.request.id
 
     @property
     def load(self) -> int:
@@ -56,6 +61,10 @@ class RequestDispatcher:
     """Of prefixes under way: replica and number of requests."""
     _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _suspects: list[_Waiting] = field(factory=list, init=False)
+    """Wait for those on trial."""
+    _on_trial: list[_Waiting] = field(factory=list, init=False)
+    """Suspects that are being served: all of one prompt."""
     _cancelled: dict[int, list[str]] = field(factory=dict, init=False)
     """By replica: requests whose waiting task was cancelled in this turn of the loop."""
 
@@ -65,9 +74,11 @@ class RequestDispatcher:
     async def generate(self, request: Request) -> Completion:
         """Have one request served. Cancelling the awaiting task aborts it at the worker.
 
-        Raises `WhetError` where the request cannot be served, `InfrastructureError` where replicas were lost with it
-        again and again, `WorkerError` where a replica fails or there is none left.
+        Raises `WhetError` where the request cannot be served, `RequestLost` where replicas were lost with it again and
+        again, `WorkerError` where a replica fails or there is none left.
         """
+        if self.roster.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
+            raise self._given_up(request)
         self._loop = asyncio.get_running_loop()
         waiting = _Waiting(request, self._loop.create_future())
         self._send_soon([waiting])
@@ -108,14 +119,26 @@ class RequestDispatcher:
             return None  # `wake` comes back
         outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
         if failure is not None:
-            return self._fail(outbox, failure)
+            held, self._suspects = self._suspects, []
+            return self._fail(outbox + held, failure)
         messages: dict[int, list[_Waiting]] = {}
-        for waiting in outbox:
+        for waiting in self._hold_suspects(outbox):
             waiting.rank = self._place(waiting, present)
             messages.setdefault(waiting.rank, []).append(waiting)
         for rank, batch in messages.items():
             self._spawn(self._serve(rank, batch))
         return None
+
+    def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
+        """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
+        limit, losses = MOST_LOSSES - 1, self.roster.losses
+        suspects = [w for w in (*self._suspects, *outbox) if losses[w.request.id] >= limit and not w.future.done()]
+        free = [w for w in outbox if losses[w.request.id] < limit]
+        if suspects and not self._on_trial:
+            self._on_trial = [w for w in suspects if w.prompt == suspects[0].prompt]
+            free += self._on_trial
+        self._suspects = [w for w in suspects if w not in self._on_trial]
+        return free
 
     def _place(self, waiting: _Waiting, present: list[int]) -> int:
         prefix = waiting.request.prefix
@@ -132,6 +155,10 @@ class RequestDispatcher:
             return
         self._loads[waiting.rank] -= waiting.load
         waiting.rank = -1
+        if waiting in self._on_trial:
+            self._on_trial.remove(waiting)
+            if not self._on_trial and self._suspects:
+                self._send_soon([])
         prefix = waiting.request.prefix
         if prefix:
             rank, count = self._prefixes.pop(prefix)
@@ -155,6 +182,7 @@ class RequestDispatcher:
                 for outcome in outcomes:
                     self._settle(open_, outcome)
         except WorkerLost as error:
+            self.roster.losses.update(id_ for id_, waiting in open_.items() if not waiting.future.done())
             served_again = self.roster.lost(rank, life, error)
             cause = error if served_again else self.roster.failure or error
         except WhetError as error:
@@ -173,11 +201,13 @@ class RequestDispatcher:
     def _serve_again(self, batch: list[_Waiting], cause: BaseException) -> None:
         for waiting in batch:
             self._leave(waiting)
-            waiting.losses += 1
-            if waiting.losses >= MOST_LOSSES and not waiting.future.done():
-                lost = f"{waiting.losses} replicas were lost while they had request {waiting.request.id}"
-                waiting.future.set_exception(InfrastructureError(f"{lost}; the last: {cause}"))
+            if self.roster.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
+                waiting.future.set_exception(self._given_up(waiting.request, f"; the last: {cause}"))
         self._send_soon([waiting for waiting in batch if not waiting.future.done()])
+
+    def _given_up(self, request: Request, last: str = "") -> RequestLost:
+        losses = self.roster.losses[request.id]
+        return RequestLost(f"{losses} replicas were lost while they had request {request.id}{last}")
 
     def _settle(self, open_: dict[str, _Waiting], outcome: Any) -> None:
         id_ = outcome.id if isinstance(outcome, Completion) else outcome[0]
@@ -188,6 +218,7 @@ class RequestDispatcher:
         if waiting.future.done():
             return
         if isinstance(outcome, Completion):
+            self.roster.losses.pop(id_, None)
             waiting.future.set_result(outcome)
         else:
             waiting.future.set_exception(WhetError(outcome[1]))

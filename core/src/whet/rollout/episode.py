@@ -123,7 +123,8 @@ class Player:
 
         When its infrastructure fails it is played again just as it was: what broke down in passing leaves no trace.
         Where that does not help the answer itself may be the cause, as of a grader that it hangs, and randomness is
-        fresh from then on. A `WorkerError` comes through at once.
+        fresh from then on. A request that may be what kills replicas is not made again. A `WorkerError` comes through
+        at once.
         """
         attempt, failures = 0, Counter[str]()
         cause: BaseException
@@ -144,7 +145,8 @@ class Player:
                 return episode
             kind = "infrastructure" if is_infrastructure(cause) else "failed"
             failures[kind] += 1
-            if failures[kind] > (self.infrastructure_retries if kind == "infrastructure" else self.retries):
+            allowed = self.infrastructure_retries if kind == "infrastructure" else self.retries
+            if failures[kind] > allowed or not getattr(cause, "again", True):
                 assignment.tally[kind] += 1
                 raise self._failure(assignment, sample, failures.total(), cause) from cause
             assignment.tally["retried"] += 1

@@ -5,6 +5,7 @@ present ── dies or hangs ──> away: its requests go to others, or wait �
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from attrs import define, field
@@ -27,6 +28,8 @@ class Roster:
     receive: Receive = lambda rank, link: None
     changed: Callable[[], None] = lambda: None
     """Called when a replica has come back, or the generator has failed."""
+    losses: Counter[str] = field(init=False)
+    """How many replicas were lost while they had a request, by its id."""
     failure: WorkerError | None = field(default=None, init=False)
     """Why nothing can be served any more."""
     _away: set[int] = field(factory=set, init=False)
@@ -36,6 +39,7 @@ class Roster:
 
     def __attrs_post_init__(self) -> None:
         self._lives = [0] * self.workers.size
+        self.losses = Counter() if self.replacing is None else self.replacing.losses
 
     def present(self) -> list[int]:
         """Give the ranks that can be asked."""
