@@ -163,3 +163,31 @@ def test_what_became_of_the_records_is_told(make):
     said = []
     make(numbered(5), status=said.append).prepare(encode)
     assert said[-1].startswith("train data: 5 records, 5 sequences, ")
+
+
+def test_columns_can_be_added_to_each_part_and_travel_with_its_units(make):
+    said = []
+    data = make(numbered(7, ("yes", "no")), numbered(3), status=said.append).prepare(encode)
+    names = []
+
+    def compute(name, part):
+        names.append(name)
+        seen = [batch["number"] for batch in part.batches(2)]
+        assert [len(batch) for batch in seen[:-1]] == [4 if name == "train" else 2] * (len(seen) - 1)
+        return {"half": np.concatenate(seen) / 2, "copy": part.whole["place"]}
+
+    more = data.with_columns(compute)
+    assert names == ["train", "validation"]
+    batch = more.batch(2, 3)
+    assert np.array_equal(batch["half"], batch["number"] / 2)
+    assert np.array_equal(batch["copy"], batch["place"])
+    assert np.array_equal(batch["tokens"], data.batch(2, 3)["tokens"])
+    assert [part["half"].tolist() for part in more.validation(2)] == [[0, 0.5], [1]]
+    more.status("on")
+    assert said[-1] == "on"
+
+
+def test_a_part_without_data_gets_no_columns(make):
+    data = make(numbered(2)).prepare(encode).with_columns(lambda name, part: {"one": np.ones(len(part))})
+    assert data.batch(1, 2)["one"].tolist() == [1, 1]
+    assert data.validation(4) == []

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from whet import randomness
 from whet.config.sections import DataFile, DataSection
@@ -88,7 +88,8 @@ class OfflineData:
     def prepare(self, encode: Encode) -> "PreparedData":
         """Read and tokenise everything. Raises `DataError` where too many records are malformed or none is left."""
         train = self._read("train", self._section.train, encode)
-        return PreparedData(train, self._read("validation", self._section.validation, encode), self._seed)
+        validation = self._read("validation", self._section.validation, encode)
+        return PreparedData(train, validation, self._seed, self._status)
 
     def _read(self, name: str, files: Sequence[DataFile], encode: Encode) -> "Part":
         report, columns = DataReport(), Columns()
@@ -148,6 +149,10 @@ class Part:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def batches(self, size: int) -> "list[Batch]":
+        """Give all units in order, in batches of `size` units; the last may be smaller."""
+        return [self.take(np.arange(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+
     def take(self, units: Any) -> Batch:
         """Give the units at these positions; one that is named twice comes twice, as two units."""
         sizes = self.starts[units + 1] - self.starts[units]
@@ -161,8 +166,12 @@ class Part:
 class PreparedData:
     """Tokenised data. A batch is a function of step and size alone."""
 
-    def __init__(self, train: Part, validation: Part, seed: int) -> None:
+    def __init__(
+        self, train: Part, validation: Part, seed: int, status: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._train, self._validation, self._seed = train, validation, seed
+        self.status = status
+        """Is told what takes long."""
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     @property
@@ -191,8 +200,17 @@ class PreparedData:
 
     def validation(self, size: int) -> list[Batch]:
         """Give all validation data in order, in batches of `size` units; the last may be smaller."""
-        count = len(self._validation)
-        return [self._validation.take(np.arange(i, min(i + size, count))) for i in range(0, count, size)]
+        return self._validation.batches(size)
+
+    def with_columns(self, compute: Callable[[str, Part], Mapping[str, Any]]) -> "PreparedData":
+        """Give the same data with further columns. `compute(name, part)` gives those of a part: as long as its tokens
+        or its sequences; the parts are `train` and `validation`.
+        """
+        parts = []
+        for name, part in (("train", self._train), ("validation", self._validation)):
+            columns = compute(name, part) if len(part) else {}
+            parts.append(evolve(part, whole=part.whole.with_columns(**columns)))
+        return PreparedData(parts[0], parts[1], self._seed, self.status)
 
     def _permutation(self, epoch: int) -> Any:
         return randomness.generator(self._seed, "data", epoch).permutation(len(self))

@@ -29,6 +29,7 @@ COLUMNS: dict[str, Column] = {
     "version": lambda batch, rng: np.where(batch["loss_mask"], 0, -1).astype(np.int32),
     "reward": lambda batch, rng: rng.normal(size=batch.sequences).astype(np.float32),
     "stopped": lambda batch, rng: rng.random(batch.sequences) < 0.8,
+    "chosen": lambda batch, rng: np.diff(batch["unit"], prepend=-1) != 0,
     "env": lambda batch, rng: np.zeros(batch.sequences, np.int64),
 }
 """How columns that several components share are made up."""

@@ -1,0 +1,62 @@
+"""Preference data: a record with two answers to one prompt becomes a unit of two sequences, the chosen one first."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whet.data.chat import ChatTokenizer
+from whet.data.messages import Conversation, Message, conversation
+from whet.errors import DataError
+
+PAIR_FIELDS = ("prompt", "chosen", "rejected")
+"""What a record of a pair has; without `prompt` the answers are whole conversations."""
+
+
+def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Tokenise a pair: the chosen sequence, then the rejected one, each with the column `chosen`.
+
+    An answer is a string, a list of messages that follow the prompt, or a whole conversation. Without a prompt the
+    messages that both conversations begin with are the prompt. The loss is on the assistant's turns after it. `names`
+    says what the fields are called in the data. Raises `DataError` saying what the record lacks.
+    """
+    prompt, *answers = (record.get(names.get(name, name)) for name in PAIR_FIELDS)
+    if any(answer is None for answer in answers):
+        own = [names.get(name, name) for name in PAIR_FIELDS]
+        raise DataError(
+            f"a record has the fields {list(record)!r:.120}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
+            "they are not whole conversations (see algorithm.fields)"
+        )
+    chosen, rejected, first = _conversations(prompt, *answers)
+    found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
+    return [
+        {"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length, "chosen": is_chosen}
+        for one, is_chosen in zip(found, (True, False), strict=True)
+    ]
+
+
+def answered(prompt: Conversation, answer: Any) -> Conversation:
+    """Give the whole conversation of a prompt and an answer: a string, the messages that follow, or all messages."""
+    if isinstance(answer, str):
+        return (*prompt, Message("assistant", answer))
+    messages = conversation(answer)
+    return messages if prompt and messages[: len(prompt)] == prompt else (*prompt, *messages)
+
+
+def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversation, Conversation, int]:
+    """Give both conversations, and how many messages of them are the prompt."""
+    if prompt is not None:
+        asked = conversation(prompt)
+        return answered(asked, chosen), answered(asked, rejected), len(asked)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError("there is no prompt, and an answer is a string; wanted whole conversations, or a prompt")
+    one, other = conversation(chosen), conversation(rejected)
+    if one == other:
+        raise DataError("both conversations are the same; wanted two that begin alike and differ in an answer")
+    pairs = zip(one, other, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    roles = [whole[first].role if first < len(whole) else "nothing" for whole in (one, other)]
+    if roles != ["assistant", "assistant"]:
+        raise DataError(
+            f"the conversations differ from message {first + 1} on, where one has {roles[0]} and the other {roles[1]}; "
+            "wanted an answer of the assistant in both"
+        )
+    return one, other, first
