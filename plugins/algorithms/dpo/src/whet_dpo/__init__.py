@@ -1,0 +1,1 @@
+"""Preference optimisation: DPO and its relatives, and KTO."""

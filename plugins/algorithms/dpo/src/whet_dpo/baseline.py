@@ -1,0 +1,56 @@
+"""The baseline of KTO: how far the policy has moved from the reference, on answers to other prompts.
+
+    prompts   a   b   c           answers   1   2   3
+    pairs     a3  b1  c2          each prompt with the answer of the unit before it in the batch
+
+Ethayarajh et al. 2024, section 4.1 (arXiv:2402.01306): z = max(0, mean over these of log pi - log ref).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.data.batch import Batch, from_sequences
+from whet.ops.reductions import segment_sum
+
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+
+
+def kl_baseline(backend: "Backend", batch: Batch) -> Any:
+    """Estimate the baseline over the whole batch, the same number for each sequence: [B] float32.
+
+    Where all answers are to one prompt there is no other to borrow from, and it is 0.
+    """
+    borrowed = mismatched(batch)
+    if not borrowed["loss_mask"].any():
+        return np.zeros(batch.sequences, np.float32)
+    policy = backend.score(borrowed, ("logprobs",))["logprobs"]
+    reference = backend.score(borrowed, ("logprobs",), "reference")["logprobs"]
+    learned = segment_sum(borrowed["loss_mask"].astype(np.int64), borrowed["lengths"]) > 0
+    ratios = segment_sum(policy.astype(np.float64) - reference, borrowed["lengths"])[learned]
+    return np.full(batch.sequences, max(0.0, float(ratios.mean())), np.float32)
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Give each prompt the answer of the unit before, in the order of the batch; what gets too long is cut.
+
+    A unit has one sequence or, where the data are pairs, two. Too long is what exceeds the longest of the batch.
+    """
+    lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
+    unit, tokens, mask = (np.asarray(batch[name]) for name in ("unit", "tokens", "loss_mask"))
+    starts, count = np.cumsum(lengths) - lengths, batch.sequences
+    shift = int(np.unique(unit, return_counts=True)[1].max()) if count else 0
+    longest, rows = int(lengths.max(initial=0)), []
+    for i in range(count):
+        other = (i - shift) % count
+        own = slice(starts[i], starts[i] + prompts[i])
+        answer = slice(starts[other] + prompts[other], starts[other] + lengths[other])
+        apart = unit[i] != unit[other]
+        rows.append(
+            {
+                "tokens": np.concatenate([tokens[own], tokens[answer]])[:longest],
+                "loss_mask": np.concatenate([mask[own], mask[answer] & apart])[:longest],
+            }
+        )
+    return from_sequences(rows, prompt_lengths=prompts.tolist(), group=batch["group"].tolist())

@@ -1,0 +1,42 @@
+"""From the records of a data file to sequences to compare."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whet.data.chat import ChatTokenizer
+from whet.data.messages import conversation
+from whet.data.pairs import answered, encode_pair
+from whet.errors import DataError
+
+
+def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Tokenise an answer with its label: one sequence with the column `desirable`. A pair is two, in one unit.
+
+    `names` says what the fields are called in the data. Raises `DataError` saying what the record lacks.
+    """
+    own = {name: names.get(name, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
+    prompt, completion, label = (record.get(own[name]) for name in ("prompt", "completion", "label"))
+    if completion is None and record.get(own["chosen"]) is not None:
+        return [_labelled(one) for one in encode_pair(record, chat, names)]
+    if prompt is None or completion is None or label is None:
+        raise DataError(
+            f"a record has the fields {list(record)!r:.120}; wanted `{own['prompt']}`, `{own['completion']}` and "
+            f"`{own['label']}`, or the fields of a pair (see algorithm.fields)"
+        )
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise DataError(f"the label is {label!r:.40}, wanted true (desirable) or false")
+    asked = conversation(prompt)
+    found = chat.training(answered(asked, completion), first=len(asked))
+    return [
+        {
+            "tokens": found.tokens,
+            "loss_mask": found.loss_mask,
+            "prompt_length": found.prompt_length,
+            "desirable": bool(label),
+        }
+    ]
+
+
+def _labelled(sequence: dict[str, Any]) -> dict[str, Any]:
+    """Call the chosen answer of a pair desirable, and the other not."""
+    return {("desirable" if name == "chosen" else name): value for name, value in sequence.items()}

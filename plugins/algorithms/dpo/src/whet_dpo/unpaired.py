@@ -1,0 +1,70 @@
+"""The loss on single answers with a label. Needs torch; only workers import it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.data.batch import Batch
+from whet.interfaces.loss import LossResult
+from whet.metrics import Metric, mean
+from whet.ops.reductions import segment_sum
+from whet_dpo import formulas
+from whet_dpo.config import REFERENCE, KtoLossConfig
+from whet_dpo.pairwise import Answers, answers
+
+
+class Kto:
+    """See `whet_dpo.formulas.kto`: the mean over answers, weighted by their label.
+
+    The baseline is a column, since it is a number of the whole batch and a loss sees a part of it. Answers without a
+    token to learn do not count.
+    """
+
+    columns: tuple[str, ...] = ("desirable", "kl_baseline", REFERENCE)
+    outputs: tuple[str, ...] = ("logprobs",)
+    weights: Mapping[str, float] = {"preference": 1.0}
+
+    def __init__(self, config: KtoLossConfig) -> None:
+        self.config = config
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count the answers with anything to learn."""
+        return {"preference": (segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0).sum()}
+
+    def live(self, batch: Batch) -> Any:
+        """Say which sequences are of a unit with anything to learn."""
+        tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
+        return torch.isin(batch["unit"], batch["unit"][tokens > 0])
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum over the answers of this micro-batch."""
+        found = answers(outputs["logprobs"], batch, referenced=True, average=False)
+        desirable, baseline, config = batch["desirable"], batch["kl_baseline"].float(), self.config
+        losses = formulas.kto(found.score, desirable, baseline, config.beta)
+        losses = losses * torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+        total = torch.where(found.tokens > 0, losses, 0.0).sum()
+        return LossResult({"preference": total}, self._metrics(found, batch))
+
+    def _metrics(self, found: Answers, batch: Batch) -> dict[str, Metric]:
+        """Give means over desirable answers, over the others, and over the pairs that lie in one unit."""
+        alive, rewards = found.tokens > 0, self.config.beta * found.score.detach()
+        metrics = {"kl": mean(batch["kl_baseline"][alive].float().sum(), alive.sum())}
+        for name, of in (("chosen", alive & batch["desirable"]), ("rejected", alive & ~batch["desirable"])):
+            metrics[f"rewards/{name}"] = mean(rewards[of].sum(), of.sum())
+            metrics[f"logps/{name}"] = mean(found.logprob[of].sum(), of.sum())
+        chosen, rejected = _pairs(batch["unit"], batch["desirable"])
+        counted = alive[chosen] | alive[rejected]
+        if len(chosen):
+            right = counted & (rewards[chosen] > rewards[rejected])
+            metrics["rewards/accuracies"] = mean(right.sum(), counted.sum())
+        return metrics
+
+
+def _pairs(unit: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the units that hold a desirable answer and another; records of one answer are none. -> [P], [P]."""
+    order = (unit * 2 + ~desirable).argsort(stable=True)
+    one, other = order[:-1], order[1:]
+    found = (unit[one] == unit[other]) & desirable[one] & ~desirable[other]
+    return one[found], other[found]

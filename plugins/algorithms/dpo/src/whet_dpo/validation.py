@@ -1,0 +1,25 @@
+"""Metrics over data that is not learned from, under names of their own."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from whet.metrics import Metric, mean, merge
+
+if TYPE_CHECKING:
+    from whet.component import Spec
+    from whet.data.batch import Batch
+    from whet.interfaces.backend import Backend
+
+
+def validate(
+    backend: "Backend", batches: Iterable["Batch"], loss: "Spec", prepare: Callable[["Batch"], "Batch"]
+) -> dict[str, Metric]:
+    """Give what the loss gives, over all batches. `loss` is the mean of theirs, weighted by their sequences.
+
+    `prepare` adds the columns that the loss reads and the data does not have.
+    """
+    found = []
+    for batch in batches:
+        metrics = backend.evaluate(prepare(batch), loss)
+        found.append({**metrics, "loss": mean(metrics["loss"].number() * batch.sequences, batch.sequences)})
+    return {f"validation/{name}": metric for name, metric in merge(found).items() if name != "tokens"}

@@ -1,0 +1,199 @@
+"""What the loops ask of the backend, when, and what they keep."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from whet.component import Component, Selection, Spec
+from whet.config.sections import DataFile, DataSection
+from whet.data.chat import ChatTokenizer
+from whet.data.offline import OfflineData
+from whet.errors import CheckpointError, WhetError
+from whet.metrics import mean, plain
+from whet.model import ModelInfo
+from whet.testing.fakes import FakeBackend
+from whet.testing.steps import Watch, WatchedSteps
+from whet_dpo import config as sections
+from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
+from whet_dpo.dpo import Dpo
+from whet_dpo.hooks import whet_check_config, whet_losses
+from whet_dpo.kto import Kto, with_margins
+from whet_dpo.validation import validate
+
+MODEL = ModelInfo("model", {})
+
+
+def loss(name: str) -> Selection:
+    component = next(component for component in whet_losses() if component.name == name)
+    return Selection("losses", component, component.config())
+
+
+class Backend(FakeBackend):
+    """Scores by a count of what it was asked, and holds a reference or not."""
+
+    def __init__(self, reference: bool = True) -> None:
+        super().__init__()
+        self.reference, self.asked, self.evaluated = reference, [], []
+
+    def score(self, batch, outputs, weights="policy"):
+        if weights == "reference" and not self.reference:
+            raise WhetError("no reference weights are held; set backend.reference to true")
+        self.asked.append((weights, batch.sequences))
+        return {"logprobs": np.where(batch["loss_mask"], batch["tokens"] / -100, 0).astype(np.float32)}
+
+    def evaluate(self, batch, loss):
+        self.evaluated.append(batch)
+        return super().evaluate(batch, loss)
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model_folder):
+    def run(algorithm, done=0, steps=2, backend=None, reference=True, validation=3):
+        for name, size in (("train", 10), ("validation", validation)):
+            rows = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": f"{n} {n}"} for n in range(size)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = [[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")]
+        backend, watch = backend or Backend(reference), Watch()
+        parts = SimpleNamespace(
+            backend=backend,
+            chat=ChatTokenizer(tiny_model_folder),
+            data=OfflineData(DataSection(*files), ChatTokenizer(tiny_model_folder), 0, 0),
+            steps=WatchedSteps(watch, steps, done),
+            loss=Spec("x:Y"),
+            config=SimpleNamespace(
+                run=SimpleNamespace(folder=str(tmp_path / "run")),
+                model=SimpleNamespace(dtype="float32"),
+                evaluation=SimpleNamespace(every=0),
+            ),
+            refit=lambda version: None,
+        )
+        algorithm.run(parts)
+        return SimpleNamespace(backend=backend, metrics=[plain(step) for step in parts.steps.metrics])
+
+    return run
+
+
+def reference_of(batch):
+    return np.where(batch["loss_mask"], batch["tokens"] / -100, 0).astype(np.float32)
+
+
+def test_the_reference_is_scored_once_by_the_policy_before_the_first_step(run, tmp_path):
+    found = run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))))
+    assert found.backend.asked == [("policy", 8), ("policy", 8), ("policy", 4), ("policy", 6)]
+    for batch in [*found.backend.trained, *found.backend.evaluated]:
+        assert np.array_equal(batch["reference_logprobs"], reference_of(batch))
+    assert sorted(file.name.split("-")[0] for file in (tmp_path / "run/reference").iterdir()) == ["train", "validation"]
+
+
+def test_a_resume_takes_what_was_scored(run):
+    first = run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))), steps=2)
+    again = run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))), steps=4, done=2, reference=False)
+    assert again.backend.asked == []
+    assert [batch.sequences for batch in again.backend.trained] == [8, 8]
+    assert np.array_equal(again.backend.trained[0]["reference_logprobs"], reference_of(again.backend.trained[0]))
+    assert len(first.backend.trained) == 2
+
+
+def test_a_damaged_file_is_made_again_from_a_reference_that_is_held(run, tmp_path):
+    run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))))
+    for file in (tmp_path / "run/reference").iterdir():
+        file.write_bytes(file.read_bytes()[:-3])
+    again = run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))), steps=3, done=2)
+    assert {weights for weights, _ in again.backend.asked} == {"reference"}
+
+
+def test_a_file_that_is_gone_is_not_replaced_by_scores_of_a_later_policy(run):
+    with pytest.raises(CheckpointError, match=r"is gone, and after step 2 .*backend.reference.*run.allow_changed"):
+        run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))), steps=4, done=2, reference=False)
+
+
+def test_other_data_are_scored_anew(run, tmp_path):
+    run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))))
+    other = run(Dpo(DpoConfig(batch_size=4, loss=loss("dpo"))), validation=2)
+    assert other.backend.asked == [("policy", 4)]
+
+
+def test_on_the_fly_each_batch_is_scored_by_the_reference(run):
+    found = run(Dpo(DpoConfig(batch_size=4, reference="on-the-fly", loss=loss("dpo"))))
+    assert found.backend.asked == [("reference", 8), ("reference", 8), ("reference", 6)]
+    assert np.array_equal(found.backend.trained[1]["reference_logprobs"], reference_of(found.backend.trained[1]))
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_reference_have_nothing_scored(run, name):
+    found = run(Dpo(DpoConfig(batch_size=4, loss=loss(name))))
+    assert found.backend.asked == []
+    assert "reference_logprobs" not in found.backend.trained[0]
+
+
+def test_kto_estimates_its_baseline_over_each_whole_batch(run):
+    found = run(Kto(KtoConfig(batch_size=4, loss=loss("kto"))), steps=1)
+    # the data, then policy and reference on borrowed answers: of the batch and of the validation data
+    assert found.backend.asked[:4] == [("policy", 8), ("policy", 8), ("policy", 4), ("policy", 6)]
+    assert found.backend.asked[4:] == [("policy", 8), ("reference", 8), ("policy", 6), ("reference", 6)]
+    (batch,) = found.backend.trained
+    assert batch["kl_baseline"].tolist() == [0] * 8
+    assert batch["desirable"].tolist() == [True, False] * 4
+
+
+def test_kto_without_baseline_scores_nothing_more(run):
+    found = run(Kto(KtoConfig(batch_size=4, baseline="none", reference="on-the-fly", loss=loss("kto"))), steps=1)
+    assert found.backend.asked == [("reference", 8), ("reference", 6)]
+
+
+def test_validation_comes_when_due_and_after_the_last_step(run):
+    found = run(Dpo(DpoConfig(batch_size=4, validate_every=2, loss=loss("simpo"))), steps=5)
+    assert ["validation/loss" in metrics for metrics in found.metrics] == [False, True, False, True, True]
+
+
+def test_the_validation_loss_is_the_mean_over_pairs_of_all_batches():
+    class Uneven(FakeBackend):
+        def evaluate(self, batch, loss):
+            return {"loss": mean(float(batch.sequences)), "rewards/accuracies": mean(1.0, batch.sequences / 2)}
+
+    batches = [SimpleNamespace(sequences=6), SimpleNamespace(sequences=2)]
+    found = plain(validate(Uneven(), batches, Spec(""), lambda batch: batch))
+    assert found == pytest.approx({"validation/loss": (36 + 4) / 8, "validation/rewards/accuracies": 2 / 4})
+
+
+def test_margins_of_single_answers_are_the_difference_of_means():
+    metrics = {"rewards/chosen": mean(6.0, 3), "rewards/rejected": mean(-2.0, 4)}
+    assert with_margins(metrics)["rewards/margins"].number() == pytest.approx(2.5)
+    assert "rewards/margins" not in with_margins({**metrics, "rewards/rejected": mean(0.0, 0)})
+
+
+@pytest.mark.parametrize(
+    ("config", "written", "needed"),
+    [
+        (DpoConfig(loss=loss("dpo")), {"chosen", "reference_logprobs"}, set()),
+        (DpoConfig(loss=loss("simpo")), {"chosen"}, set()),
+        (DpoConfig(loss=loss("dpo"), reference="none"), {"chosen"}, set()),
+        (DpoConfig(loss=loss("dpo"), reference="on-the-fly"), {"chosen", "reference_logprobs"}, {"reference"}),
+        (DpoConfig(loss=loss("orpo"), reference="precomputed"), {"chosen", "reference_logprobs"}, set()),
+    ],
+)
+def test_facts_of_dpo_say_what_it_writes_and_needs(config, written, needed):
+    facts = dpo_facts(config, MODEL)
+    assert (facts.columns_written, facts.weights_needed) == (written, needed)
+
+
+@pytest.mark.parametrize(("baseline", "needed"), [("batch", {"reference"}), ("none", set())])
+def test_facts_of_kto_say_that_its_baseline_needs_the_reference(baseline, needed):
+    facts = kto_facts(KtoConfig(baseline=baseline, loss=loss("kto")), MODEL)
+    assert facts.weights_needed == needed
+    assert facts.columns_written == {"desirable", "kl_baseline", "reference_logprobs"}
+
+
+def test_a_loss_that_cannot_tell_good_from_bad_is_a_problem():
+    def problems(algorithm):
+        config = SimpleNamespace(algorithm=SimpleNamespace(config=algorithm), model=SimpleNamespace(path="model"))
+        return [str(problem) for problem in whet_check_config(config)]
+
+    blind = Selection("losses", Component("nll", sections.SftTerm, "x:Y"), sections.SftTerm())
+    assert problems(DpoConfig(loss=loss("ipo"))) == problems(KtoConfig(loss=loss("kto"))) == problems(object()) == []
+    (problem,) = problems(DpoConfig(loss=blind))
+    assert problem.startswith("algorithm.loss: nll does not read the column 'chosen'")
+    (problem,) = problems(KtoConfig(loss=loss("dpo")))
+    assert "'desirable'" in problem

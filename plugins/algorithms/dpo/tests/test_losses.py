@@ -1,0 +1,272 @@
+"""Values, gradients and metrics against the formulas written out once more, in float64 and pair by pair."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet.data.batch import from_sequences
+from whet_dpo import config, losses, unpaired
+from whet_dpo.config import SftTerm
+
+LENGTHS = ((3, 5), (1, 2), (6, 6), (4, 0))
+"""Tokens to learn of each pair's answers; one answer has none."""
+PROMPT = 2
+BETA = 0.3
+
+
+class Case:
+    """A batch of pairs, in an order that is not that of the pairs, with float64 logprobs of each answer."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(4)
+        order = [(1, True), (0, False), (3, False), (2, True), (2, False), (1, False), (0, True), (3, True)]
+        rows = [self._row(LENGTHS[unit][0 if chosen else 1]) for unit, chosen in order]
+        self.batch = from_sequences(rows, prompt_lengths=[PROMPT] * len(rows), unit=[unit for unit, _ in order])
+        mask = self.batch["loss_mask"]
+        self.policy, self.reference = (np.where(mask, -rng.exponential(2.0, len(mask)), 0.0) for _ in range(2))
+        self.order = order
+        self.batch = self.batch.with_columns(
+            chosen=np.array([chosen for _, chosen in order]), reference_logprobs=self.reference.astype(np.float32)
+        )
+
+    @staticmethod
+    def _row(learned: int) -> dict[str, Any]:
+        # a token between, as of a tool, is not learned
+        mask = np.array([False] * PROMPT + [True] * learned + [False])
+        return {"tokens": np.arange(len(mask)), "loss_mask": mask}
+
+    def of(self, logprobs: Any, unit: int, chosen: bool) -> Any:
+        """Give the logprobs of the tokens to learn of one answer."""
+        at = self.order.index((unit, chosen))
+        ends = np.cumsum(self.batch["lengths"])
+        part = slice(ends[at] - self.batch["lengths"][at], ends[at])
+        return logprobs[part][self.batch["loss_mask"][part]]
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
+
+
+def sigmoid(x: float) -> float:
+    return math.exp(log_sigmoid(x))
+
+
+def log_odds(x: float) -> float:
+    bounded = min(x, -1e-6)
+    return bounded - math.log(1 - math.exp(bounded))
+
+
+def nothing(case: Case, policy: Any) -> float:
+    return 0.0
+
+
+def chosen_tokens(case: Case, policy: Any) -> list[Any]:
+    return [case.of(policy, unit, True) for unit in range(len(LENGTHS))]
+
+
+def nll_by_token(case: Case, policy: Any) -> float:
+    return -sum(t.sum() for t in chosen_tokens(case, policy)) / sum(len(t) for t in chosen_tokens(case, policy))
+
+
+def nll_by_sequence(case: Case, policy: Any) -> float:
+    return float(np.mean([-t.mean() for t in chosen_tokens(case, policy)]))
+
+
+def nll_summed(case: Case, policy: Any) -> float:
+    return float(np.mean([-t.sum() for t in chosen_tokens(case, policy)]))
+
+
+Formula = Callable[[float, float], float]
+CASES: dict[str, tuple[Any, bool, bool, Formula, Any]] = {
+    # loss, whether relative to the reference, whether averaged, the loss of a pair, the second term
+    "dpo": (
+        losses.Dpo(config.DpoLossConfig(beta=BETA)),
+        True, False, lambda c, r: -log_sigmoid(BETA * (c - r)), nothing,
+    ),
+    "conservative": (
+        losses.Dpo(config.DpoLossConfig(beta=BETA, label_smoothing=0.2)),
+        True, False, lambda c, r: -0.8 * log_sigmoid(BETA * (c - r)) - 0.2 * log_sigmoid(BETA * (r - c)), nothing,
+    ),
+    "averaged": (
+        losses.Dpo(config.DpoLossConfig(beta=BETA, average_logprobs=True)),
+        True, True, lambda c, r: -log_sigmoid(BETA * (c - r)), nothing,
+    ),
+    "with likelihood": (
+        losses.Dpo(config.DpoLossConfig(beta=BETA, sft=SftTerm(0.5))),
+        True, False, lambda c, r: -log_sigmoid(BETA * (c - r)), lambda *a: 0.5 * nll_by_token(*a),
+    ),
+    "with likelihood by sequence": (
+        losses.Hinge(config.HingeConfig(beta=BETA, sft=SftTerm(0.5, "sequence"))),
+        True, False, lambda c, r: max(0.0, 1 - BETA * (c - r)), lambda *a: 0.5 * nll_by_sequence(*a),
+    ),
+    "with likelihood summed": (
+        losses.Dpo(config.DpoLossConfig(beta=BETA, sft=SftTerm(0.5, "none"))),
+        True, False, lambda c, r: -log_sigmoid(BETA * (c - r)), lambda *a: 0.5 * nll_summed(*a),
+    ),
+    "robust": (
+        losses.RobustDpo(config.RobustDpoConfig(beta=BETA, flip_probability=0.1)),
+        True, False,
+        lambda c, r: (-0.9 * log_sigmoid(BETA * (c - r)) + 0.1 * log_sigmoid(BETA * (r - c))) / 0.8, nothing,
+    ),
+    "ipo": (losses.Ipo(config.IpoConfig(beta=BETA)), True, True, lambda c, r: (c - r - 1 / (2 * BETA)) ** 2, nothing),
+    "ipo of sums": (
+        losses.Ipo(config.IpoConfig(beta=BETA, average_logprobs=False)),
+        True, False, lambda c, r: (c - r - 1 / (2 * BETA)) ** 2, nothing,
+    ),
+    "apo-zero": (
+        losses.ApoZero(config.ApoZeroConfig(beta=BETA)),
+        True, False, lambda c, r: 1 - sigmoid(BETA * c) + sigmoid(BETA * r), nothing,
+    ),
+    "apo-down": (
+        losses.ApoDown(config.ApoDownConfig(beta=BETA)),
+        True, False, lambda c, r: sigmoid(BETA * c) + 1 - sigmoid(BETA * (c - r)), nothing,
+    ),
+    "simpo": (
+        losses.Simpo(config.SimpoConfig(beta=1.5, gamma=0.7)),
+        False, True, lambda c, r: -log_sigmoid(1.5 * (c - r) - 0.7), nothing,
+    ),
+    "orpo": (
+        losses.Orpo(config.OrpoConfig(beta=BETA)),
+        False, True, lambda c, r: -BETA * log_sigmoid(log_odds(c) - log_odds(r)), nll_by_token,
+    ),
+}  # fmt: skip
+
+
+def score(case: Case, policy: Any, unit: int, chosen: bool, referenced: bool, averaged: bool) -> float:
+    own = case.of(policy, unit, chosen) - (case.of(case.reference, unit, chosen) if referenced else 0.0)
+    return float(own.sum() / max(len(own), 1) if averaged else own.sum())
+
+
+def expected(case: Case, policy: Any, name: str) -> float:
+    _, referenced, averaged, formula, second = CASES[name]
+    pairs = [[score(case, policy, u, c, referenced, averaged) for c in (True, False)] for u in range(len(LENGTHS))]
+    return float(np.mean([formula(*pair) for pair in pairs]) + second(case, policy))
+
+
+def computed(loss: Any, batch: Any, policy: Any) -> tuple[float, Any, dict[str, float]]:
+    torched = batch.map(torch.from_numpy)
+    logprobs = torch.from_numpy(policy.astype(np.float32)).requires_grad_()
+    result, counts = loss({"logprobs": logprobs}, torched), loss.counts(torched)
+    value = sum(loss.weights[name] * term / counts[name] for name, term in result.terms.items())
+    (gradient,) = torch.autograd.grad(value, logprobs)
+    return float(value.detach()), gradient.numpy(), {name: metric.number() for name, metric in result.metrics.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_those_of_the_formula(case: Case, name: str) -> None:
+    value, gradient, _ = computed(CASES[name][0], case.batch, case.policy)
+    assert value == pytest.approx(expected(case, case.policy, name), rel=1e-5)
+    step = 1e-6
+    for at in range(len(case.policy)):
+        up, down = case.policy.copy(), case.policy.copy()
+        up[at] += step
+        down[at] -= step
+        slope = (expected(case, up, name) - expected(case, down, name)) / (2 * step)
+        wanted = slope if case.batch["loss_mask"][at] else 0.0
+        assert gradient[at] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rewards_are_beta_times_what_is_compared(case: Case, name: str) -> None:
+    loss, referenced, averaged, _, second = CASES[name]
+    _, _, metrics = computed(loss, case.batch, case.policy)
+    beta = loss.config.beta
+    rewards = {
+        chosen: [beta * score(case, case.policy, u, chosen, referenced, averaged) for u in range(len(LENGTHS))]
+        for chosen in (True, False)
+    }
+    sums = {c: [case.of(case.policy, u, c).sum() for u in range(len(LENGTHS))] for c in (True, False)}
+    wanted = {
+        "rewards/chosen": np.mean(rewards[True]),
+        "rewards/rejected": np.mean(rewards[False]),
+        "rewards/margins": np.mean(rewards[True]) - np.mean(rewards[False]),
+        "rewards/accuracies": np.mean(np.array(rewards[True]) > np.array(rewards[False])),
+        "logps/chosen": np.mean(sums[True]),
+        "logps/rejected": np.mean(sums[False]),
+    }
+    if second is not nothing:
+        wanted["nll"] = nll_by_token(case, case.policy)
+    assert metrics == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_policy_that_is_its_reference_is_right_about_no_pair(case: Case) -> None:
+    value, _, metrics = computed(CASES["dpo"][0], case.batch, case.reference)
+    assert value == pytest.approx(math.log(2))
+    assert metrics["rewards/accuracies"] == metrics["rewards/margins"] == 0
+
+
+def test_a_single_pair_is_enough_and_one_without_tokens_counts_nothing(case: Case) -> None:
+    one = case.batch.where(case.batch["unit"] == 3)
+    assert math.isfinite(computed(losses.Dpo(config.DpoLossConfig()), one, np.zeros(one.tokens))[0])
+    empty = one.with_columns(loss_mask=np.zeros(one.tokens, bool)).map(torch.from_numpy)
+    loss = losses.Dpo(config.DpoLossConfig(sft=SftTerm(0.1)))
+    assert {name: float(count) for name, count in loss.counts(empty).items()} == {"preference": 0, "sft": 0}
+    assert not loss.live(empty).any()
+
+
+def test_units_that_are_no_pairs_are_refused(case: Case) -> None:
+    torn = case.batch.take(np.arange(1, case.batch.sequences))
+    with pytest.raises(ValueError, match="one chosen and one rejected sequence in each unit"):
+        computed(losses.Dpo(config.DpoLossConfig()), torn, case.policy[int(case.batch["lengths"][0]) :])
+
+
+def test_kto_weighs_both_kinds_against_the_baseline(case: Case) -> None:
+    desirable = case.batch["chosen"]
+    baseline = np.full(case.batch.sequences, 0.4, np.float32)
+    batch = case.batch.with_columns(desirable=desirable, kl_baseline=baseline)
+    loss = unpaired.Kto(config.KtoLossConfig(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
+
+    def kto(policy: Any) -> float:
+        total, count = 0.0, 0
+        for unit, chosen in case.order:
+            if LENGTHS[unit][0 if chosen else 1]:
+                ahead = score(case, policy, unit, chosen, True, False) - 0.4
+                total += (1.5 * (1 - sigmoid(BETA * ahead))) if chosen else (0.5 * (1 - sigmoid(-BETA * ahead)))
+                count += 1
+        return total / count
+
+    value, gradient, metrics = computed(loss, batch, case.policy)
+    assert value == pytest.approx(kto(case.policy), rel=1e-5)
+    at = int(np.flatnonzero(case.batch["loss_mask"])[3])
+    up, down = case.policy.copy(), case.policy.copy()
+    up[at] += 1e-6
+    down[at] -= 1e-6
+    assert gradient[at] == pytest.approx((kto(up) - kto(down)) / 2e-6, rel=1e-4)
+    assert metrics["kl"] == pytest.approx(0.4)
+    scores = [[score(case, case.policy, unit, chosen, True, False) for chosen in (True, False)] for unit in range(4)]
+    assert metrics["rewards/accuracies"] == pytest.approx(np.mean([one > other for one, other in scores]))
+
+
+def test_kto_of_single_answers_has_no_accuracy(case: Case) -> None:
+    batch = case.batch.with_columns(
+        desirable=case.batch["chosen"],
+        kl_baseline=np.zeros(case.batch.sequences, np.float32),
+        unit=np.arange(case.batch.sequences),
+    )
+    _, _, metrics = computed(unpaired.Kto(config.KtoLossConfig()), batch, case.policy)
+    assert "rewards/accuracies" not in metrics
+    assert set(metrics) == {"kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("log_ratio", [-50.0, 50.0])
+def test_tokens_50_nats_apart_stay_finite(case: Case, name: str, log_ratio: float) -> None:
+    mask = case.batch["loss_mask"]
+    high = np.where(mask, -1e-7, 0.0)
+    far = np.where(mask & np.repeat(case.batch["chosen"], case.batch["lengths"]), high - abs(log_ratio), high)
+    policy, reference = (far, high) if log_ratio < 0 else (high, far)
+    value, gradient, metrics = computed(
+        CASES[name][0], case.batch.with_columns(reference_logprobs=reference.astype(np.float32)), policy
+    )
+    assert math.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert all(map(math.isfinite, metrics.values()))

@@ -1,0 +1,46 @@
+import pytest
+
+from whet.data.chat import ChatTokenizer
+from whet.errors import DataError
+from whet_dpo.config import DpoConfig, KtoConfig
+from whet_dpo.records import encode_labelled
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return ChatTokenizer(tiny_model_folder)
+
+
+@pytest.mark.parametrize(("label", "desirable"), [(True, True), (False, False), (1, True), (0, False)])
+def test_a_labelled_answer_is_one_sequence(chat, label, desirable):
+    (one,) = encode_labelled({"question": "6*7?", "completion": "42", "label": label}, chat, {"prompt": "question"})
+    assert one["desirable"] is desirable
+    assert chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) == "42<|im_end|>"
+    assert one["prompt_length"] == one["loss_mask"].argmax()
+
+
+def test_a_pair_is_a_desirable_answer_and_another(chat):
+    pair = encode_labelled({"prompt": "6*7?", "chosen": "42", "rejected": "43"}, chat, {})
+    assert [one["desirable"] for one in pair] == [True, False]
+    assert all("chosen" not in one for one in pair)
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"prompt": "x", "completion": "y"}, r"wanted `prompt`, `completion` and `label`, or the fields of a pair"),
+        ({"prompt": "x", "completion": "y", "label": "good"}, "the label is 'good', wanted true"),
+        ({"prompt": "x", "completion": "y", "label": 2}, "the label is 2"),
+        ({"prompt": "x", "chosen": "y"}, "wanted `chosen` and `rejected`"),
+        ({}, r"fields \[\]"),
+    ],
+)
+def test_records_that_will_not_do_are_refused(chat, record, complaint):
+    with pytest.raises(DataError, match=complaint):
+        encode_labelled(record, chat, {})
+
+
+@pytest.mark.parametrize("config", [DpoConfig, KtoConfig])
+def test_unknown_fields_in_the_config_are_refused(config):
+    with pytest.raises(ValueError, match="names question, wanted prompt, "):
+        config(fields={"question": "prompt"})

@@ -1,0 +1,196 @@
+"""Preference optimisation on the real backend: the same numbers however a batch is cut, and pairs that are learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from whet.cluster.local import LocalCluster
+from whet.component import Spec
+from whet.compose import run
+from whet.data.batch import Batch, concatenate
+from whet.errors import ConfigError
+from whet.prepare import prepare
+from whet.testing.batches import random_batch
+from whet.testing.site import make_site
+from whet_fsdp2.backend import Fsdp2Backend
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.layout import pack, used_lengths
+
+SFT = {"weight": 0.3}
+LOSSES = {
+    "dpo": Spec("whet_dpo.losses:Dpo", "whet_dpo.config:DpoLossConfig", {"sft": SFT}),
+    "ipo": Spec("whet_dpo.losses:Ipo", "whet_dpo.config:IpoConfig", {}),
+    "orpo": Spec("whet_dpo.losses:Orpo", "whet_dpo.config:OrpoConfig", {}),
+    "kto": Spec("whet_dpo.unpaired:Kto", "whet_dpo.config:KtoLossConfig", {}),
+}
+
+
+def pairs(seed: int = 0) -> Batch:
+    batch = random_batch(
+        seed, columns=("chosen", "reference_logprobs"), sequences=12, group_size=2, unit_size=2, vocabulary=300
+    )
+    baseline = np.full(batch.sequences, 0.2, np.float32)
+    return batch.with_columns(desirable=batch["chosen"], kl_baseline=baseline)
+
+
+@pytest.fixture
+def backend(tmp_path, tiny_model_folder):
+    built: list[Fsdp2Backend] = []
+
+    def build(place: Any = None, **config: Any) -> Fsdp2Backend:
+        settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config)
+        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
+        built.append(Fsdp2Backend(settings, site))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.close()
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {name: m.number() for name, m in metrics.items() if "seconds" not in name}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_layout_and_order_do_not_matter(backend, name):
+    batch = pairs()
+    shuffled = concatenate(batch.split(6, seed=3))
+    expected = numbers(backend().train(batch, LOSSES[name]))
+    assert {"rewards/accuracies", "logps/chosen", "loss", "grad_norm"} <= set(expected)
+    for config, given in (
+        ({"micro_batch_tokens": 24}, batch),
+        ({"micro_batch_tokens": 24, "layout": "padded"}, shuffled),
+        ({"layout": "packed"}, shuffled),
+        ({"layout": "shared"}, shuffled),
+    ):
+        assert numbers(backend(**config).train(given, LOSSES[name])) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
+def test_two_ranks_give_the_numbers_of_one(backend, tmp_path):
+    batch = pairs(1)
+    one = backend()
+    with LocalCluster(tmp_path / "logs") as cluster:
+        two = backend(cluster.slice("backend", 2), micro_batch_tokens=40)
+        for loss in LOSSES.values():
+            expected, found = (numbers(which.evaluate(batch, loss)) for which in (one, two))
+            assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        expected, found = (numbers(which.train(batch, LOSSES["dpo"])) for which in (one, two))
+        assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        two.close()
+
+
+def test_the_prompt_of_a_pair_is_laid_out_once():
+    batch = pairs()
+    prompts = batch["prompt_lengths"]
+    apart, together = (len(pack(batch, layout).tokens) for layout in ("packed", "shared"))
+    assert apart == used_lengths(batch).sum()
+    assert together <= apart - prompts[::2].sum()
+
+
+def document(folder: Path, model: Path, **changes: Any) -> Path:
+    """Write a run on pairs that differ in their last word."""
+    rows = []
+    for n in range(64):
+        good, bad = ("yes", "no") if n % 2 else ("12", "7")
+        rows.append({"prompt": f"Compute {n}+8.", "chosen": f"{n} {good}", "rejected": f"{n} {bad}"})
+    for name, part in (("train", rows[:48]), ("validation", rows[48:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config = {
+        "run": {"folder": str(folder / "run"), "steps": 12, "save_every": 6},
+        "model": {"path": str(model)},
+        "algorithm": {"use": "dpo", "batch_size": 16, "validate_every": 4},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}},
+        "data": {part: [{"path": str(folder / f"{part}.jsonl")}] for part in ("train", "validation")},
+        "cluster": {"workers": "inline", "threads": {"backend": 1}},
+        "loggers": [],
+        **changes,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder / "run.yaml"
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    kept = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in kept]
+
+
+KTO = {"use": "kto", "batch_size": 16, "validate_every": 4, "loss": {"use": "kto", "beta": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "backend"),
+    [
+        ({"use": "dpo", "batch_size": 16, "validate_every": 4}, {}),
+        ({"use": "dpo", "batch_size": 16, "validate_every": 4, "loss": {"use": "ipo"}}, {}),
+        (KTO, {"reference": True}),
+    ],
+    ids=["dpo", "ipo", "kto"],
+)
+def test_a_short_run_learns_which_answer_is_better(tmp_path, tiny_model_folder, algorithm, backend):
+    config = document(
+        tmp_path, tiny_model_folder, algorithm=algorithm,
+        backend={"use": "fsdp2", "optimizer": {"lr": 1.0e-3}, **backend},
+    )  # fmt: skip
+    assert run(config).finished
+    found = rows(tmp_path)
+    assert found[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert found[-1]["validation/rewards/accuracies"] == 1
+    assert found[-1]["validation/rewards/margins"] > 0.05
+    assert found[-1]["validation/loss"] < found[3]["validation/loss"]
+
+
+def test_a_resumed_run_takes_the_same_steps_from_the_reference_that_was_kept(tmp_path, tiny_model_folder):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for folder in (whole, halves):
+        folder.mkdir()
+    run(document(whole, tiny_model_folder))
+    first = document(halves, tiny_model_folder)
+    run(first, ["run.steps=6"])
+    files = {file: file.stat().st_mtime_ns for file in (halves / "run/reference").iterdir()}
+    run(first)
+    assert {file: file.stat().st_mtime_ns for file in (halves / "run/reference").iterdir()} == files
+    assert len(files) == 2
+    # its last validation of the shorter run came a step early
+    shared = set(rows(whole)[0])
+    for one, other in zip(rows(whole), rows(halves), strict=True):
+        assert {name: one[name] for name in shared} == {name: other[name] for name in shared}
+    model = "run/model/model.safetensors"
+    assert (whole / model).read_bytes() == (halves / model).read_bytes()
+
+
+def test_precomputed_and_on_the_fly_are_the_same_reference(tmp_path, tiny_model_folder):
+    found = []
+    for name, reference in (("auto", False), ("on-the-fly", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = document(
+            folder, tiny_model_folder, algorithm={"use": "dpo", "batch_size": 16, "reference": name},
+            backend={"use": "fsdp2", "optimizer": {"lr": 1.0e-3}, "reference": reference},
+        )  # fmt: skip
+        run(config, ["run.steps=4"])
+        found.append(rows(folder))
+    for one, other in zip(*found, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "complaint"),
+    [
+        ({"use": "dpo", "reference": "on-the-fly"}, "backend.reference: dpo scores with the weights 'reference'"),
+        ({"use": "kto"}, "backend.reference: kto scores with the weights 'reference'"),
+        ({"use": "dpo", "reference": "none"}, "algorithm.loss: reads the column 'reference_logprobs'"),
+        ({"use": "dpo", "loss": {"use": "kto"}}, "algorithm.loss: kto does not read the column 'chosen'"),
+        ({"use": "kto", "baseline": "none", "loss": {"use": "ipo"}}, "ipo does not read the column 'desirable'"),
+        ({"use": "sft", "loss": {"use": "dpo"}}, "algorithm.loss: reads the column 'chosen'"),
+        ({"use": "dpo", "loss": {"use": "nll"}}, "nll does not read the column 'chosen'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_starts(tmp_path, tiny_model_folder, algorithm, complaint):
+    with pytest.raises(ConfigError) as caught:
+        prepare(document(tmp_path, tiny_model_folder, algorithm=algorithm))
+    assert complaint in str(caught.value)
