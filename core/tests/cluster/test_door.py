@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -97,6 +99,97 @@ def test_who_says_nothing_is_put_out_and_holds_nobody_up(door: Door, guests: Exp
     assert time.monotonic() - begin < 5.0
     for one in silent:
         one.close()
+
+
+STRANGERS = """
+import selectors, socket, sys
+port, count, source = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+selector = selectors.DefaultSelector()
+def come():
+    selector.register(socket.create_connection(("127.0.0.1", port), source_address=(source, 0)), selectors.EVENT_READ)
+for _ in range(count):
+    come()
+print("here", flush=True)
+while True:
+    for key, _ in selector.select():
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+        come()
+"""
+
+
+@contextmanager
+def strangers(door: Door, count: int, source: str) -> Iterator[None]:
+    """Somebody who opens so many connections, says nothing, and comes back as soon as one is ended."""
+    program = [sys.executable, "-c", STRANGERS, str(door.address[1]), str(count), source]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_strangers_that_come_back_again_and_again_keep_nobody_out(guests: Expected) -> None:
+    door = Door("127.0.0.1", TOKEN, guests.take)  # who says nothing may do so for 10 s
+    with strangers(door, 300, "127.0.0.1"):
+        begin = time.monotonic()
+        for name in ("first", "second", "third"):
+            expected = guests.expect(name)
+            knock(door.address, TOKEN, name).close()
+            expected.result(5.0).close()
+        assert time.monotonic() - begin < 9.0
+    door.close()
+
+
+def test_strangers_from_elsewhere_do_not_cost_a_slow_guest_its_place(guests: Expected) -> None:
+    door, expected = Door("127.0.0.1", TOKEN, guests.take), guests.expect("slow")
+    with socket.create_server(("127.0.0.1", 0)) as between, strangers(door, 300, "127.0.0.2"):
+        tries = []
+
+        def pass_on() -> None:
+            while True:
+                guest, _ = between.accept()
+                tries.append(guest)
+                with guest, socket.create_connection(door.address) as host, suppress(OSError):
+                    for size, (one, other) in ((40, (guest, host)), (64, (host, guest)), (37, (guest, host))):
+                        time.sleep(0.5)  # 1.5 s in all: the strangers come and go some twenty times
+                        other.sendall(one.recv(size, socket.MSG_WAITALL))
+                    guest.sendall(host.recv(2, socket.MSG_WAITALL))
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        knock(between.getsockname(), TOKEN, "slow", 20.0).close()
+        expected.result(5.0).close()
+        assert len(tries) == 1
+    door.close()
+
+
+def test_many_guests_that_come_at_once_all_get_in(guests: Expected) -> None:
+    door = Door("127.0.0.1", TOKEN, guests.take)
+    expected = [guests.expect(f"backend-{rank}") for rank in range(300)]
+    with ThreadPoolExecutor(300) as pool:
+        come = [pool.submit(knock, door.address, TOKEN, f"backend-{rank}") for rank in range(300)]
+        for mine, theirs in zip(come, expected, strict=True):
+            mine.result(30.0).close()
+            theirs.result(5.0).close()
+    door.close()
+
+
+def test_of_strangers_without_number_a_few_are_logged_and_then_how_many(
+    guests: Expected, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door("127.0.0.1", TOKEN, guests.take)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(200):
+            with socket.create_connection(door.address) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                stranger.settimeout(5.0)
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        door.close()
+    assert [record.getMessage().startswith("refused") for record in caplog.records] == [True] * 5 + [False]
+    assert "195 more like this; the last: refused a connection from 127.0.0.1:" in caplog.text
 
 
 def test_a_name_comes_in_once(door: Door, guests: Expected) -> None:

@@ -5,13 +5,14 @@
     guest   HMAC(token, "guest" + both nonces + name) + name  ->
             <-  "in"                                                              door
 
-The token itself never crosses. Whoever does not know it is refused and logged, under a deadline. What crosses later is
-neither encrypted nor signed: the network between the nodes is as trusted as Ray's own traffic makes it.
+The token itself never crosses. Whoever does not know it is refused and logged, under a deadline, and sooner where others
+wait for its place; a guest that loses its place to strangers comes back. What crosses later is neither encrypted nor
+signed: the network between the nodes is as trusted as Ray's own traffic makes it.
 """
 
 import hmac
-import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -21,20 +22,18 @@ from contextlib import suppress
 from typing import Final
 
 from whet.cluster.channel import receive_exactly
+from whet.cluster.greetings import Greetings, Refusals
 from whet.cluster.ports import listen
 from whet.errors import WhetError
-
-log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"whet\x00\x01\r\n"
 _NONCE: Final = 32
 _WELCOME: Final = b"in"
 _HANDSHAKE_SECONDS: Final = 10.0
 _KNOCK_SECONDS: Final = 30.0
-"""More than strangers who say nothing can take up all places of a door."""
-_MOST_HANDSHAKES: Final = 64
 _LONGEST_NAME: Final = 255
 _PAUSE_SECONDS: Final = 0.1
+_LEAST_SECONDS: Final = 1e-4
 _SILENCE_SECONDS: Final = 60
 """After which a connection whose other end answers nothing, not even the kernel's probes, is given up."""
 
@@ -61,7 +60,7 @@ class Door:
         self._listener = listen(address, purpose)
         self._closed = False
         self._token, self._take, self._seconds = token, take, handshake_seconds
-        self._places = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+        self._greetings, self._refusals = Greetings(), Refusals()
         threading.Thread(target=self._listen, name="whet-door", daemon=True).start()
 
     @property
@@ -76,32 +75,45 @@ class Door:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._refusals.close()
 
     def _listen(self) -> None:
         while True:
-            self._places.acquire()
             try:
-                guest, address = self._listener.accept()
-            except OSError as error:
-                self._places.release()
+                self._let_in(*self._listener.accept())
+            except (OSError, RuntimeError) as error:
                 if self._closed:
                     return
-                # Out of file descriptors, or a guest that left while it waited: others will still come.
-                log.warning("could not let a guest in: %s", error)
+                # Out of file descriptors or threads, or a guest that left while it waited: others will still come.
+                self._refusals.add(f"could not let a guest in: {error}")
                 time.sleep(_PAUSE_SECONDS)
-                continue
+
+    def _let_in(self, guest: socket.socket, address: tuple[str, int]) -> None:
+        self._greetings.enter(guest, address[0])
+        try:
             threading.Thread(target=self._greet, args=(guest, address), name="whet-greeting", daemon=True).start()
+        except RuntimeError:
+            self._greetings.leave(guest)
+            guest.close()
+            raise
 
     def _greet(self, guest: socket.socket, address: tuple[str, int]) -> None:
         try:
-            try:
-                name = greet(guest, self._token, self._seconds)
-            finally:
-                self._places.release()
+            name = self._name_of(guest)
+            guest.sendall(_WELCOME)
+            _keep_open(guest)
             self._take(name, guest)
         except (OSError, EOFError, WhetError) as error:
+            words = str(error) or type(error).__name__
+            self._refusals.add(f"refused a connection from {address[0]}:{address[1]}: {words}")
             guest.close()
-            log.warning("refused a connection from %s:%s: %s", *address[:2], str(error) or type(error).__name__)
+
+    def _name_of(self, guest: socket.socket) -> str:
+        try:
+            return greet(guest, self._token, self._seconds)
+        finally:
+            if not self._greetings.leave(guest):
+                raise DoorError("others waited for its place")
 
 
 class Expected:
@@ -131,7 +143,10 @@ class Expected:
 
 
 def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
-    """Be the door of one connection: give the guest's name. Raises `DoorError`, `EOFError` or `OSError`."""
+    """Be the door of one connection until its welcome: give the guest's name.
+
+    Raises `DoorError`, `EOFError` or `OSError`.
+    """
     receive = _receiver(guest, seconds)
     if receive(len(_MAGIC)) != _MAGIC:
         raise DoorError("it does not speak whet's language")
@@ -141,31 +156,46 @@ def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
     name = receive(length)
     if not hmac.compare_digest(proof, _proof(token, b"guest", theirs, mine, name)):
         raise DoorError("it does not know the run's token")
-    guest.sendall(_WELCOME)
-    _keep_open(guest)
     return name.decode()
 
 
 def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
-    """Connect to a door under a name. Raises `DoorError`, `EOFError` or `OSError`."""
+    """Connect to a door under a name; where it is put out for a stranger, come back until the time is over.
+
+    Raises `DoorError`, `EOFError` or `OSError`.
+    """
     words = name.encode()
     if len(words) > _LONGEST_NAME:
         raise ValueError(f"the name {name!r:.60} has {len(words)} bytes, at most {_LONGEST_NAME} are taken")
-    connection = socket.create_connection(address, seconds)
-    try:
-        receive = _receiver(connection, seconds)
-        mine = os.urandom(_NONCE)
-        connection.sendall(_MAGIC + mine)
-        theirs, proof = receive(_NONCE), receive(_NONCE)
-        if not hmac.compare_digest(proof, _proof(token, b"door", mine, theirs)):
-            raise DoorError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
-        connection.sendall(_proof(token, b"guest", mine, theirs, words) + bytes([len(words)]) + words)
-        receive(len(_WELCOME))
-        _keep_open(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    deadline = time.monotonic() + seconds
+    while True:
+        connection = socket.create_connection(address, max(deadline - time.monotonic(), _LEAST_SECONDS))
+        try:
+            _introduce(connection, address, token, words, deadline)
+            return connection
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            connection.close()
+            pause = random.uniform(0, 2 * _PAUSE_SECONDS)
+            if time.monotonic() + pause > deadline:
+                raise
+            time.sleep(pause)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _introduce(
+    connection: socket.socket, address: tuple[str, int], token: bytes, name: bytes, deadline: float
+) -> None:
+    receive = _receiver(connection, max(deadline - time.monotonic(), _LEAST_SECONDS))
+    mine = os.urandom(_NONCE)
+    connection.sendall(_MAGIC + mine)
+    theirs, proof = receive(_NONCE), receive(_NONCE)
+    if not hmac.compare_digest(proof, _proof(token, b"door", mine, theirs)):
+        raise DoorError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
+    connection.sendall(_proof(token, b"guest", mine, theirs, name) + bytes([len(name)]) + name)
+    receive(len(_WELCOME))
+    _keep_open(connection)
 
 
 def _receiver(connection: socket.socket, seconds: float) -> Callable[[int], bytes]:
