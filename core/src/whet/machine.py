@@ -3,9 +3,15 @@
 import math
 import os
 from collections.abc import Iterator
+from importlib import util
 from pathlib import Path
 
 ROOT = Path("/")
+
+
+def without_ray() -> str:
+    """Say what is wrong with `cluster.launcher: ray` on this machine; empty: nothing. Ray is not imported."""
+    return "" if util.find_spec("ray") else 'is ray, which is not installed here: pip install "whet[ray]"'
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from attrs import field, frozen
 from whet.component import Problem
 from whet.config.load import Loaded, load_config
 from whet.errors import ConfigError, DataError
-from whet.machine import gpu_count, usable_cores
+from whet.machine import gpu_count, usable_cores, without_ray
 from whet.model import ModelInfo, check_weights, locate, read_model
 from whet.plan import Machine, Plan, gather_facts, make_plan
 from whet.spans import Span
@@ -71,9 +70,8 @@ def prepare(
 
 def missing_launcher(config: "Config") -> list[Problem]:
     """Look whether what starts the processes is installed; nothing is imported."""
-    if config.cluster.launcher != "ray" or config.cluster.workers == "inline" or util.find_spec("ray") is not None:
-        return []
-    return [Problem("cluster.launcher", 'is ray, which is not installed here: pip install "whet[ray]"')]
+    needed = config.cluster.launcher == "ray" and config.cluster.workers != "inline"
+    return [Problem("cluster.launcher", words)] if needed and (words := without_ray()) else []
 
 
 def missing_files(config: "Config") -> list[Problem]:

@@ -1,6 +1,8 @@
 """Ray clusters of one node and of two, on this machine. They take seconds to start, so tests share them."""
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,10 @@ pytest.importorskip("ray")
 
 from whet.cluster.ray import RayCluster
 from whet.cluster.slices import Slice
-from whet.testing.contracts.workers import ProcessWorkersContract
+from whet.cluster.workers import ConnectedWorkers
+from whet.errors import WorkerLost
+from whet.testing.contracts.workers import ProcessWorkersContract, wait_until
+from whet.testing.obedient import TARGET
 
 
 class TestRay(ProcessWorkersContract):
@@ -24,6 +29,58 @@ class TestRay(ProcessWorkersContract):
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
         with RayCluster(folder) as cluster:
             yield cluster.slice
+
+
+def stat(pid: int) -> list[str]:
+    """The kernel's letter, the parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: stat(pid)[0] == "T", "it is stopped")
+
+
+def test_a_late_answer_of_a_keeper_is_not_taken_for_that_to_another_question(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        assert isinstance(workers, ConnectedWorkers)
+        process, pid = workers.processes[0], workers.call("state")[0]["pid"]
+        keeper = int(stat(pid)[1])
+        stop(keeper)
+        try:
+            assert process.state() == ""
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+        time.sleep(1.0)  # by now the late answer is there: its process sleeps
+        stop(pid)
+        assert process.state() == "T"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_keeper_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        assert isinstance(workers, ConnectedWorkers)
+        stop(int(stat(workers.call("state")[0]["pid"])[1]))
+        hanging = workers.start("hang", timeout_seconds=0.5)
+        with pytest.raises(WorkerLost, match="no answer within"):
+            hanging.result()
+        with pytest.raises(WorkerLost, match="its process was ended because"):
+            workers.call("add", 1)
+
+
+def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray: None, tmp_path: Path) -> None:
+    import ray
+    from ray.util import placement_group_table
+
+    with RayCluster(tmp_path) as cluster:
+        cluster.slice("backend").spawn(TARGET, {})
+        assert "CREATED" in {group["state"] for group in placement_group_table().values()}
+    assert ray.is_initialized()
+    wait_until(
+        lambda: {group["state"] for group in placement_group_table().values()} == {"REMOVED"}, "all is given back"
+    )
 
 
 def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:

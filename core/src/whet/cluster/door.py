@@ -5,9 +5,9 @@
     guest   HMAC(token, "guest" + both nonces + name) + name  ->
             <-  "in"                                                              door
 
-The token itself never crosses. Whoever does not know it is refused and logged, under a deadline, and sooner where others
-wait for its place; a guest that loses its place to strangers comes back. What crosses later is neither encrypted nor
-signed: the network between the nodes is as trusted as Ray's own traffic makes it.
+The token itself never crosses. Whoever does not know it is refused and logged, under a deadline, and sooner where
+others wait for its place; a guest that loses its place to strangers comes back. What crosses later is neither encrypted
+nor signed: the network between the nodes is as trusted as Ray's own traffic makes it.
 """
 
 import hmac
@@ -184,9 +184,7 @@ def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _K
             raise
 
 
-def _introduce(
-    connection: socket.socket, address: tuple[str, int], token: bytes, name: bytes, deadline: float
-) -> None:
+def _introduce(connection: socket.socket, address: tuple[str, int], token: bytes, name: bytes, deadline: float) -> None:
     receive = _receiver(connection, max(deadline - time.monotonic(), _LEAST_SECONDS))
     mine = os.urandom(_NONCE)
     connection.sendall(_MAGIC + mine)

@@ -112,16 +112,17 @@ class Keeping:
         """Do what the driver says; without a driver, end the process and this one."""
         try:
             while True:
-                order = decode(receive(self._control))["do"]
+                said = decode(receive(self._control))
+                order, number = said["do"], said["number"]
                 self._started.wait()
                 if self._child is not None and order == "kill":
                     self._child.signal(signal.SIGKILL)
                 elif self._child is not None and order == "stacks":
                     self._child.show_stacks()
                 elif self._child is not None and order == "state":
-                    self._say(state=self._child.state())
+                    self._say(number=number, answer=self._child.state())
                 elif order == "port":
-                    self._say(port=self._meeting_point())
+                    self._say(number=number, answer=self._meeting_point())
         except (EOFError, OSError, WhetError):
             self._started.wait()
             if self._over.is_set():

@@ -7,7 +7,6 @@ each process has a connection to the driver of its own, with the same messages a
 """
 
 import itertools
-import queue
 import secrets
 import socket
 import threading
@@ -100,13 +99,13 @@ class RayLauncher:
         self.session.wait(self.start_seconds)
         first = processes[0]
         assert isinstance(first, RayProcess)
-        return self._files.rendezvous(role, slot, processes) if self.session.own else first.meeting_point()
+        return self._files.rendezvous(role, slot, processes) if self.session.local else first.meeting_point()
 
     def door(self) -> Door:
         """Give the door at which processes knock. It opens to this machine alone unless other nodes may join."""
         with self._lock:
             if self._door is None:
-                here = _LOOPBACK if self.session.own else self.session.address_here()
+                here = _LOOPBACK if self.session.local else self.session.address_here()
                 self._door = Door(here, self.token, self.guests.take, purpose="worker processes")
             return self._door
 
@@ -119,7 +118,7 @@ class RayLauncher:
         """Give everything back to Ray, and end it where it is our own."""
         if self._door is not None:
             self._door.close()
-        if not self.session.own:  # else they end with Ray, which may have lost whom this would wait for
+        if not self.session.ends_ray:  # else they end with Ray, which may have lost whom this would wait for
             self.places.close()
         self.session.close()
         self._files.close()
@@ -137,7 +136,9 @@ class RayProcess:
         self._control: socket.socket | None = None
         self._sending, self._killed = threading.Lock(), threading.Event()
         self._ready: Future[None] = Future()
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        """What the keeper has not answered, by its number."""
 
     def start(self) -> socket.socket:
         """Find it a place, start a keeper there, and let that start it."""
@@ -158,8 +159,8 @@ class RayProcess:
             while "ended" not in (said := decode(receive(self._control))):
                 if "output" in said:
                     self._write(said["output"])
-                else:
-                    self._answers.put(said)
+                elif (answer := self._asked.pop(said["number"], None)) is not None:
+                    answer.set_result(said["answer"])
             end = str(said["ended"])
         except (EOFError, OSError, WhetError):
             end = self._why_lost()
@@ -182,8 +183,7 @@ class RayProcess:
     def show_stacks(self) -> None:
         """Let the keeper ask for them; its interpreter need not be free for that."""
         self._tell("stacks")
-        if self._control is not None:
-            self._ask("state", _PATIENCE_FOR_A_STATE)  # the answer comes after what was written until now
+        self._ask("state", _PATIENCE_FOR_A_STATE)  # the answer comes after what was written until now
 
     def meeting_point(self) -> str:
         """Give a URL with a free port of the process's node, once it runs."""
@@ -251,8 +251,12 @@ class RayProcess:
         """Ask Ray what became of the keeper."""
         import ray
 
+        if (keeper := self._keeper) is None:
+            return (
+                f"its keeper on node {self._where} did not end it within {_PATIENCE_FOR_A_KILL:g} s, and was ended too"
+            )
         try:
-            ray.get(self._keeper.ping.remote(), timeout=_PATIENCE_FOR_A_CAUSE)
+            ray.get(keeper.ping.remote(), timeout=_PATIENCE_FOR_A_CAUSE)
         except ray.exceptions.ActorUnavailableError:
             return f"its node {self._where} was lost: it does not answer Ray any more"
         except ray.exceptions.GetTimeoutError:
@@ -279,18 +283,23 @@ class RayProcess:
                 ray.kill(keeper)
 
     def _ask(self, what: str, seconds: float) -> Any:
-        self._tell(what)
-        with suppress(queue.Empty):
-            while self._control is not None:
-                answer = self._answers.get(timeout=seconds)
-                if what in answer:
-                    return answer[what]
-        return None
+        """Give the keeper's answer to this question, not to an earlier one; None where it gives none in time."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._asked[number] = answer
+        try:
+            return answer.result(seconds) if self._tell(what, number) else None
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(number, None)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, number: int = 0) -> bool:
+        """Give the keeper an order; say whether it left."""
         with self._sending, suppress(OSError):
             if self._control is not None:
-                send(self._control, encode({"do": what}))
+                send(self._control, encode({"do": what, "number": number}))
+                return True
+        return False
 
     def _write(self, words: bytes) -> None:
         with suppress(OSError), self._log.open("ab", buffering=0) as log:  # a full disk must not end the process

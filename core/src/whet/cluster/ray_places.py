@@ -97,7 +97,7 @@ class Places:
             self._bundles[host.name] = Bundle(group, index, wanted[index], self._session)
 
     def _wanted(self, host: Host) -> dict[str, float]:
-        own: dict[str, float] = {PROCESS: 1} if self._session.own else {"CPU": host.threads}
+        own: dict[str, float] = {PROCESS: 1} if self._session.local else {"CPU": host.threads}
         asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
         return {**own, **({"GPU": 1} if host.gpus else {}), **asked}
 

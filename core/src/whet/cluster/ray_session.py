@@ -1,5 +1,8 @@
 """The connection of a process to Ray: a cluster of its own on this machine, or one that is there.
 
+A process has one at a time. Sessions of one process share it, and the last one that leaves ends it; who comes while it
+ends waits for that, however long it takes.
+
 Ray is started with what would otherwise bite: always `address="local"` or a probed address, a given object store, no
 dashboard, no usage statistics, no output of workers in the terminal, and a folder whose name is short enough.
 """
@@ -13,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +25,7 @@ from attrs import frozen
 from whet.cluster.ports import is_taken, shortage
 from whet.cluster.watchdog import watchdog
 from whet.errors import ConfigError, WhetError
+from whet.machine import without_ray
 
 PROCESS: Final = "whet_process"
 """The resource that processes take of a cluster of our own: what the machine has is shared out by the plan."""
@@ -52,29 +56,28 @@ _UNSAID = ("memory", "object_store_memory", PROCESS)
 
 
 class RaySession:
-    """Connects in the background, from one thread that stays: Ray's processes end with the thread that started them."""
+    """A share in this process's connection to Ray, which is made in the background."""
 
     def __init__(self, address: str = "") -> None:
         """Begin to connect to `host:port`, or to start Ray on this machine where the address is empty."""
-        if util.find_spec("ray") is None:
-            raise ConfigError('cluster.launcher: is ray, which is not installed here: pip install "whet[ray]"')
-        self.own = not address
-        """Whether Ray was started by whet, on this machine. Settled when `wait` returns."""
-        self._address = address
-        self._folder: Path | None = None
-        self._ready: Future[None] = Future()
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="whet-ray", daemon=True)
-        self._thread.start()
+        if words := without_ray():
+            raise ConfigError(f"cluster.launcher: {words}")
+        self._connection = _lease(address)
+        self._closed = False
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Ray that whet started, on this machine alone. Settled when `wait` returns."""
+        return self._connection.local
+
+    @property
+    def ends_ray(self) -> bool:
+        """Whether Ray ends with this session: whet started it, and nobody else in this process uses it."""
+        return self.local and self._connection.sessions == 1
 
     def wait(self, seconds: float) -> None:
         """Wait until Ray is there. Raises `WhetError` saying why it is not."""
-        try:
-            self._ready.result(seconds)
-        except TimeoutError:
-            where = f"connect to Ray at {self._address}" if self._address else "start Ray on this machine"
-            ask = "; somebody listens there: is it the head of a Ray cluster (cluster.address)?"
-            raise WhetError(f"it took more than {seconds:g} s to {where}{ask if self._address else ''}") from None
+        self._connection.wait(seconds)
 
     @property
     def nodes(self) -> list[Node]:
@@ -92,21 +95,62 @@ class RaySession:
         return str(ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Leave Ray, or end it where it is our own."""
+        """Leave Ray, and end it where nobody else needs it. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            _give_back(self._connection)
+
+
+class _Connection:
+    """Ray, used from one thread that stays: its processes end with the thread that started them."""
+
+    def __init__(self, address: str, before: "_Connection | None") -> None:
+        self.address, self.local = address, not address
+        self.sessions = 1
+        self._before = before
+        self._folder: Path | None = None
+        self._ready: Future[None] = Future()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="whet-ray", daemon=True)
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether another session can share it."""
+        return self.sessions > 0 and not (self._ready.done() and self._ready.exception())
+
+    def wait(self, seconds: float) -> None:
+        """Wait until Ray is there. Raises `WhetError` saying why it is not."""
+        try:
+            self._ready.result(seconds)
+        except TimeoutError:
+            what = f"connect to Ray at {self.address}" if self.address else "start Ray on this machine"
+            why = ""
+            if self._before is not None:
+                why = "; the Ray that this process used before has not ended yet"
+            elif self.address:
+                why = "; somebody listens there: is it the head of a Ray cluster (cluster.address)?"
+            raise WhetError(f"it took more than {seconds:g} s to {what}{why}") from None
+
+    def end(self) -> None:
+        """Leave Ray; wait for it, but not for ever."""
         self._leaving.set()
         self._thread.join(_END_SECONDS)
 
     def _live(self) -> None:
-        _set_variables(self.own)
+        if self._before is not None:
+            self._before._thread.join()
+            self._before = None
+        _set_variables(self.local)
         breakpoints = os.environ.get("PYTHONBREAKPOINT")
         import ray
 
-        if ray.is_initialized():  # by another session, or whoever uses whet as a library; it is theirs to end
-            self.own = any(PROCESS in node.resources for node in self.nodes)
+        if ray.is_initialized():  # by whoever uses whet as a library; it is theirs to end
+            self.local = False
             self._ready.set_result(None)
             return
         try:
-            self._start() if self.own else self._join()
+            self._start() if self.local else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
         except BaseException as error:
             self._ready.set_exception(
@@ -137,17 +181,46 @@ class RaySession:
     def _join(self) -> None:
         import ray
 
-        host, _, port = self._address.rpartition(":")
+        host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or "//" in host:
-            raise ConfigError(f"cluster.address: is {self._address!r}, wanted `host:port` of the cluster's head")
+            raise ConfigError(f"cluster.address: is {self.address!r}, wanted `host:port` of the cluster's head")
         try:  # Ray itself would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
         except OSError as error:
             raise ConfigError(
-                f"cluster.address: nobody answers at {self._address} ({error}); is this the address that `ray start "
+                f"cluster.address: nobody answers at {self.address} ({error}); is this the address that `ray start "
                 "--head` printed, and does it run?"
             ) from error
-        ray.init(address=self._address, **_quiet(joining=True))
+        ray.init(address=self.address, **_quiet(joining=True))
+
+
+_lock: Final = threading.Lock()
+_connections: Final[list[_Connection]] = []
+"""The one of this process: that of now, or the last one."""
+
+
+def _lease(address: str) -> _Connection:
+    with _lock:
+        now = _connections[-1] if _connections else None
+        if now is None or not now.usable:
+            _connections[:] = [_Connection(address, now)]
+        elif now.address == address:
+            now.sessions += 1
+        else:
+            where = now.address or "this machine"
+            raise ConfigError(
+                f"cluster.address: is {address!r}, but this process uses Ray at {where!r} already, and a process is in "
+                "one cluster at a time; close that first"
+            )
+        return _connections[-1]
+
+
+def _give_back(connection: _Connection) -> None:
+    with _lock:
+        connection.sessions -= 1
+        last = not connection.sessions
+    if last:
+        connection.end()
 
 
 def _set_variables(own: bool) -> None:
