@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from whet.cluster.local import LocalCluster
+from whet.parts import Refit
+from whet.refit.link import Link
 from whet.rollout.loop import EpisodeLoop
 from whet.spans import Spans
+from whet.testing.fakes import FakeBackend, FakeGenerator
 from whet.testing.obedient import TARGET
 from whet.waits import Waits
 
@@ -61,6 +64,28 @@ def test_a_generator_that_works_in_the_background_is_no_wait(spans, tmp_path, ca
         time.sleep(0.06)
         waits.look()
     assert capsys.readouterr().err == ""
+
+
+def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, tmp_path, capsys):
+    refit = Refit(FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None)
+    given, began = threading.Event(), threading.Event()
+
+    def give(link: Link | None) -> None:
+        began.set()
+        assert given.wait(10)
+
+    coming_back = threading.Thread(target=refit.again, args=(give,))
+    coming_back.start()
+    assert began.wait(10)
+    trainer = threading.Thread(target=refit, kwargs={"version": 1})
+    trainer.start()
+    waits = looking(spans, tmp_path)
+    time.sleep(0.1)
+    waits.look()
+    given.set()
+    for thread in (coming_back, trainer):
+        thread.join(10)
+    assert capsys.readouterr().err.startswith("waiting on backend.refit since 0 s")
 
 
 def test_the_age_of_a_wait_is_not_cut_by_the_end_of_a_step(spans):

@@ -184,7 +184,7 @@ class Refit:
 
     def __call__(self, *, version: int) -> None:
         """Hand over the weights made by step `version`."""
-        with self._changing, self._spans.phase("backend", "refit"):
+        with self._spans.phase("backend", "refit"), self._changing:
             self._last = link = self._link(version)
             ends = [self._backend.send_weights(link), self._generator.receive_weights(link, version, self._running)]
             for end in ends:
