@@ -200,6 +200,16 @@ def test_a_process_that_stands_still_while_nobody_waits_is_found_too(tmp_path: P
             workers.call("add", 1)
 
 
+def test_a_stream_is_of_the_process_that_the_rank_had_when_it_was_asked_for(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("generator").spawn(TARGET, {})
+        early = workers.stream(0, "count", 3, phase="generate")
+        workers.restart(0)
+        with pytest.raises(WorkerLost, match=r"rank 0 failed in generate: its process was ended because .*anew"):
+            collect(early)
+        assert len(collect(workers.stream(0, "count", 3))) == 3
+
+
 class SlowLine:
     """Stands for a process at the end of a slow network: an answer of 20 parts, each a moment after the last."""
 

@@ -135,7 +135,7 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     workers, granting = Mortal(1, lambda rank, message: False), Granting(10)
     roster = Roster(workers, granting, changed=came_back.set)  # type: ignore[arg-type]
     workers.holds[0].clear()
-    error, life = WorkerLost("generator", 0, "generate", "killed by signal 9"), roster.life(0)
+    error, life = WorkerLost("generator", 0, "generate", "killed by signal 9"), 0
     assert roster.lost(0, life, error)
     assert roster.lost(0, life, error)
     assert roster.present() == []
@@ -145,7 +145,7 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     assert roster.present() == [0]
     assert len(granting.asked) == 1
     came_back.clear()
-    assert roster.lost(0, roster.life(0), error)
+    assert roster.lost(0, life + 1, error)
     assert came_back.wait(10)
     assert len(granting.asked) == 2
 

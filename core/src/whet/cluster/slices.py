@@ -78,7 +78,10 @@ class Workers(Protocol):
         ...
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
-        """Call an async-generator method of one rank; yields what it yields. Closing the iterator cancels it."""
+        """Call an async-generator method of one rank, in the process that the rank has now; yields what it yields.
+
+        It is called with the first item that is asked for. Closing the iterator cancels it.
+        """
         ...
 
     def restart(self, rank: int) -> None:

@@ -158,8 +158,13 @@ class ConnectedWorkers:
         messages = [{"do": "call", "slot": self._slot, "method": method, "args": tuple(args)} for args in arguments]
         return self._ask(range(self.size), messages, phase or method, timeout_seconds).result()
 
-    async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
-        """Iterate an async-generator method of one rank."""
+    def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
+        """Iterate an async-generator method of one rank, in the process that it has now."""
+        return self._stream(self._connections[rank], rank, method, args, phase or method)
+
+    async def _stream(
+        self, connection: Connection, rank: int, method: str, args: tuple[Any, ...], phase: str
+    ) -> AsyncGenerator[Any, None]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Any]]()
 
         def deliver(kind: str, value: Any) -> None:
@@ -171,7 +176,7 @@ class ConnectedWorkers:
         def finish(result: Any, error: WorkerError | None) -> None:
             deliver("end" if error is None else "failed", error)
 
-        connection, number, phase = self._connections[rank], next(self._terms.numbers), phase or method
+        number = next(self._terms.numbers)
         message = {"do": "stream", "number": number, "slot": self._slot, "method": method, "args": args}
         buffers = encode(message)
         missed = partial(_missed, [connection])

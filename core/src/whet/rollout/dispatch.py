@@ -169,12 +169,12 @@ class RequestDispatcher:
         open_ = {waiting.request.id: waiting for waiting in batch}
         if len(open_) != len(batch):
             return self._fail(batch, WhetError("two requests made at one time have the same id"))
-        if rank not in self.roster.present():  # lost since it was chosen: a fresh process has no weights to serve with
-            for waiting in batch:
-                self._leave(waiting)
-            return self._send_soon([waiting for waiting in batch if not waiting.future.done()])
-        life = self.roster.life(rank)
-        stream = self.workers.stream(rank, "generate", [w.request for w in batch], phase="generate")
+        with self.roster.asking(rank) as life:
+            if life is None:  # lost since it was chosen: a fresh process has no weights to serve with
+                for waiting in batch:
+                    self._leave(waiting)
+                return self._send_soon([waiting for waiting in batch if not waiting.future.done()])
+            stream = self.workers.stream(rank, "generate", [w.request for w in batch], phase="generate")
         cause: BaseException | None = None
         served_again = False
         try:

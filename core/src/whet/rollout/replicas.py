@@ -34,8 +34,12 @@ class Replicas:
 
     def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
         """Start to take new weights on every replica that is there; the others get them when they come back."""
-        ranks = [(rank, self._roster.life(rank)) for rank in self._roster.present()]
-        return HandOver(self._roster, tuple((*place, self._start(place[0], link, running)) for place in ranks))
+        calls = []
+        for rank in range(self.workers.size):
+            with self._roster.asking(rank) as life:
+                if life is not None:
+                    calls.append((rank, life, self._start(rank, link, running)))
+        return HandOver(self._roster, tuple(calls))
 
     def close(self) -> None:
         """End the workers."""

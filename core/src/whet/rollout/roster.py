@@ -6,7 +6,8 @@ present ── dies or hangs ──> away: its requests go to others, or wait �
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from attrs import define, field
 
@@ -35,10 +36,12 @@ class Roster:
     _away: set[int] = field(factory=set, init=False)
     _lives: list[int] = field(init=False)
     _closed: bool = field(default=False, init=False)
-    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+    _asked: list[int] = field(init=False)
+    """How many are asking each replica something just now."""
+    _lock: threading.Condition = field(factory=threading.Condition, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._lives = [0] * self.workers.size
+        self._lives, self._asked = [0] * self.workers.size, [0] * self.workers.size
         self.losses = Counter() if self.replacing is None else self.replacing.losses
 
     def present(self) -> list[int]:
@@ -46,10 +49,21 @@ class Roster:
         with self._lock:
             return [rank for rank in range(self.workers.size) if rank not in self._away]
 
-    def life(self, rank: int) -> int:
-        """Say which of its processes a replica is on now: what is heard of an earlier one is no news."""
+    @contextmanager
+    def asking(self, rank: int) -> Iterator[int | None]:
+        """Keep a replica on the process that it has while it is asked something; None where it is away.
+
+        Gives the number of that process, for `lost`: what is heard of an earlier one is no news.
+        """
         with self._lock:
-            return self._lives[rank]
+            life = None if rank in self._away else self._lives[rank]
+            self._asked[rank] += 1
+        try:
+            yield life
+        finally:
+            with self._lock:
+                self._asked[rank] -= 1
+                self._lock.notify_all()
 
     def lost(self, rank: int, life: int, error: WorkerLost) -> bool:
         """Note that a replica was lost; whether it comes back. Where it does not, `failure` says why."""
@@ -74,6 +88,8 @@ class Roster:
 
     def _replace(self, rank: int) -> None:
         assert self.replacing is not None
+        with self._lock:
+            self._lock.wait_for(lambda: not self._asked[rank])
         while True:
             try:
                 self.workers.restart(rank)
