@@ -202,12 +202,27 @@ def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Read the numbers of each step from a `metrics.jsonl`; a step may come twice. Nothing where there is no file."""
-    for row in read_rows(file) if file.exists() else ():
-        step = row.pop("step", None)
-        row.pop("time", None)
-        if isinstance(step, int):
-            with suppress(OverflowError):  # an integer of hundreds of digits
-                yield step, {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    return metrics_of(read_rows(file) if file.exists() else ())
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Give the numbers of each row of a `metrics.jsonl`. What is too large for a float is infinite."""
+    for row in rows:
+        step = row.get("step")
+        if isinstance(step, int) and 0 <= step < _MOST_STEPS:
+            yield step, {name: _float(v) for name, v in row.items() if isinstance(v, int | float) and name not in _WHEN}
+
+
+_WHEN = ("step", "time")
+_MOST_STEPS = 1 << 53
+"""Beyond which numbers are no steps: readers take them for floats."""
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf if value > 0 else -math.inf
 
 
 @contextmanager

@@ -157,3 +157,35 @@ def test_a_run_of_data_files_has_every_view_too(browser, tmp_path):
     browser.go("rollouts")
     assert "learns from data files" in text(browser)
     assert browser.complaints == []
+
+
+def test_what_is_never_below_0_has_no_axis_and_no_interval_below_it(browser, tmp_path):
+    run = RunFolder(tmp_path)
+    run.append(
+        "metrics.jsonl", [{"step": 0, "time": 1.0, "evaluation/once/reward": 0.1, "evaluation/once/interval": 1.0}]
+    )
+    for step in range(1, 9):
+        numbers = {"sums": 0.02 * step, "games": 0.02 * step - 0.05}
+        row = {f"evaluation/{name}/reward": value for name, value in numbers.items()}
+        row |= {f"evaluation/{name}/interval": 0.3 for name in numbers}
+        run.append("metrics.jsonl", [{"step": step, "time": 1.0 + step, **row}])
+    write_page(tmp_path / "report.html", read_run(tmp_path))
+    browser.events.clear()
+    browser.open(tmp_path / "report.html", "metrics")
+
+    def below(name):
+        chart = f"[data-chart='evaluation/{name}/reward'] svg"
+        browser.place(chart)
+        browser.wait(f"document.querySelector({json.dumps(chart + ' circle')})")
+        texts = browser.run(f"[...document.querySelectorAll({json.dumps(chart + ' text')})].map((t) => t.textContent)")
+        lowest = browser.run(
+            f"(() => {{ const box = document.querySelector({json.dumps(chart)}); const bottom = box.clientHeight - 24;"
+            "return Math.max(...[...box.querySelectorAll('line:not(.axis):not(.cursor)')].map((l) =>"
+            "Math.max(l.getAttribute('y1'), l.getAttribute('y2')))) - bottom; })()"
+        )
+        return any(found.startswith("−") for found in texts), lowest <= 0
+
+    assert below("sums") == (False, True)
+    assert below("once") == (False, True)
+    assert below("games") == (True, True)  # a reward that can be negative keeps its interval
+    assert browser.complaints == []

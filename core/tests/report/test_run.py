@@ -80,14 +80,22 @@ def test_rows_of_another_form_are_shown_as_far_as_they_can_be(tmp_path):
 def test_numbers_that_json_or_floats_lack_leave_gaps_and_no_error(tmp_path):
     huge = 10**400
     run = RunFolder(tmp_path)
-    run.append("metrics.jsonl", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": huge}])
-    run.append("journal.jsonl", [{"time": float("nan"), "event": "opened"}])
+    odd = [huge, -huge, float("nan"), float("inf"), "1", None, [1], {}, True, -1, 1.7e308, 5e-324]
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": huge, "lr": 0.1}]
+    rows += [{"step": 3, "time": value, "seconds/step": other, "x": value} for value in odd for other in odd]
+    rows += [{"step": value, "time": 5.0, "loss": 1.0} for value in (huge, -1, float("nan"), "2", None)]
+    run.append("metrics.jsonl", rows)
+    span = {"role": huge, "phase": None}
+    run.append("spans.jsonl", [{"step": 3, "begin": v, "seconds": o, **span} for v in odd for o in odd])
+    run.append("spans.jsonl", [{"step": v, "begin": 1.0, "seconds": 2.0, **span} for v in odd])
+    run.append("journal.jsonl", [{"time": v, "event": "opened"} for v in (float("nan"), huge, "x", 1e308, -1e308)])
     sequence = {"tokens": [1], "loss_mask": [1], "sampler_logprobs": [huge], "trainer_logprobs": [-1.0]}
     run.append("rollouts/step-000001.jsonl", [{"sequences": [sequence], "reward": huge}])
     (tmp_path / "plan.json").write_text('{"roles": [Infinity]}')
     data = json.loads(embedded(read_run(tmp_path)))
-    assert data["curves"]["loss"] == {"x": [1], "y": [2.0]}
-    assert (data["run"]["began"], data["plan"]) == (None, {"roles": [None]})
+    assert data["curves"]["loss"] == {"x": [1], "y": [2.0], "lost": 1}
+    assert data["curves"]["lr"] == {"x": [2], "y": [0.1]}
+    assert (data["run"]["began"], data["plan"]) == (1e308, {"roles": [None]})
     assert data["training"]["sources"][0]["episodes"][0]["reward"] is None
 
 

@@ -1,8 +1,12 @@
 """Each instant of a step is counted once, whoever works beside whom."""
 
+import random
+import time
+from collections import Counter
+
 import pytest
 
-from whet.report.timing import DETAILED_STEPS, MOST_BARS, Window, phases, shares, timing, windows
+from whet.report.timing import DETAILED_STEPS, MOST_BARS, Window, inside, phases, shares, timing, windows
 
 
 def span(role, phase, begin, seconds, step=1):
@@ -51,6 +55,36 @@ def test_long_runs_get_few_bars_and_their_slowest_steps_in_detail():
     detailed = [detail["step"] for detail in found["details"]]
     assert len(detailed) <= DETAILED_STEPS
     assert {1, 3333, 5000} <= set(detailed)
+
+
+def test_parts_are_those_that_are_found_by_looking_at_every_instant():
+    rng = random.Random(1)
+    roles = ("generator", "rollout", "backend", "run")
+    spans = phases(
+        span(rng.choice(roles), str(i), rng.randrange(40), rng.randrange(12), step=1) for i in range(60)
+    )  # fmt: skip
+    steps = [Window(step, 10.0 * step, 10.0 * step + 9.0) for step in range(4)]
+    for position, found in inside(steps, spans):
+        window = steps[position]
+        wanted = Counter[str]()
+        for half in range(2 * round(window.begin) + 1, 2 * round(window.end), 2):  # begins and ends are whole numbers
+            at = [s for s in spans if s.begin <= half / 2 < s.end]
+            chosen = max(at, key=lambda s: (s.role != "generator", s.begin), default=None)
+            wanted[f"{chosen.role}.{chosen.name}" if chosen else "other"] += 1
+        assert shares(window, found) == wanted
+
+
+def test_a_run_ten_times_as_long_takes_ten_times_as_long_to_read_even_where_a_phase_lasts_all_the_time():
+    def seconds(steps):
+        rows = [{"step": step, "time": 1.0 + step, "seconds/step": 1.0} for step in range(steps)]
+        spans = [span("backend", "train", step, 0.9, step) for step in range(steps)]
+        spans.append(span("generator", "generate", 0.0, steps, 0))
+        begin = time.process_time()
+        timing(rows, spans)
+        return time.process_time() - begin
+
+    seconds(100)
+    assert seconds(5000) < 30 * seconds(500)  # a hundred times, were every span looked at for every step
 
 
 def test_no_metrics_no_bars():

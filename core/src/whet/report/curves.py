@@ -1,26 +1,28 @@
 """The curve of each metric over steps, in so few points that a page can hold hundreds of them."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from whet.run_folder import read_metrics
+from whet.run_folder import metrics_of
 
+LARGEST = 1e300
+"""What is larger counts as not finite: sums and differences of such numbers are."""
 MOST_POINTS = 400
 """Of one curve. A longer one becomes means of stretches, with the smallest and largest value of each."""
 
 Metrics = dict[int, dict[str, float]]
 
 
-def read(file: Path) -> Metrics:
-    """Read metrics by step, ascending; the last line of a step wins."""
-    rows: Metrics = {}
-    for step, numbers in read_metrics(file):
-        rows.setdefault(step, {}).update(numbers)
-    return dict(sorted(rows.items()))
+def metrics(rows: Iterable[Mapping[str, Any]]) -> Metrics:
+    """Give the metrics in rows of `metrics.jsonl` by step, ascending; the last row of a step wins."""
+    found: Metrics = {}
+    for step, numbers in metrics_of(rows):
+        limited = {name: v if abs(v) <= LARGEST else math.copysign(math.inf, v) for name, v in numbers.items()}
+        found.setdefault(step, {}).update(limited)
+    return dict(sorted(found.items()))
 
 
 def curves(rows: Metrics) -> dict[str, dict[str, Any]]:
@@ -28,26 +30,30 @@ def curves(rows: Metrics) -> dict[str, dict[str, Any]]:
 
     Values that are not finite are left out and counted in `lost`.
     """
-    points: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, tuple[list[int], list[float]]] = {}
     for step, row in rows.items():
         for name, value in row.items():
-            points.setdefault(name, []).append((step, value))
-    return {name: curve(found) for name, found in sorted(points.items())}
+            steps, values = points.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    return {name: curve(*found) for name, found in sorted(points.items())}
 
 
-def curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
+def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     """Give one curve; see `curves`."""
-    found = [(step, value) for step, value in points if math.isfinite(value)]
-    made: dict[str, Any] = {"lost": len(points) - len(found)} if len(found) < len(points) else {}
-    steps, values = np.array([s for s, _ in found], np.int64), np.array([v for _, v in found], np.float64)
-    if len(found) <= MOST_POINTS:
-        return {"x": steps.tolist(), "y": rounded(values), **made}
-    parts = [part for part in np.array_split(np.arange(len(found)), MOST_POINTS) if len(part)]
+    x, y = np.array(steps, np.int64), np.array(values, np.float64)
+    fine = np.isfinite(y)
+    made: dict[str, Any] = {} if fine.all() else {"lost": int((~fine).sum())}
+    x, y = x[fine], y[fine]
+    if len(x) <= MOST_POINTS:
+        return {"x": x.tolist(), "y": rounded(y), **made}
+    begins = np.linspace(0, len(x), MOST_POINTS + 1).astype(int)
+    lengths = np.diff(begins)
     return {
-        "x": [int(steps[part[-1]]) for part in parts],
-        "y": rounded([values[part].mean() for part in parts]),
-        "low": rounded([values[part].min() for part in parts]),
-        "high": rounded([values[part].max() for part in parts]),
+        "x": x[begins[1:] - 1].tolist(),
+        "y": rounded(np.add.reduceat(y / np.repeat(lengths, lengths), begins[:-1])),
+        "low": rounded(np.minimum.reduceat(y, begins[:-1])),
+        "high": rounded(np.maximum.reduceat(y, begins[:-1])),
         **made,
     }
 

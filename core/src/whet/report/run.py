@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def read_run(folder: Path) -> Json:
             f"{folder} holds no run: there is no metrics.jsonl, journal.jsonl or config.yaml in it; "
             "give the folder that is `run.folder` in the config"
         )
-    metrics, events = curves.read(folder / "metrics.jsonl"), rows_of(folder / "journal.jsonl")
+    rows, events = rows_of(folder / "metrics.jsonl"), rows_of(folder / "journal.jsonl")
+    metrics = curves.metrics(rows)
     config = text_of(folder / "config.yaml")
     settings = _settings(config)
     widest = {s: row["logprob_gap/max"] for s, row in metrics.items() if "logprob_gap/max" in row}
@@ -42,7 +43,7 @@ def read_run(folder: Path) -> Json:
     return {
         "run": run, "findings": findings(metrics, run),
         "curves": curves.curves(metrics),
-        "time": timing.timing(rows_of(folder / "metrics.jsonl"), rows_of(folder / "spans.jsonl")),
+        "time": timing.timing(rows, rows_in(folder / "spans.jsonl")),
         "training": training, "gaps": gaps.gaps(training["sources"]), "evaluation": episodes.evaluations(folder),
         "config": config, "versions": _json(folder / "versions.json"), "plan": _json(folder / "plan.json"),
         "journal": _journal(events), "logs": _logs(folder / "logs"),
@@ -51,7 +52,12 @@ def read_run(folder: Path) -> Json:
 
 def rows_of(file: Path) -> list[Json]:
     """Read JSON lines; none where there is no file."""
-    return list(read_rows(file)) if file.is_file() else []
+    return list(rows_in(file))
+
+
+def rows_in(file: Path) -> Iterator[Json]:
+    """Read JSON lines one by one; none where there is no file."""
+    return read_rows(file) if file.is_file() else iter(())
 
 
 def text_of(file: Path) -> str:
@@ -69,7 +75,7 @@ def value(settings: Any, *path: str) -> Any:
 def state(events: Rows, done: int, wanted: Any) -> Json:
     """Say how the run stands, by its journal: finished, stopped, failed, or open (under way, or killed)."""
     last = next((e for e in reversed(events) if e.get("event") in ("opened", "closed", "failed")), {})
-    times = [e["time"] for e in events if isinstance(e.get("time"), int | float)]
+    times = [time for e in events if (time := episodes.number(e.get("time"))) is not None]
     word = {"failed": "failed", "opened": "open", "closed": "stopped"}.get(str(last.get("event")), "unknown")
     if word == "stopped" and isinstance(wanted, int) and done >= wanted:
         word = "finished"
@@ -91,8 +97,8 @@ def _worked(events: Rows) -> float:
     """Seconds during which the run was at work, over all its sittings."""
     seconds, before = 0.0, None
     for event in events:
-        now = event.get("time")
-        if not isinstance(now, int | float):
+        now = episodes.number(event.get("time"))
+        if now is None:
             continue
         if before is not None and event.get("event") != "opened":
             seconds += max(0.0, now - before)

@@ -5,16 +5,17 @@ up to its wall time, each instant is counted once: for the innermost phase of th
 as `other`.
 """
 
-from bisect import bisect_left, bisect_right
+import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from attrs import frozen
 
 from whet.report.curves import rounded
+from whet.report.episodes import number
 
 MOST_BARS = 160
 """Bars of the chart; of a longer run each is the mean of several steps."""
@@ -26,9 +27,8 @@ BESIDE = "generator"
 """The role that works beside the driver."""
 
 
-@frozen
-class Phase:
-    """One span."""
+class Phase(NamedTuple):
+    """One span. A tuple, for there are hundreds of thousands."""
 
     role: str
     name: str
@@ -50,8 +50,8 @@ def phases(rows: Iterable[Mapping[str, Any]]) -> list[Phase]:
     """Read spans; rows that are none are left out. Ascending by begin."""
     found = []
     for row in rows:
-        begin, seconds, step = row.get("begin"), row.get("seconds"), row.get("step")
-        if isinstance(begin, int | float) and isinstance(seconds, int | float) and isinstance(step, int):
+        begin, seconds, step = number(row.get("begin")), number(row.get("seconds")), row.get("step")
+        if begin is not None and seconds is not None and seconds >= 0 and isinstance(step, int):
             found.append(Phase(str(row.get("role")), str(row.get("phase")), begin, begin + seconds, step))
     return sorted(found, key=lambda phase: phase.begin)
 
@@ -64,24 +64,43 @@ def windows(metrics: Iterable[Mapping[str, Any]], spans: Sequence[Phase]) -> lis
             first.setdefault(span.step, span.begin)
     made: list[Window] = []
     for row in metrics:
-        step, end, seconds = row.get("step"), row.get("time"), row.get("seconds/step", 0.0)
-        if not isinstance(step, int) or not isinstance(end, int | float) or not isinstance(seconds, int | float):
+        step, end, seconds = row.get("step"), number(row.get("time")), number(row.get("seconds/step", 0.0))
+        if not isinstance(step, int) or end is None or seconds is None:
             continue
-        begin = min(first.get(step, end), end - seconds)
+        begin = min(first.get(step, end), end - max(0.0, seconds))
         begin = max(begin, made[-1].end) if made and made[-1].end <= end else begin
         made.append(Window(step, begin, end))
     return made
 
 
+def inside(steps: Sequence[Window], spans: Sequence[Phase]) -> Iterator[tuple[int, list[Phase]]]:
+    """Give the position of each window and the spans that reach into it, in the order in which windows begin."""
+    waiting, near = iter(spans), list[Phase]()
+    following = next(waiting, None)
+    for position in sorted(range(len(steps)), key=lambda i: steps[i].begin):
+        window = steps[position]
+        near = [span for span in near if span.end > window.begin]
+        while following is not None and following.begin < window.end:
+            near.append(following)
+            following = next(waiting, None)
+        yield position, [span for span in near if span.begin < window.end and span.end > window.begin]
+
+
 def shares(window: Window, spans: Sequence[Phase]) -> dict[str, float]:
-    """Give the seconds of a window that each phase took; they add up to the window."""
-    inside = [s for s in spans if s.begin < window.end and s.end > window.begin]
-    edges = {edge for s in inside for edge in (s.begin, s.end) if window.begin < edge < window.end}
-    marks = sorted({window.begin, window.end} | edges)
+    """Give the seconds of a window that each phase took; they add up to the window. Spans ascend by begin."""
+    marks = {window.begin, window.end}
+    marks.update(edge for span in spans for edge in (span.begin, span.end) if window.begin < edge < window.end)
     taken: dict[str, float] = defaultdict(float)
-    for begin, end in pairwise(marks):
-        active = [s for s in inside if s.begin <= begin and s.end >= end]
-        chosen = max(active, key=lambda s: (s.role != BESIDE, s.begin), default=None)
+    active: list[tuple[bool, float, int]] = []
+    """Spans that have begun, by place: the one that counts first, those that are over until it is their turn."""
+    begun = 0
+    for begin, end in pairwise(sorted(marks)):
+        while begun < len(spans) and spans[begun].begin <= begin:
+            heapq.heappush(active, (spans[begun].role == BESIDE, -spans[begun].begin, begun))
+            begun += 1
+        while active and spans[active[0][2]].end <= begin:
+            heapq.heappop(active)
+        chosen = spans[active[0][2]] if active else None
         taken[f"{chosen.role}.{chosen.name}" if chosen else "other"] += end - begin
     return taken
 
@@ -89,15 +108,14 @@ def shares(window: Window, spans: Sequence[Phase]) -> dict[str, float]:
 def timing(metrics: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Give what the page shows of time: phases of each step stacked, and all spans of a few steps."""
     spans = phases(rows)
-    begins = [span.begin for span in spans]
-    longest = max((span.end - span.begin for span in spans), default=0.0)
     steps = windows(metrics, spans)
-
-    def near(window: Window) -> Sequence[Phase]:
-        return spans[bisect_left(begins, window.begin - longest) : bisect_right(begins, window.end)]
-
-    parts = [shares(window, near(window)) for window in steps]
+    detailed, details = set(_interesting(steps)), dict[int, dict[str, Any]]()
+    parts: list[dict[str, float]] = [{} for _ in steps]
     total: dict[str, float] = defaultdict(float)
+    for position, found in inside(steps, spans):
+        parts[position] = shares(steps[position], found)
+        if position in detailed:
+            details[position] = _detail(steps[position], found)
     for name, seconds in (item for part in parts for item in part.items()):
         total[name] += seconds
     names = sorted(total, key=lambda name: (name == "other", -total[name]))
@@ -112,7 +130,7 @@ def timing(metrics: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any
             }
             for s in stretches
         ],
-        "details": [_detail(steps[i], near(steps[i])) for i in _interesting(steps)],
+        "details": [details[position] for position in sorted(details)],
     }
 
 
@@ -125,11 +143,10 @@ def _interesting(steps: Sequence[Window]) -> list[int]:
 
 
 def _detail(window: Window, spans: Sequence[Phase]) -> dict[str, Any]:
-    inside = [s for s in spans if s.begin < window.end and s.end > window.begin]
-    kept = sorted(sorted(inside, key=lambda s: s.begin - s.end)[:MOST_SPANS], key=lambda s: s.begin)
+    kept = sorted(sorted(spans, key=lambda s: s.begin - s.end)[:MOST_SPANS], key=lambda s: s.begin)
     return {
         "step": window.step,
         "seconds": round(window.end - window.begin, 6),
         "spans": [[s.role, s.name, round(s.begin - window.begin, 6), round(s.end - s.begin, 6)] for s in kept],
-        "left_out": len(inside) - len(kept),
+        "left_out": len(spans) - len(kept),
     }

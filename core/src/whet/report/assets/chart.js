@@ -39,9 +39,12 @@ function wobbles(values) {
   return turns > values.length / 10;
 }
 
+// Pixels between dots; where they are closer, dots and intervals are drawn as a line with a band.
+const CLOSEST = 7;
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
 
-// lines: [{name, colour, curve: {x, y, low?, high?}, dots?, half?}]; half: half widths of intervals.
+// lines: [{name, colour, curve: {x, y, low?, high?}, dots?, half?}]; half: half widths of intervals, which are cut at 0
+// where no value is below it: a share or a length has no use for what is left of the interval there.
 function lineChart({ title, lines, height = 190, log = false, smooth = 0, steps = "step", last = true, rule = null }) {
   const lost = lines.reduce((sum, line) => sum + (line.curve.lost || 0), 0);
   const drawn = lines.filter((line) => line.curve.x.length);
@@ -80,12 +83,13 @@ function drawLines(box, width, height, lines, log, smooth, steps, rule) {
   }
   const xs = shown.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
   let [left, right] = [Math.min(...xs), Math.max(...xs)];
-  if (left === right) [left, right] = [left - 1, right + 1];
+  if (left === right) [left, right] = [Math.max(0, left - 1), right + 1];
   let bottom = Infinity, top = -Infinity;
+  for (const line of shown) line.floor = log || Math.min(...(line.low || line.y)) < 0 ? -Infinity : 0;
   for (const line of shown) {
     for (let i = 0; i < line.x.length; i += 1) {
       const half = line.half && !log ? line.half[i] || 0 : 0;
-      bottom = Math.min(bottom, line.low ? line.low[i] : line.y[i] - half);
+      bottom = Math.min(bottom, line.low ? line.low[i] : Math.max(line.floor, line.y[i] - half));
       top = Math.max(top, line.high ? line.high[i] : line.y[i] + half);
     }
   }
@@ -126,14 +130,19 @@ function drawLine(line, px, py, smooth, log) {
   const path = (values) => values.map((v, i) => `${i ? "L" : "M"}${px(line.x[i]).toFixed(1)} ${py(v).toFixed(1)}`).join("");
   const stroke = { stroke: line.colour, fill: "none", "stroke-width": 1.6, "stroke-linejoin": "round" };
   const parts = [];
-  if (line.low) {
-    const back = line.x.map((x, i) => `L${px(x).toFixed(1)} ${py(line.low[i]).toFixed(1)}`).reverse().join("");
-    parts.push(svg("path", { d: `${path(line.high)}${back}Z`, fill: line.colour, opacity: 0.16 }));
-  }
-  if (line.dots || line.x.length === 1) {
+  const band = (low, high) => {
+    const back = line.x.map((x, i) => `L${px(x).toFixed(1)} ${py(low[i]).toFixed(1)}`).reverse().join("");
+    parts.push(svg("path", { d: `${path(high)}${back}Z`, fill: line.colour, opacity: 0.16 }));
+  };
+  const dense = line.x.length > 1 && (px(line.x[line.x.length - 1]) - px(line.x[0])) / (line.x.length - 1) < CLOSEST;
+  if (line.low) band(line.low, line.high);
+  if (line.dots && dense) {
+    if (line.half && !log) band(line.y.map((y, i) => Math.max(line.floor, y - line.half[i])), line.y.map((y, i) => y + line.half[i]));
+    parts.push(svg("path", { d: path(line.y), ...stroke }));
+  } else if (line.dots || line.x.length === 1) {
     line.x.forEach((x, i) => {
       const half = line.half && !log ? line.half[i] : 0;
-      if (half) parts.push(svg("line", { x1: px(x), x2: px(x), y1: py(line.y[i] - half), y2: py(line.y[i] + half), stroke: line.colour, opacity: 0.5 }));
+      if (half) parts.push(svg("line", { x1: px(x), x2: px(x), y1: py(Math.max(line.floor, line.y[i] - half)), y2: py(line.y[i] + half), stroke: line.colour, opacity: 0.5 }));
       parts.push(svg("circle", { cx: px(x), cy: py(line.y[i]), r: 3, fill: line.colour }));
     });
     parts.push(svg("path", { d: path(line.y), ...stroke, opacity: 0.6 }));
