@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class Replacing:
     """Grants all; what comes back gets the weights of now once the hand-over under way has ended."""
 
     def __init__(self) -> None:
-        self.over, self.back = threading.Event(), threading.Event()
+        self.over, self.back, self.losses = threading.Event(), threading.Event(), Counter[str]()
 
     def grant(self, error: WorkerLost) -> bool:
         return True
