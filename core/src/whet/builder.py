@@ -195,21 +195,24 @@ class Builder:
         for selection in self.config.loggers:
             self.watchers.add(selection.name, build_selection(selection, info))
 
-    def cluster(self) -> "Callable[[str], Slice]":
-        """Give a function from roles to slices."""
+    def cluster(self, *only: str) -> "Callable[[str], Slice]":
+        """Give a function from roles to slices: of all roles, or of those alone that are named."""
         if self.plan.inline:
             from whet.cluster.inline import InlineSlice
 
             places = {place.role: place for place in self.plan.roles}
             return lambda role: InlineSlice(role, threads=places[role].threads, device=places[role].devices[0])
-        self._cluster = cluster = self._start_cluster()
-        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in self.plan.roles}
-        cluster.warm(slices.values(), self.plan.imports)
+        roles = [place for place in self.plan.roles if place.role in only or not only]
+        self._cluster = cluster = self._start_cluster([place.role for place in roles])
+        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
+        wanted = [facts_of(getattr(self.config, place.role), self.prepared.model).imports for place in roles]
+        cluster.warm(slices.values(), tuple(dict.fromkeys(module for modules in wanted for module in modules)))
         return slices.__getitem__
 
-    def _start_cluster(self) -> "Cluster":
+    def _start_cluster(self, roles: Sequence[str]) -> "Cluster":
         """Make the cluster that the config asks for; what takes time begins in the background."""
-        section, share = self.config.cluster, share_groups(self.config)
+        groups = ([role for role in group if role in roles] for group in share_groups(self.config))
+        section, share = self.config.cluster, [group for group in groups if group]
         if section.launcher == "ray":
             from whet.cluster.ray import RayCluster
 

@@ -14,11 +14,13 @@ from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.metrics import plain
 from whet.parts import closing_all
 from whet.prepare import Prepared, prepare
+from whet.recovery import Recovery
 from whet.rollout.evaluate import EvaluationResult
 from whet.run_folder import RunFolder, disk_errors, json_line
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
+    from whet.interfaces.logger import Logger
     from whet.plugins import Registry
 
 
@@ -56,8 +58,13 @@ def evaluate(
     *,
     model: str | None = None,
     registry: "Registry | None" = None,
+    progress: "Logger | None" = None,
 ) -> Evaluated:
-    """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched."""
+    """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched.
+
+    The generator loads the model itself, so no backend is started. A replica that is lost is replaced, as often as
+    `cluster.recovery` allows. `progress` is told what is waited for.
+    """
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
     prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
     config = prepared.config
@@ -65,8 +72,12 @@ def evaluate(
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
     with tempfile.TemporaryDirectory(prefix="whet-eval-") as scratch, closing_all([]) as closers:
         builder = _builder(prepared, scratch, closers)
+        builder.recovery = Recovery(config.cluster.recovery, builder.folder)
+        if progress is not None:
+            builder.watchers.add("progress", progress)
+        closers.append(builder.watchers.close)
         routes = builder.routes(config.evaluation.environments, "test")
-        generator = builder.handle("generator", builder.cluster())
+        generator = builder.handle("generator", builder.cluster("generator"))
         return Evaluated(prepared.model.path, builder.evaluator(routes, generator, builder.chat()).evaluate())
 
 

@@ -179,11 +179,6 @@ class PreparedData:
         """What became of the training records."""
         return self._train.report
 
-    @property
-    def validation_report(self) -> DataReport:
-        """What became of the validation records."""
-        return self._validation.report
-
     def __len__(self) -> int:
         return len(self._train)
 

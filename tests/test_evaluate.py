@@ -1,0 +1,82 @@
+"""`whet eval` as people run it: what it starts, what it survives, and what it shows meanwhile."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def evaluation(small_run):
+    """Write a config to evaluate on 50 questions; `strike` says whom the environment strikes when."""
+
+    def write(folder: Path, strike: dict | None = None, environment: dict | None = None, **cluster: object) -> Path:
+        return small_run(
+            folder,
+            rollout={"max_tokens": 32},
+            environments=[{"use": "striking"}],
+            evaluation={"environments": [environment or {"use": "striking", **(strike or {})}]},
+            plugins=[str(HERE / "striking.py"), str(HERE / "witness.py")],
+            cluster={"threads": {"backend": 1, "generator": 1}, "share": [], **cluster},
+        )
+
+    return write
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "striking.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_replica_that_is_lost_is_replaced_and_the_result_is_the_same(tmp_path, evaluation, whet):
+    done = whet("eval", evaluation(tmp_path, ranks={"generator": 2}), "--out", tmp_path / "whole")
+    assert done.code == 0, done.errors
+    struck = evaluation(tmp_path, {"victim": "generator-1", "questions": [20]}, ranks={"generator": 2})
+    again = whet("eval", struck, "--out", tmp_path / "struck")
+    assert again.code == 0, again.errors
+    assert "generator rank 1 was lost in generate" in again.errors
+    assert "it is restarted by itself (7 more allowed)" in again.errors
+    assert again.output == done.output
+    assert records(tmp_path / "struck") == records(tmp_path / "whole")
+
+
+def test_over_budget_the_error_names_the_replica(tmp_path, evaluation, whet):
+    strike = {"victim": "generator-0", "questions": [1]}
+    error = whet("eval", evaluation(tmp_path, strike, recovery={"replicas": 0})).error
+    assert "generator rank 0 failed in generate: its process was killed by SIGKILL" in error
+
+
+@pytest.mark.parametrize("share", [[], [["backend", "generator"]]], ids=["apart", "shared"])
+def test_no_process_is_started_for_the_backend(tmp_path, evaluation, whet, share):
+    environment = {"use": "witness", "notes": str(tmp_path / "notes")}
+    done = whet("eval", evaluation(tmp_path, environment=environment, share=share, ranks={"backend": 2}))
+    assert done.code == 0, done.errors
+    assert (tmp_path / "notes").read_text().splitlines() == ["generator-0"]
+
+
+def test_in_a_terminal_it_shows_how_far_it_is_and_the_result_goes_to_stdout_alone(tmp_path, evaluation):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "whet.cli", "eval", str(evaluation(tmp_path, workers="inline"))]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        seen = b""
+        with suppress(OSError):  # what Linux says where nobody has the other end open any more
+            while words := os.read(ours, 1 << 16):
+                seen += words
+        assert process.stdout is not None
+        output = process.stdout.read().decode()
+    os.close(ours)
+    assert process.returncode == 0, seen.decode()
+    assert "generator to start" in seen.decode() or " %" in seen.decode()
+    assert "\x1b[?25h" in seen.decode()  # the cursor is back
+    assert "striking: reward" in output
+    assert "\x1b" not in output
