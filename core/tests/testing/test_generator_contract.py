@@ -11,8 +11,9 @@ from attrs import evolve
 
 from whet.cluster.slices import Site
 from whet.data.records import Completion, Request
-from whet.testing.contracts.generator import GeneratorContract, Subject
+from whet.testing.contracts.generator import GeneratorContract
 from whet.testing.fakes import FakeGenerator
+from whet.testing.served import Subject
 
 
 def letters(prompt: str, rng: np.random.Generator) -> str:

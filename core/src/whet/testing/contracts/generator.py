@@ -11,66 +11,24 @@ with `transformers`. A subclass with `processes = 1` keeps the same rules on a w
 """
 
 import asyncio
-import itertools
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from whet.cluster.slices import Site
-from whet.data.records import Completion, Request, Sampling
-from whet.errors import RefitError, WhetError, WorkerError
+from whet.data.records import Completion, Request
+from whet.errors import WhetError
 from whet.interfaces.generator import Generator, Running
-from whet.refit import handover
-from whet.refit.link import Link
 from whet.testing.contracts.placed import Placed, Slices
-from whet.testing.deadline import deadline
+from whet.testing.contracts.weights import WeightRules
 from whet.testing.models import make_model
 from whet.testing.reference import Reference
-
-T = TypeVar("T")
-PROMPTS = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [6, 6], [20, 21, 22, 23])
-TOLERANCE = 1e-4
-"""Largest difference of logprobs to `transformers`, in nats, in float32."""
-
-
-@frozen(eq=False)
-class Subject:
-    """A generator under test with the event loop that it lives in."""
-
-    generator: Generator
-    folder: Path
-    tokenizer: Any
-    scratch: Path
-    deadline_seconds: float
-    _runner: asyncio.Runner
-    _ids: Iterator[int] = field(factory=itertools.count, init=False)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run in the generator's event loop."""
-        with deadline(self.deadline_seconds, "what the generator was asked"):
-            return self._runner.run(coroutine)
-
-    def request(self, tokens: Any = PROMPTS[0], seed: int = 0, prefix: str = "", **sampling: Any) -> Request:
-        """Make a request with a fresh id."""
-        settings = Sampling(**{"max_tokens": 8, **sampling})
-        return Request(f"request-{next(self._ids)}", np.asarray(tokens, np.int64), settings, seed, prefix)
-
-    def ask(self, *requests: Request) -> list[Completion]:
-        """Have requests served that are made in one turn of the event loop."""
-
-        async def together() -> list[Completion]:
-            return await asyncio.gather(*map(self.generator.generate, requests))
-
-        return self.run(together())
-
-    def decode(self, tokens: Any) -> str:
-        """Turn tokens into text."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+from whet.testing.served import PROMPTS, TOLERANCE, Subject, gap
 
 
 class GeneratorContract(Placed):
@@ -212,7 +170,7 @@ class GeneratorContract(Placed):
         assert np.array_equal(before.tokens, after.tokens)
 
 
-class ModelGeneratorContract(GeneratorContract):
+class ModelGeneratorContract(WeightRules, GeneratorContract):
     """For generators that serve a model folder. Inherit and override `make`."""
 
     transports: tuple[str, ...] = ("disk",)
@@ -244,7 +202,7 @@ class ModelGeneratorContract(GeneratorContract):
     ) -> None:
         requests = [subject.request(p, i, temperature=temperature, max_tokens=24) for i, p in enumerate(PROMPTS)]
         for request, completion in zip(requests, subject.ask(*requests), strict=True):
-            assert _gap(reference, request, completion, temperature) < TOLERANCE
+            assert gap(reference, request, completion, temperature) < TOLERANCE
 
     def test_temperature_0_takes_the_likeliest_token_with_its_logprob_at_1(
         self, subject: Subject, reference: Reference
@@ -254,7 +212,7 @@ class ModelGeneratorContract(GeneratorContract):
         follows = _follows(reference, request, completion, 1.0)
         chosen = np.take_along_axis(follows, completion.tokens[:, None], -1)[:, 0]
         assert (chosen >= follows.max(-1) - TOLERANCE).all()
-        assert _gap(reference, request, completion, 1.0) < TOLERANCE
+        assert gap(reference, request, completion, 1.0) < TOLERANCE
 
     def test_tokens_are_drawn_with_their_probabilities(self, subject: Subject, reference: Reference) -> None:
         requests = [subject.request(seed=seed, temperature=0.1, max_tokens=1, prefix="p") for seed in range(1024)]
@@ -304,138 +262,11 @@ class ModelGeneratorContract(GeneratorContract):
         assert isinstance(bad, WhetError), f"a prompt of {length} tokens for a model of 256 positions gave {bad!r}"
         assert isinstance(good, Completion)
 
-    def test_weights_handed_over_are_used_from_then_on(
-        self, subject: Subject, reference: Reference, other: Reference
-    ) -> None:
-        for number, transport in enumerate(self.transports, start=1):
-            for version, model in ((10 * number, other), (10 * number + 1, reference)):
-                self._hand_over(subject, self._link(subject, transport, version), model.weights())
-                request = subject.request(seed=version, max_tokens=16)
-                (completion,) = subject.ask(request)
-                assert completion.versions == ((0, version),)
-                assert _gap(model, request, completion, 1.0) < TOLERANCE
-
-    @pytest.mark.parametrize("how", ["drain", "keep", "abort"])
-    def test_what_is_under_way_when_weights_arrive_says_which_made_it(
-        self, subject: Subject, reference: Reference, other: Reference, how: Running
-    ) -> None:
-        if how not in self.running:
-            pytest.skip(f"its facts do not name {how}")
-        seen = 0
-        for attempt in range(20):
-            version = 1000 * (1 + self.running.index(how)) + 2 * attempt
-            self._hand_over(subject, self._link(subject, self.transports[0], version), reference.weights())
-            link = self._link(subject, self.transports[0], version + 1)
-            requests = [subject.request(PROMPTS[i], i, max_tokens=60 * (i + 1)) for i in range(4)]
-            completions, later = self._hand_over_meanwhile(subject, link, other, requests, how)
-            for request, completion in zip(requests, completions, strict=True):
-                seen += self._kept_its_word(request, completion, how, (version, reference), (version + 1, other))
-            assert later.versions == ((0, version + 1),), "a later request got old weights"
-            if seen:
-                break
-        self._hand_over(subject, self._link(subject, self.transports[0], 4000), reference.weights())
-        assert seen, "in twenty attempts no request was under way when weights arrived"
-
-    def _hand_over_meanwhile(
-        self, subject: Subject, link: Link, model: Reference, requests: list[Request], how: Running
-    ) -> tuple[list[Completion], Completion]:
-        """Hand weights over while requests run -> (their completions, that of a request made afterwards)."""
-
-        async def meanwhile() -> tuple[list[Completion], Completion]:
-            tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
-            await asyncio.sleep(0.02)
-            await asyncio.to_thread(handover.send, link, model.weights())
-            await asyncio.to_thread(lambda: subject.generator.receive_weights(link, link.version, how).result())
-            later = await subject.generator.generate(subject.request())
-            return await asyncio.gather(*tasks), later
-
-        return subject.run(meanwhile())
-
-    def _kept_its_word(
-        self,
-        request: Request,
-        completion: Completion,
-        how: Running,
-        old: tuple[int, Reference],
-        new: tuple[int, Reference],
-    ) -> bool:
-        """Check a completion that was under way when weights arrived, and say whether one could see that."""
-        models = dict((old, new))
-        if how == "abort" and completion.stop == "abort" and not len(completion.tokens):
-            return True
-        (_, first), *rest = completion.versions
-        assert {version for _, version in completion.versions} <= set(models), "it names a version that never was"
-        switch = rest[0][0] if rest else len(completion.tokens)
-        assert how == "keep" or not rest, "only a request that is kept may be of two versions"
-        assert how == "abort" or completion.stop != "abort", "nothing was to be aborted"
-        # After a switch keys and values are of both models, so no full forward gives the same logprobs.
-        expected = models[first].logprobs(np.concatenate([request.tokens, completion.tokens]), 1.0)
-        gap = np.abs(expected[len(request.tokens) :] - completion.logprobs)[:switch].max()
-        assert gap < TOLERANCE, f"tokens that name version {first} were not made by it"
-        return {"drain": first == old[0], "keep": bool(rest), "abort": completion.stop == "abort"}[how]
-
-    def test_a_hand_over_that_lacks_a_weight_is_refused(
-        self, own: Subject, reference: Reference, other: Reference
-    ) -> None:
-        for number, transport in enumerate(self.transports, start=1):
-            with pytest.raises((RefitError, WorkerError)):
-                self._hand_over(own, self._link(own, transport, number), other.weights()[:-1])
-            self._serves_old_weights_or_none(own, reference)
-
-    def test_a_hand_over_of_another_version_is_refused(
-        self, own: Subject, reference: Reference, other: Reference
-    ) -> None:
-        for number, transport in enumerate(self.transports, start=1):
-            sent = evolve(self._link(own, transport, number), timeout_seconds=1.0)
-            handover.send(sent, other.weights())
-            with pytest.raises((RefitError, WorkerError)):
-                self._receive(own, evolve(sent, version=number + 1))
-            self._serves_old_weights_or_none(own, reference)
-
-    def test_after_a_refused_hand_over_a_whole_one_is_taken(
-        self, own: Subject, reference: Reference, other: Reference
-    ) -> None:
-        if self.processes > 1:
-            pytest.skip("after a rank has failed the others are in an unknown state: the run ends")
-        for number, transport in enumerate(self.transports, start=1):
-            with pytest.raises((RefitError, WorkerError)):
-                self._hand_over(own, self._link(own, transport, 10 * number), reference.weights()[:-1])
-            self._hand_over(own, self._link(own, transport, 10 * number + 1), other.weights())
-            request = own.request(seed=9)
-            assert _gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
-
-    def _link(self, subject: Subject, transport: str, version: int) -> Link:
-        folder = subject.scratch / f"refit-{transport}"
-        folder.mkdir(exist_ok=True)
-        return Link(transport, str(folder), f"session-{version}", version, timeout_seconds=30.0)
-
-    def _hand_over(self, subject: Subject, link: Link, weights: list[tuple[str, Any]]) -> None:
-        handover.send(link, weights)
-        self._receive(subject, link)
-
-    def _receive(self, subject: Subject, link: Link) -> None:
-        with deadline(subject.deadline_seconds, "a hand-over of weights"):
-            subject.generator.receive_weights(link, link.version).result()
-
-    def _serves_old_weights_or_none(self, subject: Subject, reference: Reference) -> None:
-        request = subject.request(seed=9)
-        try:
-            (completion,) = subject.ask(request)
-        except WhetError:
-            return
-        assert _gap(reference, request, completion, 1.0) < TOLERANCE, "half of the new weights are in use"
-
 
 def _follows(reference: Reference, request: Request, completion: Completion, temperature: float) -> Any:
     """Compute log_softmax(logits / temperature) that each token of the completion was drawn from. -> [L, V]."""
     tokens = np.concatenate([request.tokens, completion.tokens])
     return reference.likelihoods(tokens, temperature)[len(request.tokens) - 1 : -1]
-
-
-def _gap(reference: Reference, request: Request, completion: Completion, temperature: float) -> float:
-    """Find the largest difference between the completion's logprobs and a full forward's, in nats."""
-    expected = reference.logprobs(np.concatenate([request.tokens, completion.tokens]), temperature)
-    return float(np.abs(expected[len(request.tokens) :] - completion.logprobs).max())
 
 
 def _stop_strings(subject: Subject) -> list[tuple[Request, Any, str]]:
