@@ -28,7 +28,7 @@ def build(config: LettersConfig) -> SingleTurn:
     splits = {
         split: [task(seed, i, config.length) for i in range(1000)] for seed, split in enumerate(("train", "test"))
     }
-    return SingleTurn(splits, rewards={"correct": correct})
+    return SingleTurn(splits, rewards={"correct": correct}, answer=str.strip)
 
 
 def task(seed: int, position: int, length: int) -> Task:

@@ -78,5 +78,5 @@ def test_in_a_terminal_it_shows_how_far_it_is_and_the_result_goes_to_stdout_alon
     assert process.returncode == 0, seen.decode()
     assert "generator to start" in seen.decode() or " %" in seen.decode()
     assert "\x1b[?25h" in seen.decode()  # the cursor is back
-    assert "striking: reward" in output
+    assert "95 % interval" in output
     assert "\x1b" not in output

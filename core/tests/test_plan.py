@@ -159,6 +159,35 @@ def test_evaluation_needs_a_generator():
     assert "generator: evaluation needs a generator; choose one by `use:`" in problems(config, facts)
 
 
+def evaluating(*entries: dict[str, Any], **section: Any) -> Config:
+    parts = [EnvironmentSection(component=chosen("environments", f"e{i}"), **entry) for i, entry in enumerate(entries)]
+    return make_config(evaluation=EvaluationSection(parts, **section))
+
+
+def test_figures_of_an_evaluation_need_as_many_samples() -> None:
+    found = problems(evaluating({"samples": 4}, {"samples": 2}, {"pass_at": [1]}, pass_at=[1, 4]))
+    wanted = "evaluation.environments.1.samples: is 2, too few for pass@4 of evaluation.pass_at; raise it, or give this"
+    assert found == [f"{wanted} environment its own pass_at"]
+    found = problems(evaluating({"samples": 4, "majority_at": [8]}))
+    assert [line.split(";")[0] for line in found] == [
+        "evaluation.environments.0.samples: is 4, too few for maj@8 of evaluation.environments.0.majority_at"
+    ]
+    assert not problems(evaluating({"samples": 4, "majority_at": []}, {"samples": 8}, majority_at=[8]))
+
+
+def test_votes_of_subsets_of_too_many_samples_are_refused() -> None:
+    (found,) = problems(evaluating({"samples": 1000}, majority_at=[4, 1000]))
+    assert found.startswith("evaluation.environments.0.majority_at: asks for votes of fewer than all 1000 samples")
+    assert not problems(evaluating({"samples": 1000}, majority_at=[1000], pass_at=[500]))
+
+
+@pytest.mark.parametrize("key", ["pass_at", "majority_at"])
+def test_what_is_of_evaluation_is_refused_in_training(key: str) -> None:
+    section = EnvironmentSection(component=chosen("environments", "sums"), **{key: [1]})
+    wanted = f"environments.0.{key}: is of evaluation; move it to evaluation.environments"
+    assert problems(make_config(environments=[section])) == [wanted]
+
+
 def test_a_loss_gets_only_outputs_and_columns_that_are_there():
     loss = Facts(outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
     found = problems(make_config(), {**FACTS, "algorithm.loss": loss})

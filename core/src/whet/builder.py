@@ -14,6 +14,7 @@ from whet.cluster.slices import Site
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
+from whet.config.evaluation import scoring
 from whet.config.structure import unstructure
 from whet.errors import CheckpointError, ConfigError, PluginError, WhetError, in_words
 from whet.identity import identity_of, versions
@@ -85,7 +86,7 @@ class Builder:
             data = self._data(chat)
             environments = [
                 self.routes(config.environments, "train"),
-                self.routes(config.evaluation.environments, "test"),
+                self.evaluation_routes(),
             ]
             saved = self._resume(data, environments[0], again)
         done = saved.step if saved else 0
@@ -153,6 +154,11 @@ class Builder:
                 route.tasks()
             routes.append(route)
         return routes
+
+    def evaluation_routes(self) -> "list[Route]":
+        """Build the environments of `evaluation`."""
+        routes = self.routes(self.config.evaluation.environments, "test")
+        return [attrs.evolve(r, scoring=scoring(self.config, i, r.environment)) for i, r in enumerate(routes)]
 
     def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
         config, folder = self.config, self.folder
@@ -301,8 +307,10 @@ class Builder:
             # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
             with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
                 result = evaluator.evaluate()
-            for name, records in result.records.items():
-                self.folder.append(f"evaluations/step-{step:06d}-{name}.jsonl", records)
+            label = f"step-{step:06d}"
+            for name, rows in result.rows(f"{label}-").items():
+                self.folder.append(f"evaluations/{name}", rows)
+            self.folder.write_json(f"evaluations/{label}.json", result.summary(f"{label}-", step=step))
             return result.metrics
 
         return evaluate

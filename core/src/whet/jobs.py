@@ -11,11 +11,11 @@ from attrs import frozen
 from whet import checkpoint
 from whet.builder import Builder
 from whet.errors import CheckpointError, ConfigError, WhetError
-from whet.metrics import plain
 from whet.parts import closing_all
 from whet.prepare import Prepared, prepare
 from whet.recovery import Recovery
-from whet.rollout.evaluate import EvaluationResult
+from whet.rollout.judgement import EvaluationResult
+from whet.rollout.paired import SUMMARY, Comparison, compare, read_written
 from whet.run_folder import RunFolder, disk_errors, json_line
 
 if TYPE_CHECKING:
@@ -30,26 +30,22 @@ class Evaluated:
 
     model: str
     result: EvaluationResult
+    comparison: Comparison | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.model}"]
-        for env in self.result.environments:
-            interval = "" if env.interval is None else f" +- {env.interval:.4f}"
-            rewards = ", ".join(f"{name} {value:.4f}" for name, value in env.rewards.items())
-            dropped = f", {env.dropped} dropped" if env.dropped else ""
-            lines.append(
-                f"  {env.name}: reward {env.reward:.4f}{interval} over {env.tasks} tasks ({env.episodes} episodes"
-                f"{dropped}); {rewards}; {env.response_length:.1f} tokens an answer"
-            )
-        return "\n".join(lines)
+        tables = [self.result.table(), *([self.comparison.table()] if self.comparison else [])]
+        return f"{self.model}\n" + "\n\n".join(tables)
 
     def write(self, out: Path) -> None:
-        """Write `metrics.json` and a file of records for each environment."""
+        """Write `evaluation.json`, and of each environment `NAME.jsonl`, its episodes, and `tasks/NAME.jsonl`."""
+        summary = self.result.summary(model=self.model)
+        if self.comparison:
+            summary["comparison"] = self.comparison.summary()
         with disk_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "metrics.json").write_text(json.dumps(plain(self.result.metrics), indent=2), encoding="utf-8")
-            for name, records in self.result.records.items():
-                (out / f"{name}.jsonl").write_text("".join(map(json_line, records)), encoding="utf-8")
+            (out / "tasks").mkdir(parents=True, exist_ok=True)
+            for name, rows in self.result.rows().items():
+                (out / name).write_text("".join(map(json_line, rows)), encoding="utf-8")
+            (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def evaluate(
@@ -57,28 +53,32 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     model: str | None = None,
+    against: Path | None = None,
     registry: "Registry | None" = None,
     progress: "Logger | None" = None,
 ) -> Evaluated:
     """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched.
 
     The generator loads the model itself, so no backend is started. A replica that is lost is replaced, as often as
-    `cluster.recovery` allows. `progress` is told what is waited for.
+    `cluster.recovery` allows. `against` is an evaluation that was written before, to be compared with task by task.
+    `progress` is told what is waited for.
     """
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
     prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
+    other = read_written(against) if against else None
     with tempfile.TemporaryDirectory(prefix="whet-eval-") as scratch, closing_all([]) as closers:
         builder = _builder(prepared, scratch, closers)
         builder.recovery = Recovery(config.cluster.recovery, builder.folder)
         if progress is not None:
             builder.watchers.add("progress", progress)
         closers.append(builder.watchers.close)
-        routes = builder.routes(config.evaluation.environments, "test")
+        routes = builder.evaluation_routes()
         generator = builder.handle("generator", builder.cluster("generator"))
-        return Evaluated(prepared.model.path, builder.evaluator(routes, generator, builder.chat()).evaluate())
+        result = builder.evaluator(routes, generator, builder.chat()).evaluate()
+    return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
 def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> None:

@@ -4,6 +4,7 @@ config.yaml  identity.json  versions.json  plan.json     what ran
 journal.jsonl                                            what happened, an event a line
 metrics.jsonl  spans.jsonl                               a line per step, a line per phase
 rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
+evaluations/step-000010.json  evaluations/tasks/step-000010-NAME.jsonl
 checkpoints/step-000020/    model/    logs/ROLE-RANK.log  logs/waits.log
 """
 
@@ -163,8 +164,8 @@ class RunFolder:
             self.journal("rewound", after_step=max(0, step))
         for name in ("metrics.jsonl", "spans.jsonl"):
             self._keep_rows(name, step)
-        for folder in ("rollouts", "evaluations"):
-            for file in (self.path / folder).glob("step-*.jsonl"):
+        for pattern in ("rollouts/step-*.jsonl", "evaluations/step-*.json*", "evaluations/tasks/step-*.jsonl"):
+            for file in self.path.glob(pattern):
                 if int(file.name[5:11]) > step:
                     file.unlink()
         for unfinished in self.checkpoints.glob("*.partial"):

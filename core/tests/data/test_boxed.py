@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from whet.data.boxed import is_integer, last_boxed
+from whet.data.boxed import boxed_integer, is_integer, last_boxed
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,20 @@ def test_time_is_linear_in_the_text():
     last_boxed("\\boxed{" + "{" * 1_000_000)
     assert not is_integer("9" * 1_000_000, "17")
     assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{ 007 }", "7"),
+        ("\\boxed{-0}", "0"),
+        ("\\boxed{-12}", "-12"),
+        ("\\boxed{7.0}", None),
+        ("\\boxed{seven}", None),
+        ("\\boxed{}", None),
+        ("7", None),
+        ("\\boxed{\u0667}", None),
+    ],
+)
+def test_equal_integers_are_equal_answers(text, answer):
+    assert boxed_integer(text) == answer

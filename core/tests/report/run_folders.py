@@ -54,7 +54,8 @@ def write(path: Path, said: str = "The answer is 7.", steps: int = 12) -> Path:
     run.append("journal.jsonl", [{"time": 1000.0, "event": "opened", "after_step": 0}])
     for step in range(1, steps + 1):
         begin = 1000.0 + step
-        evaluated = {"evaluation/sums/reward": 0.5 + step / 100, "evaluation/sums/interval": 0.1}
+        reward, name = 0.5 + step / 100, "evaluation/sums/reward"
+        evaluated = {name: reward, f"{name}/ci_low": reward - 0.1, f"{name}/ci_high": reward + 0.08}
         numbers = {"loss": 1 / step, "reward/mean": step / steps, "logprob_gap/max": GAPS.get(step, 1e-7)}
         row = {"step": step, "time": begin + 0.9, **numbers, "seconds/step": 0.9, HOSTILE: 1.0}
         run.append("metrics.jsonl", [row | (evaluated if step % 5 == 0 else {})])

@@ -160,14 +160,14 @@ def test_a_run_of_data_files_has_every_view_too(browser, tmp_path):
 
 
 def test_what_is_never_below_0_has_no_axis_and_no_interval_below_it(browser, tmp_path):
+    def judged(name, value, half):
+        figure = f"evaluation/{name}/reward"
+        return {figure: value, f"{figure}/ci_low": value - half, f"{figure}/ci_high": value + half}
+
     run = RunFolder(tmp_path)
-    run.append(
-        "metrics.jsonl", [{"step": 0, "time": 1.0, "evaluation/once/reward": 0.1, "evaluation/once/interval": 1.0}]
-    )
+    run.append("metrics.jsonl", [{"step": 0, "time": 1.0, **judged("once", 0.1, 1.0)}])
     for step in range(1, 9):
-        numbers = {"sums": 0.02 * step, "games": 0.02 * step - 0.05}
-        row = {f"evaluation/{name}/reward": value for name, value in numbers.items()}
-        row |= {f"evaluation/{name}/interval": 0.3 for name in numbers}
+        row = judged("sums", 0.02 * step, 0.3) | judged("games", 0.02 * step - 0.05, 0.3)
         run.append("metrics.jsonl", [{"step": step, "time": 1.0 + step, **row}])
     write_page(tmp_path / "report.html", read_run(tmp_path))
     browser.events.clear()

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Request, Sampling, Task
-from whet.errors import WhetError, WorkerError
+from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
-from whet.rollout.evaluate import EnvironmentResult, clustered_mean, evaluate
+from whet.rollout.evaluate import evaluate
+from whet.rollout.judgement import EnvironmentResult
 from whet.rollout.loop import EpisodeLoop
 from whet.rollout.routing import Route
+from whet.rollout.scores import Passing, Scoring
 from whet.testing.fakes import ByteChat, FakeGenerator
+
+ENDS = ("", "/ci_low", "/ci_high")
 
 
 def letters() -> FakeGenerator:
@@ -44,41 +48,55 @@ def test_means_and_interval_are_over_tasks() -> None:
     rows = result.records
     assert [(row["task"], row["sample"]) for row in rows] == [(t, s) for t in range(6) for s in range(4)]
     rewards = np.array([row["reward"] for row in rows]).reshape(6, 4)
-    assert result.reward == pytest.approx(rewards.mean())
+    found = result.figures
+    assert found["reward"].value == result.reward == pytest.approx(rewards.mean())
     standard_error = rewards.mean(1).std(ddof=1) / math.sqrt(6)
-    assert result.interval == pytest.approx(1.959963984540054 * standard_error)
-    assert result.rewards["first"] == pytest.approx(np.mean([row["rewards"]["first"] for row in rows]))
-    assert result.reward == pytest.approx(result.rewards["first"] + 0.5 * result.rewards["count"])
-    assert (result.tasks, result.episodes, result.dropped, result.response_length) == (6, 24, 0, 4.0)
-
-
-def test_the_interval_of_single_samples_is_the_usual_one() -> None:
-    values = [1.0] * 30 + [0.0] * 70
-    mean, interval = clustered_mean([[value] for value in values])
-    assert mean == pytest.approx(0.3)
-    assert interval == pytest.approx(1.959963984540054 * math.sqrt(0.3 * 0.7 / 99))
-
-
-def test_samples_of_one_task_do_not_make_the_interval_narrower_than_they_should() -> None:
-    """Repeating a task's outcome ten times adds nothing: the interval is that of the tasks."""
-    tasks = [0.0, 1.0, 1.0, 0.0, 1.0]
-    assert clustered_mean([[value] * 10 for value in tasks]) == clustered_mean([[value] for value in tasks])
-
-
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    covered = []
-    for _ in range(1000):
-        chances = rng.beta(2, 2, 60)  # how hard each task is; the mean over all tasks is 1/2
-        mean, interval = clustered_mean((rng.random((60, 4)) < chances[:, None]).astype(float).tolist())
-        assert interval is not None
-        covered.append(abs(mean - 0.5) <= interval)
-    assert 0.92 < np.mean(covered) < 0.97
+    assert found["reward"].high == pytest.approx(rewards.mean() + 2.570582 * standard_error)  # Student's t(5)
+    assert found["first"].value == pytest.approx(np.mean([row["rewards"]["first"] for row in rows]))
+    assert result.reward == pytest.approx(found["first"].value + 0.5 * found["count"].value)
+    assert (len(result.tasks), result.episodes, result.dropped) == (6, 24, 0)
+    assert found["response_length"].value == 4.0
 
 
 def test_a_single_task_has_no_interval() -> None:
-    (result,) = judged(Route("ab", environment(1), "test", samples=4))
-    assert result.interval is None
+    result = evaluate([Route("ab", environment(1), "test", samples=4)], letters(), ByteChat(), Sampling(max_tokens=8),
+                      0, retries=0, infrastructure_retries=0)  # fmt: skip
+    assert all(found.low is None for found in result.environments[0].figures.values())
+    assert not any(name.endswith(("ci_low", "ci_high")) for name in result.metrics)
+
+
+def test_passes_and_votes_are_of_the_samples_that_were_played() -> None:
+    given = environment()
+    given.final_answer = lambda messages: messages[-1].text[:1].replace("b", "")
+    passing = Passing("first", 1.0)
+    (result,) = judged(Route("ab", given, "test", samples=4, scoring=Scoring((1, 3, 4), (1, 3), passing)))
+    for task in result.tasks:
+        texts = [row["messages"][-1]["content"] for row in result.records if row["task"] == task.task]
+        right = sum(text[0] == "a" for text in texts)
+        assert (task.samples, task.passes) == (4, right)
+        assert task.answers == ((("a", right, right),) if right else ())
+        assert task.values["pass@1"] == right / 4 == pytest.approx(task.values["maj@1"])
+        assert task.values["pass@4"] == float(right > 0)
+        assert task.values["maj@3"] == pytest.approx(
+            task.values["pass@3"]
+        )  # all others abstain, so any right answer is the majority
+    answers = [row.get("answer") for row in result.records]
+    assert answers == ["a" if row["messages"][-1]["content"][0] == "a" else None for row in result.records]
+
+
+def test_a_pass_by_a_reward_that_there_is_not_ends_it_at_once() -> None:
+    generator = letters()
+    route = Route("ab", environment(50), "test", scoring=Scoring((1,), (), Passing("frist")))
+    with pytest.raises(ConfigError, match=r"evaluation\.passing.reward is 'frist', .* gives first, count"):
+        judged(route, generator=generator, concurrency=1)
+    assert len(generator.requests) < 5
+
+
+def test_an_answer_that_is_no_text_fails_the_episode() -> None:
+    given = environment()
+    given.final_answer = lambda messages: 7  # type: ignore[assignment, return-value]
+    with pytest.raises(WhetError, match=r"final_answer\(\) gave 7, wanted text, or None"):
+        judged(Route("ab", given, "test"))
 
 
 def test_it_draws_alike_whatever_was_trained_in_between() -> None:
@@ -94,9 +112,13 @@ def test_it_draws_alike_whatever_was_trained_in_between() -> None:
 def test_metrics_and_records_are_named_by_environment() -> None:
     routes = [Route("ab", environment(), "test", limit=4), Route("more", environment(3), "test")]
     result = evaluate(routes, letters(), ByteChat(), Sampling(max_tokens=8), 0, retries=0, infrastructure_retries=0)
-    assert {name: len(rows) for name, rows in result.records.items()} == {"ab": 4, "more": 3}
-    names = {"reward", "interval", "first", "count", "response_length", "dropped"}
-    assert set(result.metrics) == {f"evaluation/{env}/{name}" for env in ("ab", "more") for name in names}
+    assert {name: len(rows) for name, rows in result.rows("x-").items()} == {
+        "x-ab.jsonl": 4, "tasks/x-ab.jsonl": 4, "x-more.jsonl": 3, "tasks/x-more.jsonl": 3,
+    }  # fmt: skip
+    figures = [f"{name}{end}" for name in ("reward", "first", "count", "response_length") for end in ENDS]
+    assert set(result.metrics) == {
+        f"evaluation/{env}/{name}" for env in ("ab", "more") for name in [*figures, "dropped"]
+    }
     assert result.metrics["evaluation/ab/reward"].number() == result.environments[0].reward
 
 
@@ -116,9 +138,30 @@ def test_what_fails_is_tried_again_then_dropped_and_never_scored_0() -> None:
     environment = Fragile({2, 4})
     (result,) = judged(Route("fragile", environment, "test", samples=2), retries=2)
     assert result.reward == 1.0
-    assert (result.tasks, result.episodes, result.dropped) == (4, 8, 4)
+    assert [task.samples for task in result.tasks] == [2, 2, 0, 2, 0, 2]
+    assert (result.figures["reward"].tasks, result.episodes, result.dropped, result.infrastructure) == (4, 8, 4, 0)
     assert environment.tries == 8 + 4 * 3
     assert {row["task"] for row in result.records} == {0, 1, 3, 5}
+
+
+def test_a_figure_leaves_out_tasks_of_which_too_few_samples_came_through() -> None:
+    class Flaky(Fragile):
+        async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+            rewards = await super().run(task, model)
+            if task.data["i"] == 0 and self.tries == 1:
+                raise ConnectionError("the sandbox went away")
+            return rewards
+
+    route = Route("fragile", Flaky({3}), "test", samples=3, scoring=Scoring((1, 3)))
+    (result,) = judged(route, concurrency=1)
+    assert {name: found.tasks for name, found in result.figures.items()}["pass@3"] == 4
+    assert result.figures["pass@1"].tasks == 5
+    assert result.missing == {
+        "pass@1": "1 of 6 tasks left out: fewer than 1 of their episodes came through",
+        "pass@3": "2 of 6 tasks left out: fewer than 3 of their episodes came through",
+    }
+    assert (result.dropped, result.infrastructure) == (4, 1)
+    assert result.figures["reward"].value == 1.0
 
 
 def test_where_everything_fails_there_is_no_number() -> None:

@@ -44,6 +44,11 @@ class TestOfAGoodEnvironment(Sums):
     pass
 
 
+class TestOfAnEnvironmentThatStatesAnswers(Sums):
+    def make(self) -> Any:
+        return SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=str.strip)
+
+
 class TestOfAnEnvironmentOfTwoTurns(Sums):
     def make(self) -> Any:
         return TwoTurns({"train": TASKS, "test": TASKS[:3]}, {"correct": correct})
@@ -157,6 +162,14 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "rewards drawn anew": (
         lambda: sums(correct=drawing),
         "test_the_same_answer_gives_the_same_rewards",
+    ),
+    "gold that is no answer": (
+        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=lambda text: None),
+        "test_gold_is_an_answer_that_can_be_voted_for",
+    ),
+    "an answer that is no text": (
+        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=int),  # type: ignore[arg-type]
+        "test_gold_is_an_answer_that_can_be_voted_for",
     ),
     "one episode at a time": (lambda: two(OneAtATime), "test_concurrent_episodes_do_not_disturb_each_other"),
     "closed once": (lambda: two(ClosedOnce), "test_closing_twice_is_safe"),

@@ -9,9 +9,12 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 
 @click.command("eval", cls=Command)
 @config_arguments
-@click.option("--out", type=click.Path(file_okay=False), help="A folder for metrics.json and a record per episode.")
+@click.option("--out", type=click.Path(file_okay=False), help="A folder for evaluation.json and its records.")
 @click.option("--model", type=click.Path(), help="A model folder to evaluate instead of the config's model.path.")
-def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: str | None) -> None:
+@click.option("--against", type=click.Path(exists=True), help="An evaluation.json, or its folder, to compare with.")
+def evaluate(
+    config: str, overrides: tuple[str, ...], model: str | None, out: str | None, against: str | None
+) -> None:  # fmt: skip
     """Evaluate a model on what CONFIG has under `evaluation`."""
     from whet.cli.progress import Progress
     from whet.jobs import evaluate as evaluate_config
@@ -19,7 +22,10 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, out: st
 
     registry = load_plugins()
     warn_of_broken(registry)
-    evaluated = evaluate_config(config, overrides, model=model, registry=registry, progress=Progress())
+    other = Path(against) if against else None
+    evaluated = evaluate_config(
+        config, overrides, model=model, against=other, registry=registry, progress=Progress()
+    )  # fmt: skip
     if out:
         evaluated.write(Path(out))
     click.echo(str(evaluated))

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, lt, min_len
+from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
 from whet.component import Kind, Selection
 
 _FINITE = lt(math.inf)
+_COUNTS: Any = deep_iterable(ge(1))
 
 
 def _file_name(instance: object, attribute: Any, value: str) -> None:
@@ -155,6 +156,16 @@ class ClusterSection:
 
 
 @frozen
+class PassingSection:
+    """What counts as a pass in `pass_at` and `majority_at`."""
+
+    reward: str = ""
+    """Name of the reward that decides; empty: the weighted sum of all."""
+    at_least: float = field(default=1.0, validator=[gt(-math.inf), _FINITE])
+    """The smallest value that passes."""
+
+
+@frozen
 class EnvironmentSection:
     """One environment of a run; keys that are not named here are the environment's own."""
 
@@ -170,6 +181,12 @@ class EnvironmentSection:
     """Episodes for each task in evaluation."""
     limit: int = field(default=0, validator=ge(0))
     """Of evaluation: use only the first so many tasks; 0: all of them."""
+    pass_at: list[int] | None = field(default=None, validator=optional(_COUNTS))
+    """Of evaluation: instead of `evaluation.pass_at`."""
+    majority_at: list[int] | None = field(default=None, validator=optional(_COUNTS))
+    """Of evaluation: instead of `evaluation.majority_at`."""
+    passing: PassingSection | None = None
+    """Of evaluation: instead of `evaluation.passing`."""
 
 
 @frozen
@@ -239,6 +256,13 @@ class EvaluationSection:
     """Sample from this many likeliest tokens; 0: all."""
     max_tokens: int = field(default=0, validator=ge(0))
     """Longest completion of one turn; 0: as in `rollout`."""
+    pass_at: list[int] = field(factory=list, validator=_COUNTS)
+    """Estimate pass@k for each of these k: how likely it is that one of k answers passes. None above `samples`."""
+    majority_at: list[int] = field(factory=list, validator=_COUNTS)
+    """Estimate maj@k for each of these k: how likely it is that the answer which most of k samples give passes. None
+    above `samples`; needs environments that say what an answer is."""
+    passing: PassingSection = attrs.Factory(PassingSection)
+    """What counts as a pass."""
 
 
 @frozen

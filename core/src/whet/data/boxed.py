@@ -28,6 +28,12 @@ def is_integer(text: str, answer: str) -> bool:
     return digits.isascii() and digits.isdigit() and _canonical(text) == _canonical(answer)
 
 
+def boxed_integer(text: str) -> str | None:
+    r"""Give the last boxed integer in its shortest form, `\boxed{ -007 }` as `-7`; None where that is no integer."""
+    boxed = last_boxed(text)
+    return _canonical(boxed.strip()) if boxed is not None and is_integer(boxed, boxed.strip()) else None
+
+
 def _canonical(text: str) -> str:
     digits = text.removeprefix("-").lstrip("0") or "0"
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits

@@ -133,6 +133,8 @@ class Episode:
     """(role, text) as a reader sees the conversation, for records and reports."""
     task_id: str = ""
     """The task's own name, where it has one."""
+    answer: str | None = None
+    """Of evaluation: what the episode answered, where its environment says so; see `Answering`."""
 
 
 @frozen(eq=False)

@@ -8,9 +8,9 @@ A reward of such an environment is a function of the answer's text and the task'
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from whet.data.messages import Message
+from whet.data.messages import Conversation, Message
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
 
@@ -55,19 +55,42 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Answering(Protocol):
+    """What an environment may also have: majority votes of an evaluation (`maj@k`) need it."""
+
+    def final_answer(self, messages: Conversation) -> str | None:
+        """Say what an episode answered, so that equal answers are equal text; None: it gave none, and has no vote.
+
+        `messages` is its first sequence, which ends with the model's last words: hostile, and of any length. Never
+        look at the right answer here. Called on the thread of all episodes: be quick.
+        """
+        ...
+
+
 RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]
 """(text of the answer, task.data) -> reward; may be async."""
+AnswerFunction = Callable[[str], str | None]
+"""text of the model's last words -> what it answered, so that equal answers are equal text; None: nothing."""
 
 
 class SingleTurn:
-    """An environment of one question and one answer."""
+    """An environment of one question and one answer.
+
+    `answer`, e.g. `last_boxed` or `str.strip`, lets evaluations take majority votes; see `Answering`.
+    """
+
+    final_answer: Callable[[Conversation], str | None] | None = None
 
     def __init__(
         self,
         tasks: Mapping[str, Sequence[Task]],
         rewards: Mapping[str, "RewardFunction | tuple[RewardFunction, float]"],
+        answer: "AnswerFunction | None" = None,
     ) -> None:
         self._tasks = tasks
+        if answer is not None:
+            self.final_answer = lambda messages: answer(messages[-1].text)
         pairs = {name: given if isinstance(given, tuple) else (given, 1.0) for name, given in rewards.items()}
         self._rewards = {name: function for name, (function, _) in pairs.items()}
         self._weights = {name: weight for name, (_, weight) in pairs.items()}
@@ -96,6 +119,23 @@ class SingleTurn:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def states_answers(environment: Environment) -> bool:
+    """Whether an environment can say what an episode answered; see `Answering`."""
+    return callable(getattr(environment, "final_answer", None))
+
+
+def stated_answer(environment: Environment, messages: Conversation) -> str | None:
+    """Ask an environment what an episode answered; None where it gave no answer, or the environment does not say."""
+    if not states_answers(environment):
+        return None
+    answer = cast(Answering, environment).final_answer(messages)
+    if answer is not None and not isinstance(answer, str):
+        raise WhetEnvironmentError(
+            f"final_answer() gave {answer!r:.120}, wanted text, or None where there is no answer"
+        )
+    return answer or None
 
 
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:

@@ -117,5 +117,6 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         "response_length": len(produced),
         "stop": episode.trajectories[-1].stop,
         "versions": [min(produced), max(produced)],
+        **({} if episode.answer is None else {"answer": episode.answer}),
         "messages": [{"role": role, "content": text} for role, text in episode.messages],
     }

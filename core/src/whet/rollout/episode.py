@@ -30,7 +30,7 @@ from whet.data.records import (
 )
 from whet.errors import EnvironmentError as WhetEnvironmentError
 from whet.errors import InfrastructureError, PluginError, WhetError, WorkerError, in_words
-from whet.interfaces.environment import checked_rewards
+from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.randomness import derive_seed
 from whet.rollout.complete import complete
 from whet.rollout.gate import Gate
@@ -112,6 +112,8 @@ class Player:
     infrastructure_retries: int = 0
     gate: Gate = field(factory=Gate)
     """What requests pass on their way to the generator."""
+    answers: bool = False
+    """Whether to ask the environment what each episode answered, where it can say."""
 
     async def group(self, assignment: Assignment, samples: int) -> Group:
         """Play all episodes of a group at once. The first that fails for good ends the others."""
@@ -188,6 +190,7 @@ class Player:
             turns=sum(sequence.turns for sequence in sequences),
             messages=tuple((message.role, message.text) for message in sequences[0].messages),
             task_id=assignment.task.id,
+            answer=stated_answer(route.environment, sequences[0].messages) if self.answers else None,
         )
 
 

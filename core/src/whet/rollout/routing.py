@@ -7,12 +7,13 @@ shuffled(seed, 5, len)  the task at position 5: every pass over the tasks is ano
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Environment
 from whet.randomness import derive_seed
+from whet.rollout.scores import Scoring
 
 
 @frozen(eq=False)
@@ -29,6 +30,8 @@ class Route:
     """Of evaluation: episodes for each task."""
     limit: int = 0
     """Of evaluation: use only the first so many tasks; 0: all."""
+    scoring: Scoring = field(factory=Scoring)
+    """Of evaluation: what is worked out beside mean rewards."""
 
     def tasks(self) -> Sequence[Task]:
         """Give the split's tasks. Raises `DataError` when there are none."""

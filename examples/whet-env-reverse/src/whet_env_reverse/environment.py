@@ -16,7 +16,7 @@ def build(config: ReverseConfig) -> SingleTurn:
         split: [task(seed, i, config.letters) for i in range(config.words)]
         for seed, split in enumerate(("train", "test"))
     }
-    return SingleTurn(splits, rewards={"correct": correct, "in_place": (in_place, 0.1)})
+    return SingleTurn(splits, rewards={"correct": correct, "in_place": (in_place, 0.1)}, answer=str.strip)
 
 
 def task(seed: int, position: int, letters: int) -> Task:

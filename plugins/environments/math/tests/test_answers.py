@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from whet.testing.hostile import HOSTILE_ANSWERS
-from whet_env_math.answers import given_answer, gold_answer, is_bomb, plain_number
+from whet_env_math.answers import given_answer, gold_answer, is_bomb, normal_answer, plain_number
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,31 @@ def test_hostile_answers_cost_no_time():
                 is_bomb(answer)
         plain_number(text)
     assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed_only", "answer"),
+    [
+        ("\\boxed{1,450.0}", False, "1450"),
+        ("\\boxed{ \\$1450 }", True, "1450"),
+        ("\\boxed{-3.50}", True, "-7/2"),
+        ("\\boxed{\\dfrac{1}{2}}", True, "\\frac{1}{2}"),
+        ("\\boxed{\\left( 1,\\; 2 \\right)}", True, "(1,2)"),
+        ("\\boxed{\\leftarrow}", True, "\\leftarrow"),
+        ("\\boxed{1} or \\boxed{x + 1}", True, "x+1"),
+        ("it was 12, so it is 1,450.", False, "1450"),
+        ("it is 42.", True, None),
+        ("no idea", False, None),
+        ("\\boxed{}", False, None),
+        ("\\boxed{" + "x" * 2000 + "}", False, None),
+    ],
+)
+def test_answers_are_voted_on_in_one_spelling(text, boxed_only, answer):
+    assert normal_answer(text, boxed_only) == answer
+
+
+@pytest.mark.parametrize("what", HOSTILE_ANSWERS)
+def test_the_spelling_of_a_hostile_answer_is_found_in_linear_time(what):
+    begin = time.process_time()
+    normal_answer(HOSTILE_ANSWERS[what] * 5, False)
+    assert time.process_time() - begin < 1.0

@@ -92,10 +92,11 @@ def test_numbers_have_four_significant_digits(value, shown):
 
 
 def test_an_evaluation_is_one_line_per_environment():
-    metrics = {"loss": 1.0, "evaluation/a/reward": 0.5, "evaluation/a/interval": 0.04, "evaluation/b/reward": 1.0}
+    metrics = {"loss": 1.0, "evaluation/b/reward": 1.0, "evaluation/a/pass@4": 0.75, "evaluation/a/reward": 0.5}
+    metrics |= {"evaluation/a/reward/ci_low": 0.45, "evaluation/a/reward/ci_high": 0.54, "evaluation/a/by/length": 3.0}
     metrics |= {"evaluation/a/dropped": 0.0, "evaluation/b/dropped": 2.0}
     assert evaluation_lines(0, metrics) == [
-        "evaluation of a after step 0: reward 0.5 +-0.04",
+        "evaluation of a after step 0: reward 0.5 (0.45 to 0.54), by/length 3, pass@4 0.75",
         "evaluation of b after step 0: reward 1, dropped 2",
     ]
 
@@ -103,11 +104,12 @@ def test_an_evaluation_is_one_line_per_environment():
 def test_the_summary_names_first_last_and_best_with_its_step(tmp_path):
     logger, out = plain(tmp_path)
     for step, reward in [(0, 0.25), (5, 0.875), (10, 0.75)]:
-        metrics = {"evaluation/test/reward": reward, "evaluation/test/interval": 0.125, "validation/loss": 9 - step}
+        name = "evaluation/test/reward"
+        metrics = {name: reward, f"{name}/ci_low": reward - 0.125, f"{name}/ci_high": 1.0, "validation/loss": 9 - step}
         logger.log(step, metrics)
     logger.close(failed=False)
     line = next(line for line in out.getvalue().splitlines() if line.startswith("test/reward"))
-    assert line.replace("±", "").split() == ["test/reward", "0.25", "0.125", "0.75", "0.125", "0.875", "5"]
+    assert line.split() == ["test/reward", "0.25", "(0.125", "to", "1)", "0.75", "(0.625", "to", "1)", "0.875", "5"]
     lowest = next(line for line in out.getvalue().splitlines() if line.startswith("validation/loss"))
     assert lowest.split() == ["validation/loss", "9", "-1", "-1", "10"]
 

@@ -23,7 +23,8 @@ def grpo_rows(steps=60):
             reward = 0.35 + 0.45 * (1 - np.exp(-step / 15)) + random.normal(0, 0.05)
             row |= {"loss": random.normal(0, 0.01), "reward/mean": reward, "response_length/mean": 12 + step / 4}
         if step % 10 == 0:
-            row |= {"evaluation/test/reward": 0.39 + step / 150, "evaluation/test/interval": 0.04}
+            reward, name = 0.39 + step / 150, "evaluation/test/reward"
+            row |= {name: reward, f"{name}/ci_low": reward - 0.04, f"{name}/ci_high": reward + 0.03}
         yield row
 
 
@@ -69,11 +70,13 @@ def test_panels_of_the_config_take_patterns():
 
 
 def test_a_band_needs_an_interval_at_every_point_and_nan_is_no_point():
-    rows = {0: {"evaluation/t/reward": 0.5, "evaluation/t/interval": 0.1}, 1: {"evaluation/t/reward": float("nan")}}
-    (panel,) = panels(rows)
-    assert panel.series[0].band.tolist() == [0.1]
-    rows[2] = {"evaluation/t/reward": 0.6}
-    assert panels(rows)[0].series[0].band is None
+    name = "evaluation/t/pass@4"
+    rows = {0: {name: 0.5, f"{name}/ci_low": 0.4, f"{name}/ci_high": 0.7}, 1: {name: float("nan")}}
+    (panel,) = panels(rows, [["evaluation/*"]])
+    (series,) = panel.series
+    assert series.band.tolist() == [[0.4, 0.7]]
+    rows[2] = {name: 0.6}
+    assert panels(rows, [["evaluation/*"]])[0].series[0].band is None
 
 
 def test_a_repeated_step_counts_once_and_a_broken_line_not_at_all(tmp_path):

@@ -43,8 +43,8 @@ function wobbles(values) {
 const CLOSEST = 7;
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 24 };
 
-// lines: [{name, colour, curve: {x, y, low?, high?}, dots?, half?}]; half: half widths of intervals, which are cut at 0
-// where no value is below it: a share or a length has no use for what is left of the interval there.
+// lines: [{name, colour, curve: {x, y, low?, high?}, dots?, ci?}]; ci: {low, high} of intervals, which are cut at 0 where
+// no value is below it: a length has no use for what is left of the interval there.
 function lineChart({ title, lines, height = 190, log = false, smooth = 0, steps = "step", last = true, rule = null }) {
   const lost = lines.reduce((sum, line) => sum + (line.curve.lost || 0), 0);
   const drawn = lines.filter((line) => line.curve.x.length);
@@ -73,8 +73,8 @@ function drawLines(box, width, height, lines, log, smooth, steps, rule) {
     const { x, y, low, high } = line.curve;
     const kept = x.map((_, i) => i).filter((i) => usable(y[i]));
     const pick = (values) => values && kept.map((i) => raise(usable(values[i]) ? values[i] : y[i]));
-    const half = line.half && kept.map((i) => line.half[i]);
-    return { ...line, x: kept.map((i) => x[i]), y: pick(y), low: pick(low), high: pick(high), half };
+    const ci = line.ci && { low: pick(line.ci.low), high: pick(line.ci.high) };
+    return { ...line, x: kept.map((i) => x[i]), y: pick(y), low: pick(low), high: pick(high), ci };
   }).filter((line) => line.x.length);
   if (!shown.length) {
     box.replaceChildren(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" },
@@ -85,12 +85,14 @@ function drawLines(box, width, height, lines, log, smooth, steps, rule) {
   let [left, right] = [Math.min(...xs), Math.max(...xs)];
   if (left === right) [left, right] = [Math.max(0, left - 1), right + 1];
   let bottom = Infinity, top = -Infinity;
-  for (const line of shown) line.floor = log || Math.min(...(line.low || line.y)) < 0 ? -Infinity : 0;
+  for (const line of shown) {
+    const floor = log || Math.min(...(line.low || line.y)) < 0 ? -Infinity : 0;
+    if (line.ci) line.ci.low = line.ci.low.map((value) => Math.max(floor, value));
+  }
   for (const line of shown) {
     for (let i = 0; i < line.x.length; i += 1) {
-      const half = line.half && !log ? line.half[i] || 0 : 0;
-      bottom = Math.min(bottom, line.low ? line.low[i] : Math.max(line.floor, line.y[i] - half));
-      top = Math.max(top, line.high ? line.high[i] : line.y[i] + half);
+      bottom = Math.min(bottom, (line.low || (line.ci ? line.ci.low : line.y))[i]);
+      top = Math.max(top, (line.high || (line.ci ? line.ci.high : line.y))[i]);
     }
   }
   if (bottom === top && bottom === 0) top = 1;
@@ -137,12 +139,11 @@ function drawLine(line, px, py, smooth, log) {
   const dense = line.x.length > 1 && (px(line.x[line.x.length - 1]) - px(line.x[0])) / (line.x.length - 1) < CLOSEST;
   if (line.low) band(line.low, line.high);
   if (line.dots && dense) {
-    if (line.half && !log) band(line.y.map((y, i) => Math.max(line.floor, y - line.half[i])), line.y.map((y, i) => y + line.half[i]));
+    if (line.ci) band(line.ci.low, line.ci.high);
     parts.push(svg("path", { d: path(line.y), ...stroke }));
   } else if (line.dots || line.x.length === 1) {
     line.x.forEach((x, i) => {
-      const half = line.half && !log ? line.half[i] : 0;
-      if (half) parts.push(svg("line", { x1: px(x), x2: px(x), y1: py(Math.max(line.floor, line.y[i] - half)), y2: py(line.y[i] + half), stroke: line.colour, opacity: 0.5 }));
+      if (line.ci) parts.push(svg("line", { x1: px(x), x2: px(x), y1: py(line.ci.low[i]), y2: py(line.ci.high[i]), stroke: line.colour, opacity: 0.5 }));
       parts.push(svg("circle", { cx: px(x), cy: py(line.y[i]), r: 3, fill: line.colour }));
     });
     parts.push(svg("path", { d: path(line.y), ...stroke, opacity: 0.6 }));
@@ -175,9 +176,9 @@ function readOut(event, lines, at, cursor, px, steps) {
   const rows = lines.map((line) => {
     const i = line.curve.x.indexOf(first);
     if (i < 0) return null;
-    const half = line.half && line.half[i] ? ` ± ${format(line.half[i])}` : "";
+    const ci = line.ci ? ` [${format(line.ci.low[i])}, ${format(line.ci.high[i])}]` : "";
     const range = line.curve.low ? ` (${format(line.curve.low[i])} to ${format(line.curve.high[i])})` : "";
-    return [swatch(line.colour, line.name), `${format(line.curve.y[i])}${half}${range}`];
+    return [swatch(line.colour, line.name), `${format(line.curve.y[i])}${ci}${range}`];
   }).filter(Boolean);
   showTip(event.clientX, event.clientY, `${steps} ${format(first)}`, rows);
 }

@@ -34,7 +34,7 @@ function metricsView() {
 }
 
 function grouped() {
-  const found = names((name) => name.toLowerCase().includes(wanted.toLowerCase()) && !/^evaluation\/.*\/interval$/.test(name));
+  const found = names((name) => name.toLowerCase().includes(wanted.toLowerCase()) && !/^evaluation\/.*\/ci_(low|high)$/.test(name));
   const groups = new Map();
   for (const name of found) groups.set(groupOf(name), [...(groups.get(groupOf(name)) || []), name]);
   const order = [...groups.keys()].sort((a, b) => {

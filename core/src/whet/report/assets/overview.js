@@ -25,9 +25,9 @@ function overview() {
   ];
   for (const name of names((n) => /^evaluation\/.*\/reward$/.test(n))) {
     const [first, final] = ends(curveOf(name));
-    const half = curveOf(name.replace(/reward$/, "interval"));
+    const ci = intervalOf(name);
     cards.push(card(`Evaluation, ${name.split("/").slice(1, -1).join("/")}`, format(final),
-      `from ${format(first)}${half && half.y.length ? `, ± ${format(half.y[half.y.length - 1])} now` : ""}`));
+      `from ${format(first)}${ci ? `, now [${format(ci.low[ci.low.length - 1])}, ${format(ci.high[ci.high.length - 1])}]` : ""}`));
   }
   for (const [name, label] of [["reward/mean", "Training reward"], ["validation/loss", "Validation loss"],
     ...(curveOf("reward/mean") ? [] : [["loss", "Loss"]])]) {
@@ -64,10 +64,14 @@ function evaluationLines() {
 }
 
 function evaluationLine(name, colour) {
-  const half = curveOf(name.replace(/reward$/, "interval"));
-  const curve = curveOf(name);
-  const fits = half && half.x.length === curve.x.length && /reward$/.test(name);
-  return { name, colour, curve, dots: true, half: fits ? half.y : null };
+  return { name, colour, curve: curveOf(name), dots: true, ci: intervalOf(name) };
+}
+
+// The 95 % interval of an evaluation's figure, where each of its points has one.
+function intervalOf(name) {
+  const [low, high] = [curveOf(`${name}/ci_low`), curveOf(`${name}/ci_high`)];
+  const points = curveOf(name).x.length;
+  return points && low && high && low.x.length === points && high.x.length === points ? { low: low.y, high: high.y } : null;
 }
 
 function keyCharts() {

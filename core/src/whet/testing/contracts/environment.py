@@ -22,7 +22,7 @@ import pytest
 from whet.data.messages import ROLES, Message
 from whet.data.records import Task
 from whet.errors import DataError
-from whet.interfaces.environment import Environment, checked_rewards
+from whet.interfaces.environment import Environment, checked_rewards, stated_answer, states_answers
 from whet.testing.deadline import deadline
 from whet.testing.fakes import FakeModel
 from whet.testing.hostile import HOSTILE_ANSWERS
@@ -131,6 +131,16 @@ class EnvironmentContract:
         if self.gold(task) is not None:
             assert _total(environment, rewards) < self.full_reward
 
+    def test_gold_is_an_answer_that_can_be_voted_for(self, environment: Environment) -> None:
+        for task in _tasks(environment, self.splits, self.gold_samples):
+            gold = self._gold_or_skip(task)
+            stated = self._stated(environment, task, gold if isinstance(gold, str) else gold[-1])
+            assert stated, f"{task!r:.300} answered with gold {gold!r:.120} is no answer by `final_answer`"
+
+    @pytest.mark.parametrize("what", HOSTILE_ANSWERS)
+    def test_what_a_hostile_answer_says_is_stated_in_time(self, environment: Environment, what: str) -> None:
+        self._stated(environment, environment.tasks(self.splits[0])[0], HOSTILE_ANSWERS[what])
+
     def test_an_answer_cut_by_length_is_graded_too(self, environment: Environment) -> None:
         task = environment.tasks(self.splits[0])[0]
         with deadline(self.deadline_seconds, "the episode"):
@@ -164,6 +174,12 @@ class EnvironmentContract:
         if gold is None:
             pytest.skip("override `gold` to prove that right answers score full reward")
         return gold
+
+    def _stated(self, environment: Environment, task: Task, answer: str) -> str | None:
+        if not states_answers(environment):
+            pytest.skip("it has no `final_answer`, so evaluations take no majority votes")
+        with deadline(self.deadline_seconds, f"stating the answer of {answer!r:.60}"):
+            return stated_answer(environment, (*task.prompt, Message("assistant", answer)))
 
     def _play(self, environment: Environment, task: Task, answer: str | Sequence[str]) -> dict[str, float]:
         with deadline(self.deadline_seconds, f"an episode answered with {answer!r:.60}"):

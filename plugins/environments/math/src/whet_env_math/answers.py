@@ -22,6 +22,10 @@ BOMB = re.compile(
 )
 
 
+SPELLING = re.compile(r"\\[dt]frac(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]+")
+"""What may differ between two spellings of one answer."""
+
+
 def gold_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
     r"""Find the right answer in its field: by the pattern's first group, or after `####`, in `\boxed{}`, or all of it.
 
@@ -43,6 +47,27 @@ def given_answer(text: str, boxed_only: bool) -> str | None:
     if boxed_only:
         return None
     return " ".join(text[-TAIL:].split()) or None
+
+
+def normal_answer(text: str, boxed_only: bool) -> str | None:
+    r"""Find what a model answered, in a form in which equal answers are equal text as far as that can be read.
+
+    Plain numbers are equal by value: `1,450.0` is `1450`. Of anything else in a box only white space and sizes are
+    taken away, and `\dfrac` and `\tfrac` are `\frac`: `\frac{1}{2}` and `1/2` are two answers. Without a box it is the
+    last plain number near the end, unless `boxed_only`. None: no answer.
+    """
+    boxed = last_boxed(text)
+    if boxed is None:
+        numbers = [] if boxed_only else PLAIN.findall(text[-TAIL:])
+        boxed = "".join(numbers[-1]) if numbers else ""
+    if not boxed.strip() or len(boxed) > LONGEST:
+        return None
+    number = plain_number(boxed)
+    return str(number) if number is not None else SPELLING.sub(_respelt, boxed) or None
+
+
+def _respelt(found: re.Match[str]) -> str:
+    return "\\frac" if found[0].endswith("frac") else ""
 
 
 def is_bomb(answer: str) -> bool:

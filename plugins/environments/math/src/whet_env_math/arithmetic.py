@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from attrs import frozen
 
-from whet.data.boxed import is_integer, last_boxed
+from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Message
 from whet.data.records import Task
 from whet.errors import DataError
@@ -55,7 +55,7 @@ class Arithmetic(SingleTurn):
             "train": Problems(config, "train", config.train_tasks),
             "test": Problems(config, "test", config.test_tasks),
         }
-        super().__init__(splits, rewards={"correct": correct})
+        super().__init__(splits, rewards={"correct": correct}, answer=boxed_integer)
 
 
 class Problems(Sequence[Task]):

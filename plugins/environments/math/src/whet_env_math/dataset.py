@@ -17,12 +17,12 @@ from attrs import frozen
 from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised, GraderTimeout
 from whet.config.sections import DataFile
 from whet.data.boxed import last_boxed
-from whet.data.messages import Message
+from whet.data.messages import Conversation, Message
 from whet.data.readers import Row, read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
-from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, plain_number
+from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class MathDataset:
         if self._config.format_weight:
             rewards["format"] = float(last_boxed(answer.text) is not None)
         return rewards
+
+    def final_answer(self, messages: Conversation) -> str | None:
+        """Give the model's answer for a vote. See `normal_answer`."""
+        return normal_answer(messages[-1].text, self._config.boxed_only)
 
     def close(self) -> None:
         """End the graders."""

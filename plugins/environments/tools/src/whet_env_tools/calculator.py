@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, overload
 
-from whet.data.boxed import is_integer, last_boxed
+from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Conversation, Message
 from whet.data.records import Task
 from whet.errors import DataError
@@ -55,6 +55,10 @@ class Calculator:
         boxed = last_boxed(answer.text)
         correct = boxed is not None and is_integer(boxed, task.data["answer"])
         return {"correct": float(correct), "calls": float(calls)}
+
+    def final_answer(self, messages: Conversation) -> str | None:
+        """Give the product that was boxed in the end."""
+        return boxed_integer(messages[-1].text)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -27,6 +27,11 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def with_interval(value: float, bounds: Sequence[float] = ()) -> str:
+    """Write a number with the two ends of its interval, where it has one."""
+    return f"{number(value)} ({' to '.join(map(number, bounds))})" if len(bounds) == 2 else number(value)
+
+
 def harmless(text: str, limit: int, encoding: str = "utf-8") -> str:
     """Make foreign text safe to print: control and bidirectional characters as escapes, cut to a length.
 

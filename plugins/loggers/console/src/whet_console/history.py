@@ -9,6 +9,8 @@ JUDGED = ("evaluation/", "validation/")
 TIMES = "seconds/"
 STARTUP = "seconds/startup"
 """The time to the first step, and behind a dot its parts."""
+BOUNDS = ("/ci_low", "/ci_high")
+"""Ends of a 95 % interval, which stand beside its figure."""
 COUNTS = "/dropped"
 """Episodes of an evaluation that failed; shown where there are any."""
 
@@ -57,8 +59,13 @@ class History:
         return [self._judge(name) for name in names]
 
     def _matters(self, name: str) -> bool:
-        """Say whether it deserves a row: intervals stand beside their reward, and dropping nothing is no news."""
-        return not name.endswith("/interval") and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
+        """Say whether it deserves a row: intervals stand beside their figure, and dropping nothing is no news."""
+        return not name.endswith(BOUNDS) and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
+
+    def intervals(self, name: str) -> dict[int, tuple[float, float]]:
+        """Give the 95 % interval of a metric at each step that has one."""
+        low, high = (dict(self.judged.get(name + end, [])) for end in BOUNDS)
+        return {step: (low[step], high[step]) for step in low if step in high}
 
     def _judge(self, name: str) -> Change:
         points = self.judged[name]

@@ -11,8 +11,8 @@ from whet.run_folder import read_metrics
 from whet_console import summary
 from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
-from whet_console.display import chosen, harmless, number
-from whet_console.history import STARTUP, History
+from whet_console.display import chosen, harmless, with_interval
+from whet_console.history import BOUNDS, STARTUP, History
 from whet_console.views import Lines, Terminal, View
 
 PLAIN_WIDTH = 120
@@ -97,16 +97,12 @@ def startup_lines(metrics: Mapping[str, float]) -> list[str]:
 
 def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     """Write one line for each evaluated environment."""
-    environments: dict[str, dict[str, float]] = {}
-    for name in sorted(metrics):
-        if name.startswith("evaluation/"):
-            environment, _, metric = name.removeprefix("evaluation/").rpartition("/")
-            environments.setdefault(environment, {})[metric] = metrics[name]
-    lines = []
-    for environment, values in environments.items():
-        reward, interval = values.pop("reward", None), values.pop("interval", None)
-        band = "" if interval is None else f" +-{number(interval)}"
-        first = [] if reward is None else [f"reward {number(reward)}{band}"]
-        rest = [f"{name} {number(value)}" for name, value in values.items() if name != "dropped" or value]
-        lines.append(f"evaluation of {environment} after step {step}: " + ", ".join(first + rest))
-    return lines
+    environments: dict[str, list[str]] = {}
+    for name in sorted(metrics, key=lambda name: (not name.endswith("/reward"), name)):
+        if name.startswith("evaluation/") and not name.endswith(BOUNDS):
+            environment, _, figure = name.removeprefix("evaluation/").partition("/")
+            shown = environments.setdefault(environment, [])
+            if figure != "dropped" or metrics[name]:
+                bounds = [metrics[name + end] for end in BOUNDS if name + end in metrics]
+                shown.append(f"{figure} {with_interval(metrics[name], bounds)}")
+    return [f"evaluation of {name} after step {step}: {', '.join(environments[name])}" for name in sorted(environments)]

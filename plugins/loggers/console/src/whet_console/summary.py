@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet_console.answers import Answer, Pair
-from whet_console.display import chosen, harmless, number
+from whet_console.display import chosen, harmless, number, with_interval
 from whet_console.history import Change, History
 
 SMALLEST_SHARE = 0.01
@@ -61,20 +61,11 @@ def _judgements(changes: Sequence[Change], history: History, encoding: str) -> T
     table = _table("evaluation", ("first", "last", "best", "at step"))
     for change in changes:
         best = ("", "") if change.best is None else (number(change.best), str(change.best_step))
-        widths = history.judged.get(change.name.removesuffix("reward") + "interval", [])
-        bands = (widths[0][1], widths[-1][1]) if widths and change.name.endswith("/reward") else (None, None)
-        first, last = (
-            _with_band(v, band, encoding) for v, band in zip((change.first, change.last), bands, strict=True)
-        )
+        steps, bounds = [step for step, _ in history.judged[change.name]], history.intervals(change.name)
+        first = with_interval(change.first, bounds.get(steps[0], ()))
+        last = with_interval(change.last, bounds.get(steps[-1], ()))
         table.add_row(_name(change.name.removeprefix("evaluation/"), encoding), first, last, *best)
     return table
-
-
-def _with_band(value: float, band: float | None, encoding: str) -> str:
-    if band is None:
-        return number(value)
-    sign = "±" if "utf" in encoding.lower() else "+-"
-    return f"{number(value)} {sign}{number(band)}"
 
 
 def _training(changes: Sequence[Change], encoding: str) -> Table:

@@ -64,8 +64,7 @@ def _panel(axis: Any, panel: Panel, bottom: bool) -> None:
 def _curve(axis: Any, series: Series, colour: str) -> None:
     label = _literal(series.name.removeprefix("evaluation/"))
     if series.band is not None:
-        low, high = series.values - series.band, series.values + series.band
-        axis.fill_between(series.steps, low, high, color=colour, alpha=0.16, linewidth=0, label="95 % interval")
+        axis.fill_between(series.steps, *series.band.T, color=colour, alpha=0.16, linewidth=0, label="95 % interval")
     if series.sparse:
         axis.plot(series.steps, series.values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
     elif len(series.steps) < SMOOTHED_FROM:

@@ -32,7 +32,7 @@ class Series:
     name: str
     steps: NDArray[np.int64]  # [points], ascending
     values: NDArray[np.float64]  # [points], finite
-    band: NDArray[np.float64] | None = None  # [points], half width of the 95 % interval
+    band: NDArray[np.float64] | None = None  # [points, 2], the 95 % interval
     sparse: bool = False
     """Of evaluations: few points, which are marked."""
 
@@ -55,7 +55,7 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
 
 def panels(rows: dict[int, dict[str, float]], patterns: Sequence[Sequence[str]] = ()) -> list[Panel]:
     """Sort the metrics into panels; a panel without any is left out."""
-    names = sorted({name for row in rows.values() for name in row})
+    names = sorted({name for row in rows.values() for name in row if not name.endswith(("/ci_low", "/ci_high"))})
     # Rollouts have a loss too, but its value says little there: it is drawn for offline training only.
     offline = not any(name.startswith("reward/") for name in names)
     wanted = patterns or [p for p in USUAL if offline or p[0] != "loss"]
@@ -86,10 +86,9 @@ def _series(rows: dict[int, dict[str, float]], name: str) -> Series:
     steps = np.array([step for step, _ in points], np.int64)
     values = np.array([row[name] for _, row in points], np.float64)
     sparse = name.startswith(("evaluation/", "validation/"))
-    width = name.removesuffix("reward") + "interval"
-    band = None
-    if name.startswith("evaluation/") and name.endswith("/reward") and all(width in row for _, row in points):
-        band = np.array([row[width] for _, row in points], np.float64)
+    ends = [f"{name}/ci_low", f"{name}/ci_high"]
+    known = points and all(abs(row.get(end, math.nan)) < LARGEST for _, row in points for end in ends)
+    band = np.array([[row[end] for end in ends] for _, row in points], np.float64) if known else None
     return Series(name, steps, values, band, sparse)
 
 

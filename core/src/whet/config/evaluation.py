@@ -1,0 +1,68 @@
+"""What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from whet.component import Problem
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config, EnvironmentSection, EvaluationSection
+    from whet.interfaces.environment import Environment
+    from whet.rollout.scores import Scoring
+
+OWN = ("pass_at", "majority_at", "passing")
+"""Keys of `evaluation` that an environment of it may have for itself."""
+MOST_SUBSET_SAMPLES = 256
+"""Votes of fewer than all samples are the exact mean over subsets, which takes seconds a task from here on."""
+
+
+def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) -> Any:
+    """Give the value of one of `OWN` that an environment is evaluated with."""
+    own = getattr(entry, key)
+    return getattr(section, key) if own is None else own
+
+
+def evaluation_problems(config: "Config") -> Iterator[Problem]:
+    """Find out whether every environment has the samples that its figures need."""
+    for i, entry in enumerate(config.evaluation.environments):
+        for key, figure in (("pass_at", "pass"), ("majority_at", "maj")):
+            most = max(chosen(entry, config.evaluation, key), default=0)
+            where = f"evaluation.environments.{i}.{key}" if getattr(entry, key) is not None else f"evaluation.{key}"
+            if most > entry.samples:
+                yield Problem(
+                    f"evaluation.environments.{i}.samples",
+                    f"is {entry.samples}, too few for {figure}@{most} of {where}; raise it, or give this environment "
+                    f"its own {key}",
+                )
+        if entry.samples > MOST_SUBSET_SAMPLES and any(
+            k < entry.samples for k in chosen(entry, config.evaluation, "majority_at")
+        ):
+            yield Problem(
+                f"evaluation.environments.{i}.majority_at",
+                f"asks for votes of fewer than all {entry.samples} samples, which are worked out over all subsets: "
+                f"that takes too long from {MOST_SUBSET_SAMPLES + 1} samples on",
+            )
+    for i, entry in enumerate(config.environments):
+        for key in OWN:
+            if getattr(entry, key) is not None:
+                yield Problem(f"environments.{i}.{key}", "is of evaluation; move it to evaluation.environments")
+
+
+def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
+    """Say what is worked out of the environment at a position of `evaluation.environments`.
+
+    Raises `ConfigError` where votes are wanted of an environment that does not say what an answer is.
+    """
+    from whet.interfaces.environment import states_answers
+    from whet.rollout.scores import Passing, Scoring
+
+    entry, section = config.evaluation.environments[i], config.evaluation
+    pass_at, majority_at, passing = (chosen(entry, section, key) for key in OWN)
+    if majority_at and not states_answers(environment):
+        raise ConfigError(
+            f"evaluation.environments.{i}.majority_at: the environment {entry.name or entry.component.name!r} does not "
+            "say what an answer is, so nobody can vote; give it a `final_answer`, or this entry `majority_at: []`"
+        )
+    passes = Passing(passing.reward, passing.at_least)
+    return Scoring(tuple(sorted(set(pass_at))), tuple(sorted(set(majority_at))), passes)

@@ -1,0 +1,212 @@
+"""What an evaluation says of a model, from how its samples of each task came out. Pure, on NumPy.
+
+    samples of a task -> pass@k, maj@k of the task -> mean over tasks -> interval of the mean
+
+The task is the unit everywhere: samples of one task are not independent of each other, tasks are.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import ArrayLike, NDArray
+
+NORMAL_95 = 1.959963984540054
+"""Half-width of the central 95 % of a normal distribution, in standard deviations."""
+
+
+@frozen
+class Estimate:
+    """A mean over tasks, and its 95 % interval. A single task has none: it says nothing of others."""
+
+    value: float
+    low: float | None
+    high: float | None
+    standard_error: float | None
+    """Of the mean over tasks: their unbiased standard deviation / sqrt(tasks)."""
+    tasks: int
+
+
+def pass_at(k: int, samples: int, passes: int) -> float:
+    """Estimate without bias how likely it is that at least one of k samples passes, from `passes` of `samples`.
+
+        pass@k = 1 - C(samples - passes, k) / C(samples, k)
+
+    Chen et al. 2021, section 2.1 (arXiv:2107.03374), as the product of its figure 3, which neither overflows nor
+    cancels. It is the mean over all subsets of k samples. Raises `ValueError` unless 1 <= k <= samples.
+    """
+    _check(k, samples, passes)
+    if samples - passes < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(samples - passes + 1, samples + 1)))
+
+
+def majority_at(k: int, answers: Sequence[tuple[int, int]], abstained: int = 0) -> float:
+    """Give how likely it is that the answer that most of k samples give passes: the exact mean over all subsets of k.
+
+    `answers` holds (samples, passes) for each different answer; `abstained` samples gave none, and have no vote. A
+    tie is broken by a fair draw among the tied answers, of which the mean is taken. Where samples of one answer came
+    out differently, a fair draw among them decides. Where nobody answers, nothing passes. With k all samples this
+    is the majority vote of self-consistency, Wang et al. 2023 (arXiv:2203.11171).
+
+    Raises `ValueError` unless 1 <= k <= all samples.
+    """
+    for size, passes in answers:
+        _check(1, size, passes)
+    samples = sum(size for size, _ in answers) + abstained
+    _check(k, samples, 0)
+    if k == samples:
+        return _vote(answers)
+    return _subset_vote(k, tuple(sorted(answers)), abstained)
+
+
+def _check(k: int, samples: int, passes: int) -> None:
+    if not 1 <= k <= samples or not 0 <= passes <= samples:
+        raise ValueError(f"wanted 1 <= k <= samples and 0 <= passes <= samples, found {k=}, {samples=}, {passes=}")
+
+
+def _vote(answers: Sequence[tuple[int, int]]) -> float:
+    most = max((size for size, _ in answers), default=0)
+    winners = [passes / size for size, passes in answers if size == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _subset_vote(k: int, answers: tuple[tuple[int, int], ...], abstained: int) -> float:
+    """Sum over m, the votes that win, of the chance that exactly t answers have m and none has more.
+
+    Each sample is drawn with probability k / samples, so that every count is a binomial probability, and what has k
+    draws in all is divided by the chance of k draws: the mean over subsets, without a number that could overflow.
+    """
+    samples = sum(size for size, _ in answers) + abstained
+    chance, mean = k / samples, 0.0
+    for m in range(1, min(k, max((size for size, _ in answers), default=0)) + 1):
+        # Answers with fewer samples than m cannot win or be in the way.
+        free = abstained + sum(size for size, _ in answers if size < m)
+        rivals = [(size, passes) for size, passes in answers if size >= m]
+        ties = min(len(rivals), k // m)
+        count = np.zeros((ties + 1, k + 1))  # [tied answers, draws]
+        count[0, : free + 1] = binomial(free, chance)[: k + 1]
+        worth = np.zeros_like(count)  # the same, times the worth of the tied answers together
+        for size, passes in rivals:
+            draws = binomial(size, chance)
+            tied = _shifted(draws[m] * count, m)
+            tied_worth = _shifted(draws[m] * (worth + passes / size * count), m)
+            count, worth = _fewer(draws[:m], count), _fewer(draws[:m], worth)
+            count[1:] += tied[:-1]
+            worth[1:] += tied_worth[:-1]
+        mean += float((worth[1:, k] / np.arange(1, ties + 1)).sum())
+    # Beyond 12 digits it is rounding, and a vote that is sure to pass is to be exactly 1.
+    return round(mean / float(binomial(samples, chance)[k]), 12)
+
+
+def _fewer(draws: NDArray[np.float64], count: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Let an answer have any number of votes that does not win."""
+    fewer = np.zeros_like(count)
+    for votes, weight in enumerate(draws):
+        fewer += _shifted(weight * count, votes)
+    return fewer
+
+
+def _shifted(count: NDArray[np.float64], by: int) -> NDArray[np.float64]:
+    moved = np.zeros_like(count)
+    if by < count.shape[1]:
+        moved[:, by:] = count[:, : count.shape[1] - by]
+    return moved
+
+
+@lru_cache(maxsize=4096)
+def binomial(trials: int, chance: float) -> NDArray[np.float64]:
+    """Give the probabilities of 0 to `trials` successes: [trials + 1]. `chance` is inside (0, 1)."""
+    logs = [math.lgamma(trials + 1) - math.lgamma(i + 1) - math.lgamma(trials - i + 1) for i in range(trials + 1)]
+    successes = np.arange(trials + 1)
+    found: NDArray[np.float64] = np.exp(
+        np.array(logs) + successes * math.log(chance) + (trials - successes) * math.log1p(-chance)
+    )
+    return found
+
+
+def estimate(values: ArrayLike, share_of: int | None = None) -> Estimate:
+    """Give the mean of one value for each task, [tasks], with its 95 % interval.
+
+    On any scale it is Student's: mean +- t(tasks - 1) s / sqrt(tasks), s the unbiased standard deviation. With as
+    many samples for each task that is the standard error clustered by task of Miller 2024, section 2.2
+    (arXiv:2411.00640), times sqrt(tasks / (tasks - 1)).
+
+    `share_of`, the episodes behind the values, says that these are shares of episodes, or chances: between 0 and 1.
+    See `share_interval`, which stays inside and has a width also where every task came out alike.
+    """
+    found = np.asarray(values, np.float64)
+    if found.ndim != 1 or not len(found):
+        raise ValueError(f"wanted a value for each of at least one task, found the shape {found.shape}")
+    found = np.sort(found)  # sums round alike whatever the order
+    mean, tasks = float(found.mean()), len(found)
+    if tasks < 2:
+        return Estimate(mean, None, None, None, tasks)
+    error = float(found.std(ddof=1)) / math.sqrt(tasks)
+    if share_of is None:
+        half = t_quantile(tasks - 1) * error
+        return Estimate(mean, mean - half, mean + half, error, tasks)
+    mean = min(max(mean, 0.0), 1.0)
+    return Estimate(mean, *share_interval(mean, float(found.var()), tasks, share_of), error, tasks)
+
+
+def share_interval(mean: float, variance: float, tasks: int, episodes: int) -> tuple[float, float]:
+    """Give Wilson's 95 % interval of a share, with the number of independent episodes that would be as telling.
+
+        n = tasks * mean (1 - mean) / variance          `variance` of the tasks' values, divided by their number
+        (mean + z^2 / 2n +- z sqrt(mean (1 - mean) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Wilson 1927; with an effective sample size for clusters: Dean and Pagano 2015, "Evaluating confidence interval
+    methods for binomial proportions in clustered surveys". Where every value is 0 or 1, n is the number of tasks and
+    z is normal: Wilson's interval itself. Else the variance is estimated, and z is Student's t(tasks - 1). n is never
+    above the number of episodes, which it is where each is as telling as a task of its own.
+    """
+    spread = mean * (1 - mean)
+    plain = variance >= spread * (1 - 1e-12)  # every value 0 or 1; more than this the variance cannot be
+    n = float(tasks) if plain else min(tasks * spread / variance if variance > 0 else math.inf, max(episodes, tasks))
+    z = NORMAL_95 if plain else t_quantile(tasks - 1)
+    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(spread / n + (z / (2 * n)) ** 2) / (1 + z * z / n)
+    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(degrees: int, inside: float = 0.95) -> float:
+    """Give t so that a share `inside` of Student's distribution is within +-t.
+
+    By bisection of its exact distribution, Abramowitz and Stegun 1964, 26.7.3 and 26.7.4; beyond 200 degrees of
+    freedom by 26.7.5, whose error is below 1e-9 there.
+    """
+    if degrees > 200:
+        return _t_far(degrees, inside)
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_inside(middle, degrees) < inside else (low, middle)
+    return math.tan(low) * math.sqrt(degrees)
+
+
+def _t_inside(angle: float, degrees: int) -> float:
+    """Share of Student's distribution within +-sqrt(degrees) tan(angle)."""
+    cosine, odd = math.cos(angle), degrees % 2
+    term, series = (cosine if odd else 1.0), 0.0
+    for i in range(1 + odd, degrees, 2):
+        series += term
+        term *= cosine * cosine * i / (i + 1)
+    within = math.sin(angle) * series
+    return (angle + within) * 2 / math.pi if odd else within
+
+
+def _t_far(degrees: int, inside: float) -> float:
+    from statistics import NormalDist
+
+    x, v = NormalDist().inv_cdf((1 + inside) / 2), degrees
+    return (
+        x
+        + (x**3 + x) / (4 * v)
+        + (5 * x**5 + 16 * x**3 + 3 * x) / (96 * v**2)
+        + (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / (384 * v**3)
+    )
