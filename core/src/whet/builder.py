@@ -3,8 +3,10 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,15 +18,16 @@ from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.evaluation import scoring
 from whet.config.structure import unstructure
-from whet.errors import CheckpointError, ConfigError, PluginError, WhetError, in_words
+from whet.errors import CheckpointError
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
-from whet.plan import facts_of, share_groups
+from whet.plan import facts_of, gather_facts
 from whet.prepare import Prepared
 from whet.recovery import Recovery
 from whet.refit.link import Link
+from whet.roles import needed_roles, role_selection, share_groups
 from whet.run_folder import RunFolder
 from whet.spans import Spans
 from whet.startup import Startup
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from whet.rollout.loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
+    from whet.rollout.scorer import Scorer
     from whet.rollout.stream import RolloutStream
     from whet.steps import Steps
 
@@ -65,6 +69,11 @@ class Builder:
         self.recovery = recovery
         self.opened = False
         """Whether the run folder is known to be this run's; another run's journal is left alone."""
+        self.roles: dict[str, Backend] = {}
+        """Further models, from when they are started on."""
+        self.asked = set[str]()
+        """Those that environments ask for."""
+        self._needs = needed_roles(gather_facts(self.config, prepared.model, prepared.models))
         self.spans = Spans()
         self._startup = Startup(time.time())
         self._episodes: EpisodeLoop | None = None
@@ -96,22 +105,24 @@ class Builder:
             self._open_loggers(done)
         trainer: Backend = self.handle("backend", cluster)
         backend = TimedBackend(trainer, self.spans)
+        self.start_roles(cluster)
         generator = TimedGenerator(self.handle("generator", cluster), self.spans) if config.generator else None
         if saved:
             with self.spans.phase("backend", "load"):
-                backend.load(saved.backend)
+                for name, trained in self._saved(backend).items():
+                    trained.load(saved.part(name))
         stream = self._stream(environments[0], generator, chat, saved)
         evaluate = self._evaluation(environments[1], generator, chat, stream)
         recorder = self._recorder(trainer, chat)
-        steps = self._steps(backend, stream, recorder, evaluate, done)
+        steps = self._steps(self._saved(backend), stream, recorder, evaluate, done)
         self.closers.append(steps.close)
         rollouts = TimedRollouts(
             stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch)
         ) if stream else None  # fmt: skip
         parts = Parts(
             config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
-            generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data, evaluate=evaluate,
-            rollouts=rollouts, refit=self._refit(backend, generator, stream), seed=config.run.seed,
+            roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
+            evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream), seed=config.run.seed,
         )  # fmt: skip
         parts.refit(version=done)
         return parts
@@ -123,11 +134,13 @@ class Builder:
         log, notice = self.folder.logs / "waits.log", self.config.cluster.deadlines.notice
         return Waits(self.spans, log, notice, self._cluster, episodes)
 
-    def chat(self) -> "ChatTokenizer":
-        """Give the tokenizer with its chat template."""
+    def chat(self, role: str = "backend") -> "ChatTokenizer":
+        """Give the tokenizer of a role's model, with its chat template."""
         from whet.data.chat import ChatTokenizer
 
-        chat = ChatTokenizer(self.prepared.model.path, self.config.model.chat_template, now=self.folder.began())
+        section = (self.config.roles[role].model if role in self.config.roles else None) or self.config.model
+        model = self.prepared.models.get(role, self.prepared.model)
+        chat = ChatTokenizer(model.path, section.chat_template, now=self.folder.began())
         if self.config.environments or self.config.evaluation.environments:
             _ = chat.template  # one that is missing or cannot be read would fail every episode
         return chat
@@ -142,16 +155,13 @@ class Builder:
 
     def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
         """Build the environments of a section."""
-        from whet.rollout.routing import Route
+        from whet.environments import build_route
 
         routes = []
         for entry in entries:
-            name, chosen = entry.name or entry.component.name, entry.split or split
-            with _environment_errors(name, chosen):
-                environment = build_selection(entry.component)
-                self.closers.append(environment.close)
-                route = Route(name, environment, chosen, entry.weight, samples=entry.samples, limit=entry.limit)
-                route.tasks()
+            needs = facts_of(entry.component, self.prepared.model).roles
+            route = build_route(entry, entry.split or split, *([self._scorers(needs)] if needs else []))
+            self.closers.append(route.environment.close)
             routes.append(route)
         return routes
 
@@ -160,9 +170,20 @@ class Builder:
         routes = self.routes(self.config.evaluation.environments, "test")
         return [attrs.evolve(r, scoring=scoring(self.config, i, r.environment)) for i, r in enumerate(routes)]
 
+    def _scorers(self, names: Iterable[str]) -> "dict[str, Scorer]":
+        """Give what an environment asks of further models, which are started later."""
+        from whet.rollout.scorer import RoleScorer
+
+        made: dict[str, Scorer] = {}
+        for name in names:
+            made[name] = scorer = RoleScorer(partial(self.roles.__getitem__, name), cache(partial(self.chat, name)))
+            self.closers.append(scorer.close)
+            self.asked.add(name)
+        return made
+
     def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
         config, folder = self.config, self.folder
-        identity = identity_of(config, self.prepared.model, data, routes)
+        identity = identity_of(config, self.prepared.model, data, routes, self.prepared.models)
         before = folder.read_json("identity.json") if folder.has_steps() else None
         if before is not None and config.run.resume == "never" and not again:
             raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
@@ -211,7 +232,7 @@ class Builder:
         roles = [place for place in self.plan.roles if place.role in only or not only]
         self._cluster = cluster = self._start_cluster([place.role for place in roles])
         slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
-        wanted = [facts_of(getattr(self.config, place.role), self.prepared.model).imports for place in roles]
+        wanted = [facts_of(role_selection(self.config, place.role), self.prepared.model).imports for place in roles]
         cluster.warm(slices.values(), tuple(dict.fromkeys(module for modules in wanted for module in modules)))
         return slices.__getitem__
 
@@ -233,21 +254,32 @@ class Builder:
         self.closers.append(cluster.close)
         return cluster
 
+    def start_roles(self, slice_of: "Callable[[str], Slice]", names: Iterable[str] | None = None) -> None:
+        """Start the further models; by default all that the config has."""
+        for name in self.config.roles if names is None else names:
+            self.roles[name] = TimedBackend(self.handle(name, slice_of), self.spans, name)
+
+    def _saved(self, backend: "Backend") -> "dict[str, Backend]":
+        """Give the models that a checkpoint holds, by the names of their folders in it."""
+        trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self._needs[name].trained}
+        return {"backend": backend, **trained}
+
     def handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
         """Build the driver's handle of a role, which starts its workers."""
         site = Site(
             slice=slice_of(role),
-            model=self.prepared.model,
+            model=self.prepared.models.get(role, self.prepared.model),
             run=self._info(),
             seed=self.config.run.seed,
             scratch=self.folder.scratch.resolve(),
             status=self.watchers.status,
             max_context=self.plan.max_context,
+            trained=role not in self._needs or self._needs[role].trained,
             replacing=self.recovery if self.recovery and self.recovery.enabled else None,
         )
         self.watchers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
-            handle = build_selection(getattr(self.config, role), site)
+            handle = build_selection(role_selection(self.config, role), site)
         self.closers.append(handle.close)
         return handle
 
@@ -326,7 +358,7 @@ class Builder:
         return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
 
     def _steps(
-        self, backend: "Backend", stream: "RolloutStream | None", recorder: "Recorder",
+        self, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
         evaluate: Callable[[int], Metrics], done: int,
     ) -> "Steps":  # fmt: skip
         from whet.steps import Sinks, Steps
@@ -346,7 +378,8 @@ class Builder:
 
         def save(step: int) -> None:
             state = {**position, "identity": identity}
-            checkpoint.write(self.folder, step, state, lambda folder: backend.save(folder).result())
+            saves = {name: partial(_save, handle) for name, handle in trained.items()}
+            checkpoint.write(self.folder, step, state, saves)
             checkpoint.prune(self.folder, self.config.run.keep)
             self.folder.journal("saved", step=step)
 
@@ -381,12 +414,5 @@ class Builder:
         return Link(transport, exchange.address, "", 0, timeout_seconds=seconds, token=exchange.token)
 
 
-@contextmanager
-def _environment_errors(name: str, split: str) -> Iterator[None]:
-    """Say which environment could not be built, whatever its code raised."""
-    try:
-        yield
-    except WhetError as error:
-        raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
-    except Exception as error:  # an environment's own code
-        raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error
+def _save(handle: "Backend", folder: Path) -> None:
+    handle.save(folder).result()

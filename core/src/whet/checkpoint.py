@@ -29,21 +29,22 @@ class Checkpoint:
     state: Mapping[str, Any]
     """What the driver carries: builtins."""
 
-    @property
-    def backend(self) -> Path:
-        """What the backend saved."""
-        return self.folder / "backend"
+    def part(self, name: str) -> Path:
+        """Give what a role saved: `backend`, or `roles/NAME`."""
+        return self.folder / name
 
 
-def write(run: RunFolder, step: int, state: Mapping[str, Any], save: Callable[[Path], None]) -> Path:
-    """Write a checkpoint of a step. `save(folder)` saves the backend and returns when that is durable."""
+def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Callable[[Path], None]]) -> Path:
+    """Write a checkpoint of a step. `saves`, by name of the subfolder, each return when what they wrote is durable."""
     final = run.checkpoints / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / "backend").mkdir(parents=True)
+        for name in saves:
+            (partial / name).mkdir(parents=True)
     try:
-        save(partial / "backend")
+        for name, save in saves.items():
+            save(partial / name)
     except WhetError:
         shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         raise
@@ -52,7 +53,8 @@ def write(run: RunFolder, step: int, state: Mapping[str, Any], save: Callable[[P
         files = sorted(p for p in partial.rglob("*") if p.is_file())
         listed = {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files}
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
-        for path in [*files, partial / MANIFEST, partial / "backend", partial]:
+        folders = [p for p in partial.rglob("*") if p.is_dir()]
+        for path in [*files, partial / MANIFEST, *folders, partial]:
             _fsync(path)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -36,6 +37,16 @@ class Component:
 
 
 @frozen
+class RoleNeed:
+    """What an algorithm or environment wants of a further model."""
+
+    outputs: frozenset[str] = frozenset()
+    """Model outputs that it must give, e.g. `values`."""
+    trained: bool = False
+    """Whether it is trained, and so saved with the run; else it stays as it was loaded."""
+
+
+@frozen
 class Facts:
     """All that planning knows of a component. What fits what is derived from facts, never listed by name."""
 
@@ -44,13 +55,17 @@ class Facts:
     data_format: str = ""
     """Of an algorithm that feeds on `data`: the records it reads, e.g. `conversations` or `pairs`."""
     outputs_needed: frozenset[str] = frozenset()
-    """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`."""
+    """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
     outputs_given: frozenset[str] = frozenset()
     """Of a backend: the model outputs it can compute."""
     weights_needed: frozenset[str] = frozenset()
     """Of an algorithm: sets of weights that it scores with beside the policy's, e.g. `reference`."""
     weights_given: frozenset[str] = frozenset({"policy"})
     """Of a backend: the sets of weights it holds. Whether `reference` is one is its setting `reference`."""
+    role: str = "backend"
+    """Of a loss: the role whose outputs it reads."""
+    roles: Mapping[str, RoleNeed] = field(factory=dict)
+    """Of an algorithm or environment: further models that it uses, by the names they have under `roles`."""
     columns_read: frozenset[str] = frozenset()
     """Batch columns that a loss or algorithm reads beyond those that are always there."""
     columns_written: frozenset[str] = frozenset()

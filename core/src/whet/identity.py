@@ -38,16 +38,26 @@ SAMPLED_TASKS = 64
 
 
 def identity_of(
-    config: "Config", model: "ModelInfo", data: "OfflineData | None", routes: "Sequence[Route]"
+    config: "Config",
+    model: "ModelInfo",
+    data: "OfflineData | None",
+    routes: "Sequence[Route]",
+    models: "Mapping[str, ModelInfo] | None" = None,
 ) -> dict[str, Any]:
-    """Collect what decides a run's numbers: config, model files, tokenizer, data files and tasks."""
+    """Collect what decides a run's numbers: config, model files (`models` are those of roles), data files and tasks."""
     plain = unstructure(config)
     chosen = {
         name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
     }
+    if plain["roles"]:
+        chosen["roles"] = {
+            name: {**role, "model": _without(role["model"], FREE["model"])} for name, role in plain["roles"].items()
+        }
     files: dict[str, Any] = {"model files": fingerprint(model.path)}
     if config.model.chat_template:
         files["model files"]["chat template"] = _hash(Path(config.model.chat_template).read_text(encoding="utf-8"))
+    for name, of_role in (models or {}).items():
+        files[f"model files of {name}"] = fingerprint(of_role.path)
     if data is not None:
         files["data files"] = data.fingerprint()
     if routes:

@@ -76,7 +76,9 @@ def evaluate(
             builder.watchers.add("progress", progress)
         closers.append(builder.watchers.close)
         routes = builder.evaluation_routes()
-        generator = builder.handle("generator", builder.cluster("generator"))
+        cluster = builder.cluster("generator", *builder.asked)
+        generator = builder.handle("generator", cluster)
+        builder.start_roles(cluster, builder.asked)
         result = builder.evaluator(routes, generator, builder.chat()).evaluate()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
@@ -108,7 +110,7 @@ def _load(backend: "Backend", run: RunFolder, step: int | None) -> None:
         try:
             saved = checkpoint.latest(run, step)
             if saved is not None:
-                backend.load(saved.backend)
+                backend.load(saved.part("backend"))
                 return
         except WhetError:
             if newest.exists() or step is not None or attempt + 1 == _ATTEMPTS:

@@ -40,6 +40,8 @@ class Parts:
     hooks: Any
     """Calls hooks of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
     backend: "Backend"
+    roles: "Mapping[str, Backend]"
+    """Further models, by the names that the algorithm's facts ask for."""
     generator: "Generator | None"
     chat: "ChatTokenizer"
     loss: Spec
@@ -64,22 +66,22 @@ class Parts:
 class TimedBackend:
     """A backend whose phases are recorded as spans."""
 
-    def __init__(self, backend: "Backend", spans: Spans) -> None:
-        self._backend, self._spans = backend, spans
+    def __init__(self, backend: "Backend", spans: Spans, role: str = "backend") -> None:
+        self._backend, self._spans, self._role = backend, spans, role
 
     def train(self, batch: "Batch", loss: Spec, count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
         """See `Backend.train`."""
-        with self._spans.phase("backend", "train"):
+        with self._spans.phase(self._role, "train"):
             return self._backend.train(batch, loss, count_over)
 
     def evaluate(self, batch: "Batch", loss: Spec) -> "Mapping[str, Metric]":
         """See `Backend.evaluate`."""
-        with self._spans.phase("backend", "evaluate"):
+        with self._spans.phase(self._role, "evaluate"):
             return self._backend.evaluate(batch, loss)
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: "Weights" = "policy") -> dict[str, Any]:
         """See `Backend.score`."""
-        with self._spans.phase("backend", "score"):
+        with self._spans.phase(self._role, "score"):
             return self._backend.score(batch, outputs, weights)
 
     def send_weights(self, link: Link) -> "Pending":

@@ -16,6 +16,7 @@ from whet.config.sections import Config
 from whet.errors import ConfigError, PluginError
 from whet.model import ModelInfo
 from whet.refit.handover import choose_transport
+from whet.roles import groups, needed_roles, role_names, role_path, role_selection, share_groups, shares
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
 """Columns of every batch."""
@@ -94,9 +95,10 @@ class Plan:
         return "\n".join([*lines, *self.notes])
 
 
-def gather_facts(config: Config, model: ModelInfo) -> dict[str, Facts]:
-    """Ask every chosen component for its facts, by path into the config."""
-    return {path: facts_of(selection, model) for path, selection in selections(config)}
+def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInfo] | None = None) -> dict[str, Facts]:
+    """Ask every chosen component for its facts, by path into the config. `models` are those of roles with their own."""
+    own = {f"roles.{name}": info for name, info in (models or {}).items()}
+    return {path: facts_of(selection, own.get(path, model)) for path, selection in selections(config)}
 
 
 def facts_of(selection: Selection, model: ModelInfo) -> Facts:
@@ -117,6 +119,9 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from selections(item, f"{path}.{i}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from selections(item, f"{path}.{key}")
     elif attrs.has(type(value)):
         for field in attrs.fields(type(value)):
             inline = field.metadata.get("inline")
@@ -131,6 +136,7 @@ def make_plan(
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
         *_inputs(config, feeds_on),
+        *_needs(config, facts),
         *_losses(facts, feeds_on, algorithm),
         *_weights(config, facts),
         *_lengths(config, model),
@@ -152,10 +158,10 @@ def make_plan(
         notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
         return None, problems
-    roles = tuple(_role(config, name, facts, machine) for name in _roles(config))
+    roles = tuple(_role(config, name, facts, machine) for name in role_names(config))
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
-    imports = tuple(dict.fromkeys(module for name in _roles(config) for module in facts[name].imports))
+    imports = tuple(dict.fromkeys(m for name in role_names(config) for m in facts[role_path(name)].imports))
     launcher = config.cluster.launcher
     return Plan(launcher, inline, roles, transport, reason, feeds_on, context, imports, tuple(notes)), []
 
@@ -185,41 +191,25 @@ def joins(config: Config) -> bool:
     return cluster.launcher == "ray" and bool(cluster.address) and cluster.workers != "inline"
 
 
-def shares(config: Config, one: str, other: str) -> bool:
-    """Whether two roles share their processes."""
-    return any(one in group and other in group for group in share_groups(config))
-
-
-def share_groups(config: Config) -> list[list[str]]:
-    """Groups of roles that share processes, the default filled in."""
-    if config.cluster.share is None:
-        return [["backend", "generator"]] if config.rollout.max_staleness == 0 else []
-    return config.cluster.share
-
-
-def _roles(config: Config) -> list[str]:
-    return ["backend"] if config.generator is None else ["backend", "generator"]
-
-
 def _ranks(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
-    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) or facts[name].ranks)
+    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) or facts[role_path(name)].ranks)
 
 
 def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
     cluster = config.cluster
     gpus = cluster.gpus.get(name, 0)
     ranks = _ranks(config, name, facts)
-    group = [r for r in next((g for g in share_groups(config) if name in g), [name]) if r in _roles(config)]
-    apart = [r for r in _roles(config) if r not in group]
+    all_groups = groups(config)
+    group = next(g for g in all_groups if name in g)
     # Roles that share take turns; roles apart work at one time.
-    busy = ranks + sum(_ranks(config, r, facts) for r in apart) if config.rollout.max_staleness else ranks
+    others = sum(max(_ranks(config, r, facts) for r in g) for g in all_groups if g is not group)
+    busy = ranks + others if config.rollout.max_staleness else ranks
     # What cores the nodes of a cluster have is not known here.
     threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
-    before = _roles(config)[: _roles(config).index(name)]
-    first = sum(cluster.gpus.get(r, 0) for r in before if r not in group)
+    first = sum(max(cluster.gpus.get(r, 0) for r in g) for g in all_groups[: all_groups.index(group)])
     devices = tuple(f"cuda:{first + rank % gpus}" if gpus else "cpu" for rank in range(ranks))
-    selection = getattr(config, name)
-    return RolePlan(name, selection.name, ranks, threads, devices, "+".join(group), facts[name].memory_bytes)
+    component, memory = role_selection(config, name).name, facts[role_path(name)].memory_bytes
+    return RolePlan(name, component, ranks, threads, devices, "+".join(group), memory)
 
 
 def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
@@ -253,14 +243,34 @@ def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
                 )
 
 
+def _needs(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Match the further models that are asked for with those that there are."""
+    needs = needed_roles(facts)
+    for name, need in needs.items():
+        if name not in config.roles:
+            wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
+            yield Problem(f"roles.{name}", f"is missing: {config.algorithm.name} or an environment asks for it{wanted}")
+            continue
+        given = facts[role_path(name)].outputs_given
+        for output in sorted(need.outputs - given):
+            yield Problem(
+                f"roles.{name}", f"must give the model output {output!r}; it gives {', '.join(sorted(given))}"
+            )
+    for name in config.roles:
+        if name in ("backend", "generator"):
+            yield Problem(f"roles.{name}", "is a section of its own; give this role another name")
+        elif name not in needs:
+            asked = f"; asked for are {', '.join(needs)}" if needs else ""
+            yield Problem(f"roles.{name}", f"nobody asks for this role{asked}; remove it")
+
+
 def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iterator[Problem]:
-    given = facts["backend"].outputs_given
     columns = ALWAYS | algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
     for path, found in facts.items():
+        given = facts[role_path(found.role)].outputs_given if role_path(found.role) in facts else found.outputs_needed
         for output in sorted(found.outputs_needed - given):
-            yield Problem(
-                path, f"needs the model output {output!r}, which the backend does not give: {', '.join(sorted(given))}"
-            )
+            words = f"needs the model output {output!r}, which the {found.role} does not give: it gives"
+            yield Problem(path, f"{words} {', '.join(sorted(given))}")
         if found.outputs_needed:
             for column in sorted(found.columns_read - columns):
                 yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
@@ -303,34 +313,39 @@ def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
 
 
 def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
+    known = _known(config)
     for key in ("ranks", "gpus", "threads"):
         for role, number in getattr(config.cluster, key).items():
-            if role not in ("backend", "generator"):
-                yield Problem(f"cluster.{key}.{role}", "there is no such role; there are backend, generator")
+            if role not in known:
+                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
             elif number < (0 if key == "gpus" else 1):
                 yield Problem(f"cluster.{key}.{role}", f"is {number}, wanted at least {0 if key == 'gpus' else 1}")
     yield from _nodes(config)
     for i, group in enumerate(config.cluster.share or []):
         for role in group:
-            if role not in ("backend", "generator"):
-                yield Problem(f"cluster.share.{i}", f"names the role {role!r}; there are backend, generator")
+            if role not in known:
+                yield Problem(f"cluster.share.{i}", f"names the role {role!r}; there are {', '.join(known)}")
     named = [role for group in config.cluster.share or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
-    gpus = [config.cluster.gpus.get(role, 0) for role in _roles(config)]
-    wanted = max(gpus) if shares(config, "backend", "generator") else sum(gpus)
+    wanted = sum(max(config.cluster.gpus.get(role, 0) for role in group) for group in groups(config))
     if wanted > machine.gpus and not joins(config):
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
-    if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in _roles(config)):
+    if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in role_names(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 
+def _known(config: Config) -> list[str]:
+    """Give the names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
+    return list(dict.fromkeys(["backend", "generator", *config.roles]))
+
+
 def _nodes(config: Config) -> Iterator[Problem]:
-    cluster = config.cluster
+    cluster, known = config.cluster, _known(config)
     for key in ("placement", "resources"):
         for role in getattr(cluster, key):
-            if role not in ("backend", "generator"):
-                yield Problem(f"cluster.{key}.{role}", "there is no such role; there are backend, generator")
+            if role not in known:
+                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
         if getattr(cluster, key) and not joins(config):
             yield Problem(f"cluster.{key}", "there is one node alone: this is for a Ray cluster to join; see address")
     if cluster.address and cluster.launcher != "ray":

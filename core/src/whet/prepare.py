@@ -1,7 +1,7 @@
 """How far anyone can go without resources: a config, what is wrong with it, and its plan."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from whet.plan import Machine, Plan, gather_facts, make_plan
 from whet.spans import Span
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config
+    from whet.config.sections import Config, ModelSection
     from whet.plugins import Registry
 
 
@@ -27,6 +27,8 @@ class Prepared:
     loaded: Loaded
     model: ModelInfo
     plan: Plan
+    models: Mapping[str, ModelInfo] = field(factory=dict)
+    """Of roles that have a model of their own."""
     spans: tuple[Span, ...] = field(default=(), eq=False)
     """What it took to get here."""
 
@@ -53,19 +55,31 @@ def prepare(
     now = time.time()
     began = now if began is None else began
     loaded = load_config(path, overrides, registry)
-    section = loaded.config.model
-    folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
-    model = read_model(folder, section.dtype, section.trust_remote_code)
-    if not config_only:
-        check_weights(folder)
-    plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model), machine())
+    model = _model(loaded.config.model, config_only)
+    models = {
+        name: _model(role.model, config_only, f"roles.{name}.")
+        for name, role in loaded.config.roles.items() if role.model is not None
+    }  # fmt: skip
+    plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model, models), machine())
     problems += missing_launcher(loaded.config)
     if trains:
         problems += missing_files(loaded.config)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
-    return Prepared(loaded, model, plan, spans)
+    return Prepared(loaded, model, plan, models, spans)
+
+
+def _model(section: "ModelSection", config_only: bool, where: str = "") -> ModelInfo:
+    """Find and read the model of a section; `where` leads to it."""
+    try:
+        folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
+        model = read_model(folder, section.dtype, section.trust_remote_code)
+        if not config_only:
+            check_weights(folder)
+    except ConfigError as error:
+        raise ConfigError([f"{where}{problem}" for problem in error.problems]) from error
+    return model
 
 
 def missing_launcher(config: "Config") -> list[Problem]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from whet.ops.logprobs import token_logprobs  # noqa: E402
+from whet.ops.logprobs import distribution_kl, token_logprobs, top_logprobs  # noqa: E402
 
 
 def inputs(seed, count=13, width=24, vocab=37, bias=False):
@@ -126,3 +126,67 @@ def test_the_peak_is_that_of_a_chunk_not_of_all_logits():
         capture_output=True, text=True, check=True, env={"MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip
     assert int(out.stdout) < 100 * 1024
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_several_tokens_at_each_place_have_the_logprobs_and_gradients_of_log_softmax(entropy):
+    hidden, weight, offset, _, temperature = inputs(5, bias=True)
+    several = torch.randint(37, (13, 4), generator=torch.Generator().manual_seed(1))
+    several[0] = several[0, 0]  # the same one four times
+    log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, offset) / temperature[:, None], -1)
+    expected = log_p.gather(1, several)
+    found, spread = token_logprobs(
+        hidden, weight, several, bias=offset, temperature=temperature, entropy=entropy, chunk=5
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    mix = torch.randn(13, 4, generator=torch.Generator().manual_seed(2))
+    ours = (mix * found).sum() + (0 if spread is None else spread.sum())
+    theirs = (mix * expected).sum() - ((log_p.exp() * log_p).sum() if entropy else 0)
+    leaves = [hidden, weight, offset]
+    for one, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_the_likeliest_tokens_are_those_of_topk():
+    hidden, weight, offset, _, temperature = inputs(6, bias=True)
+    log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, offset) / temperature[:, None], -1)
+    ids, logprobs = top_logprobs(hidden, weight, 5, bias=offset, temperature=temperature, chunk=4)
+    assert torch.equal(ids, log_p.topk(5).indices)
+    torch.testing.assert_close(logprobs, log_p.topk(5).values, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="between 1 and 37"):
+        top_logprobs(hidden, weight, 38)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13])
+def test_divergences_are_those_of_whole_distributions(chunk):
+    hidden, weight, offset, _, temperature = inputs(7, bias=True)
+    other, other_weight, other_offset, _, _ = inputs(8, width=10, bias=True)
+    p, q = (
+        torch.distributions.Categorical(logits=torch.nn.functional.linear(h, w, b) / temperature[:, None])
+        for h, w, b in ((hidden, weight, offset), (other.detach(), other_weight.detach(), other_offset.detach()))
+    )
+    kl = torch.distributions.kl_divergence
+    forward, reverse = distribution_kl(
+        hidden, weight, other, other_weight, bias=offset, other_bias=other_offset, temperature=temperature, chunk=chunk
+    )
+    for found, expected in ((forward, kl(q, p)), (reverse, kl(p, q))):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        leaves = [hidden, weight, offset]
+        for ours, theirs in zip(
+            torch.autograd.grad(found.sum(), leaves, retain_graph=True),
+            torch.autograd.grad(expected.sum(), leaves, retain_graph=True), strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    assert not torch.autograd.grad(forward.sum(), [other], allow_unused=True)[0]
+
+
+def test_a_token_that_cannot_occur_leaves_divergences_and_gradients_finite():
+    hidden, weight, _, _, _ = inputs(9)
+    impossible = torch.zeros(37)
+    impossible[3] = -torch.inf
+    for bias, other in ((impossible, None), (None, impossible), (impossible, impossible)):
+        forward, reverse = distribution_kl(hidden, weight, hidden, weight, bias=bias, other_bias=other)
+        assert torch.isfinite(forward).all()
+        assert torch.isfinite(reverse).all()
+        assert torch.isfinite(torch.autograd.grad((forward + reverse).sum(), hidden)[0]).all()
+    torch.testing.assert_close(forward, torch.zeros(13), atol=1e-6, rtol=0)

@@ -167,5 +167,7 @@ class Site:
     """Say what is going on, e.g. "generator 71 %"."""
     max_context: int = 0
     """Longest sequence that will be asked for; 0: the model's own limit."""
+    trained: bool = True
+    """Whether the model is trained here; if not, no optimizer is needed."""
     replacing: Replacing | None = None
     """For generators; None: a replica that is lost is not replaced."""

@@ -53,12 +53,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             layers.append(_read_override(override))
         except ConfigError as error:
             problems.extend(error.problems)
-    document = dict[str, Any]()
-    for layer in layers:
-        try:
-            document = laid_over(document, layer)
-        except ConfigError as error:
-            problems.extend(error.problems)
+    document, wrong = _laid_out(layers)
+    problems.extend(wrong)
+    for alike in list(_likenesses(document)):
+        layers.insert(0, alike)
+        document = laid_over(document, evolve(alike, document=Document(_role_over(alike, document))))
     _locate_plugins(document, path)
     registry = load_plugins() if registry is None else registry
     problems.extend(_load_files(document.get("plugins"), registry))
@@ -71,6 +70,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     if found := registry.problems(config):
         raise ConfigError([str(problem) for problem in found])
     return Loaded(config, registry, document, path, tuple(layers))
+
+
+def _laid_out(layers: Iterable[Layer]) -> tuple[dict[str, Any], list[str]]:
+    """Lay all layers over each other; give what cannot be laid over as problems."""
+    document, problems = dict[str, Any](), list[str]()
+    for layer in layers:
+        try:
+            document = laid_over(document, layer)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    return document, problems
+
+
+def _likenesses(document: dict[str, Any]) -> Iterator[Layer]:
+    """Give what roles take over from the section `backend`, as layers below all others."""
+    roles, backend = document.get("roles"), document.get("backend")
+    for name, role in roles.items() if isinstance(roles, dict) else ():
+        if isinstance(role, dict) and role.get("like") == "backend" and backend is not None:
+            value = {"use": backend} if isinstance(backend, str) else backend
+            yield Layer("extends", f"roles.{name}.like: backend", Document(value), ("roles", name))
+
+
+def _role_over(alike: Layer, document: dict[str, Any]) -> Any:
+    """Give a role laid over what it takes over."""
+    section, name = alike.under
+    return _merged(alike.document.value, document[section][name])
 
 
 def load_files_of(path: str | Path, registry: Registry) -> list[str]:

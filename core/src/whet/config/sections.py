@@ -85,6 +85,18 @@ class ModelSection:
 
 
 @frozen
+class RoleSection:
+    """A further model of a run, e.g. a critic or a teacher; keys that are not named here are its backend's own."""
+
+    component: Selection = selection("backends", inline=True)
+    """What holds the model."""
+    like: Literal["", "backend"] = ""
+    """`backend`: every key that is not given here is as in the section `backend`."""
+    model: ModelSection | None = None
+    """The model; by default the one that the run starts from."""
+
+
+@frozen
 class DeadlinesSection:
     """How long each kind of wait may take, in seconds, before the run ends with an error that names it."""
 
@@ -141,8 +153,8 @@ class ClusterSection:
     """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
     work at one time."""
     share: list[list[str]] | None = None
-    """Groups of roles that share their worker processes (and devices) and take turns. By default backend and
-    generator share where `rollout.max_staleness` is 0, and are apart where it is not."""
+    """Groups of roles that share their worker processes (and devices) and take turns. By default all do, but for the
+    generator where `rollout.max_staleness` is above 0."""
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
     """Of the launcher `ray`: how the ranks of a role lie on nodes. `pack`: on as few as possible, which is the default.
     `spread`: on as many as possible. `one-node`: all on one, or not at all. Roles that share processes have one."""
@@ -305,6 +317,8 @@ class Config:
     """The loop."""
     backend: Selection = selection("backends")
     """Holds the model and trains it."""
+    roles: dict[str, RoleSection] = attrs.Factory(dict)
+    """Further models that the algorithm or an environment asks for, by name, e.g. `critic` or `teacher`."""
     generator: Selection | None = optional_selection("generators")
     """Samples from the model; needed by algorithms that are fed by rollouts, and for evaluation."""
     rollout: RolloutSection = attrs.Factory(RolloutSection)

@@ -1,4 +1,18 @@
-"""The contract of a training backend: a handle on the driver whose workers hold the model."""
+"""The contract of a training backend: a handle on the driver whose workers hold the model.
+
+Outputs that a model may give; a backend's facts say which it does. Each stands at its token, is of the state *before*
+that token, in float32, and 0 where `loss_mask` is false. All are at the batch's `temperature`, where it has one.
+
+    logprobs            [N]     log p(token t | before)
+    entropy             [N]     of the distribution over token t, in nats
+    topk_ids:K          [N, K]  the K likeliest tokens t, int32; only of `score`
+    topk_logprobs:K     [N, K]  their logprobs, of the whole vocabulary; only of `score`
+    logprobs_at         [N, K]  logprobs of the tokens in the batch's column `topk_ids` [N, K]
+    kl_forward          [N]     KL(teacher || policy) over the whole vocabulary; where the workers hold both
+    kl_reverse          [N]     KL(policy || teacher)
+    values              [N]     of a value head; 0 ... t-1 are the tokens that it has seen. One place more than a
+                                sequence has tokens gives the value of all of it: see `whet.rollout.scorer.whole`
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -12,7 +26,8 @@ if TYPE_CHECKING:
     from whet.metrics import Metric
     from whet.refit.link import Link
 
-Weights = Literal["policy", "reference"]
+Weights = Literal["policy", "reference", "teacher"]
+"""`reference`: what the run started from. `teacher`: a second model that the same workers hold."""
 
 
 @runtime_checkable
@@ -36,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Compute outputs (NumPy, each [N], 0 where `loss_mask` is false) without gradient."""
+        """Compute outputs (NumPy, each [N] or [N, K], 0 where `loss_mask` is false) without gradient."""
         ...
 
     def send_weights(self, link: "Link") -> "Pending":

@@ -27,21 +27,98 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Give each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
 
-    hidden [M, H], weight [V, H], targets [M] int64, bias [V], temperature [M] float32
-    -> logprobs [M] float32, entropy [M] float32 in nats or None. Both are differentiable in hidden, weight and bias.
+    hidden [M, H], weight [V, H], targets [M] or, for several tokens at each place, [M, K] int64, bias [V],
+    temperature [M] float32 -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
+    differentiable in hidden, weight and bias.
     The product is taken in the dtype of `hidden`, the softmax in float32. `chunk` is the number of tokens whose
     logits are held at a time; 0: as many as fill `CHUNK_BYTES`.
     """
-    if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
+    if (
+        hidden.ndim != 2
+        or targets.ndim not in (1, 2)
+        or targets.shape[:1] != hidden.shape[:1]
+        or weight.shape[1] != hidden.shape[1]
+    ):
         raise ValueError(
-            f"wanted hidden [M, H], weight [V, H] and targets [M]; found {tuple(hidden.shape)}, "
+            f"wanted hidden [M, H], weight [V, H] and targets [M] or [M, K]; found {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(targets.shape)}"
         )
     chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    several = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        hidden, weight, bias, targets, temperature, entropy, chunk
+        hidden, weight, bias, several, temperature, entropy, chunk
     )
-    return logprobs, entropies if entropy else None
+    return logprobs.view(targets.shape), entropies if entropy else None
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Give the k likeliest tokens at each place, likeliest first, and their logprobs: [M, k] int64, [M, k] float32.
+
+    Arguments as of `token_logprobs`; logprobs are of the whole vocabulary, not of these k alone.
+    """
+    if not 1 <= k <= weight.shape[0]:
+        raise ValueError(f"wanted between 1 and {weight.shape[0]} of the vocabulary's tokens, found {k}")
+    chunk = chunk or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
+    matrix = weight.to(hidden.dtype)
+    for part in _parts(len(hidden), chunk):
+        found = _log_softmax(hidden[part], matrix, bias, temperature, part).topk(k)
+        ids[part], logprobs[part] = found.indices, found.values
+    return ids, logprobs
+
+
+def distribution_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    other_bias: Tensor | None = None,
+    temperature: Tensor | None = None,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Give the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
+
+        forward = KL(q || p) = sum_v q (log q - log p)        reverse = KL(p || q) = sum_v p (log p - log q)
+
+    p is of hidden [M, H] and weight [V, H] and is differentiable, q of other_hidden [M, H'] and other_weight [V, H']
+    and is not; temperature [M] divides the logits of both. -> forward [M], reverse [M] float32. Logits of `chunk`
+    tokens are held at a time; the backward pass computes them again.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    if weight.shape[0] != other_weight.shape[0]:
+        raise ValueError(f"the vocabularies have {weight.shape[0]} and {other_weight.shape[0]} tokens; wanted the same")
+    chunk = chunk or max(1, CHUNK_BYTES // (8 * weight.shape[0]))
+
+    def both(part: slice) -> tuple[Tensor, Tensor]:
+        log_p = _log_softmax(hidden[part], weight.to(hidden.dtype), bias, temperature, part)
+        with torch.no_grad():
+            matrix = other_weight.to(other_hidden.dtype)
+            log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part)
+        return _kl(log_q, log_p), _kl(log_p, log_q)
+
+    found = [checkpoint(both, part, use_reentrant=False) for part in _parts(len(hidden), chunk)]
+    if not found:
+        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+    return torch.cat([forward for forward, _ in found]), torch.cat([reverse for _, reverse in found])
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Give KL(a || b) of each row: a token that a cannot produce adds 0, one that only b cannot adds a large number."""
+    lowest = torch.finfo(log_a.dtype).min / 4
+    return (log_a.exp() * (log_a.clamp(min=lowest) - log_b.clamp(min=lowest))).sum(-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -59,13 +136,13 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
-        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
         matrix = weight.to(hidden.dtype)
         kept = None
         for part in _parts(count, chunk):
             log_p = _log_softmax(hidden[part], matrix, bias, temperature, part)
-            logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
+            logprobs[part] = log_p.gather(1, targets[part])
             if entropy:
                 entropies[part] = _entropy(log_p)
             if count <= chunk and any(ctx.needs_input_grad[:3]):
@@ -140,15 +217,16 @@ def _slope(
 ) -> Tensor:
     """Give the gradient with respect to the logits of one chunk, [chunk, V] float32."""
     p = log_p.exp()
+    in_all = None if of_logprobs is None else of_logprobs.sum(1, keepdim=True)
     if of_entropy is None:
-        assert of_logprobs is not None
-        slope = p.mul_(-of_logprobs[:, None])
+        assert in_all is not None
+        slope = p.mul_(-in_all)
     else:
         gradient, entropy = of_entropy
         inner = log_p.clamp(min=torch.finfo(log_p.dtype).min).add_(entropy[:, None]).mul_(-gradient[:, None])
-        if of_logprobs is not None:
-            inner -= of_logprobs[:, None]
+        if in_all is not None:
+            inner -= in_all
         slope = p.mul_(inner)
     if of_logprobs is not None:
-        slope.scatter_add_(1, targets[:, None], of_logprobs[:, None])
+        slope.scatter_add_(1, targets, of_logprobs)
     return slope

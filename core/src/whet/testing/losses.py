@@ -49,3 +49,34 @@ class Weighted(Likelihood):
     def scale(self, batch: Batch) -> Any:
         """Weigh each token by its sequence's advantage."""
         return expand(batch["advantages"], batch["lengths"])
+
+
+class Divergence(Likelihood):
+    """The mean of `kl_forward` + 2 `kl_reverse`."""
+
+    outputs = ("kl_forward", "kl_reverse")
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum."""
+        return LossResult({"likelihood": (outputs["kl_forward"] + 2 * outputs["kl_reverse"]).sum()})
+
+
+class AtTokens(Likelihood):
+    """The mean of -`logprobs_at`, summed over the tokens of the column `topk_ids`."""
+
+    outputs = ("logprobs_at",)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum."""
+        return LossResult({"likelihood": -outputs["logprobs_at"].sum()})
+
+
+class Regression(Likelihood):
+    """The mean squared distance of `values` from 1."""
+
+    outputs = ("values",)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum."""
+        squares = (outputs["values"] - 1.0).square()
+        return LossResult({"likelihood": squares.where(batch["loss_mask"], squares.new_zeros(())).sum()})

@@ -97,11 +97,11 @@ def make_batch(seed: int = 0, vocabulary: int = 200) -> Batch:
 
 def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torch.Tensor]:
     """Compute the gradients that a step on the batch would use."""
-    from whet_fsdp2.worker import _Watch
+    from whet_fsdp2.ranks import Watch
 
     made = worker._loss(loss)
     worker._weights.drop_gradients()
-    worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), _Watch(torch.device("cpu")))
+    worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), Watch(torch.device("cpu")))
     found = {name: master.grad.clone() for name, master in worker._weights.trained.items()}
     worker._weights.drop_gradients()
     return found

@@ -91,6 +91,29 @@ def test_two_ranks_give_the_numbers_of_one(backends, make_batch, tmp_path):
         torch.testing.assert_close(exported[1][name], exported[0][name], atol=2e-3, rtol=0)
 
 
+def test_two_ranks_give_the_outputs_of_one(backends, folders, make_batch):
+    one, two = backends(teacher=str(folders("llama")))
+    batch = make_batch()
+    outputs = ("topk_ids:4", "topk_logprobs:4", "kl_forward", "kl_reverse")
+    expected, found = (backend.score(batch, outputs) for backend in (one, two))
+    assert np.array_equal(found["topk_ids:4"], expected["topk_ids:4"])
+    for name in outputs[1:]:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
+    at = batch.with_columns(topk_ids=expected["topk_ids:4"])
+    for loss, part in (("Divergence", batch), ("AtTokens", at), ("AtTokens", at.take([0]))):
+        expected, found = (numbers(backend.train(part, Spec(f"whet.testing.losses:{loss}"))) for backend in (one, two))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_two_ranks_give_the_values_of_one(backends, make_batch):
+    one, two = backends(head="value")
+    for batch in (make_batch(), make_batch(1).take([0])):
+        expected, found = (backend.score(batch, ("values",))["values"] for backend in (one, two))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        expected, found = (numbers(b.train(batch, Spec("whet.testing.losses:Regression"))) for b in (one, two))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
 def test_two_ranks_keep_their_options(backends, make_batch, options):
     one, two = backends(family="llama", **options)

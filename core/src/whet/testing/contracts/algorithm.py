@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
-from whet.component import Facts, Selection, resolve
+from whet.component import Facts, Selection, Spec, resolve
 from whet.config.build import build, to_spec
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.config.structure import structure
@@ -172,7 +171,7 @@ class AlgorithmContract:
         self, watch: Watch, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path, steps: WatchedSteps
     ) -> Parts:
         config: Any = selection.config
-        (loss,) = [to_spec(s) for s in attrs.asdict(config, recurse=False).values() if _is_loss(s)]
+        loss = to_spec(config.loss) if _is_loss(getattr(config, "loss", None)) else Spec("")
         data = self._data(facts, chat, folder)
         whole = Config(
             run=RunSection(folder=str(folder), steps=3),
@@ -185,6 +184,7 @@ class AlgorithmContract:
             algorithm=resolve(selection.component.target)(selection.config),
             hooks=None,
             backend=WatchedBackend(watch),
+            roles={name: WatchedBackend(Watch()) for name in facts.roles},
             generator=None,
             chat=chat,
             loss=loss,

@@ -31,6 +31,8 @@ class Fsdp2Backend:
                 "model": site.model,
                 "total_steps": site.run.steps,
                 "longest": site.max_context or site.model.max_positions,
+                "seed": site.seed,
+                "trained": site.trained,
             },
         )
 
@@ -47,7 +49,7 @@ class Fsdp2Backend:
         return metrics.merge(self._workers.scatter("evaluate", arguments, phase="evaluate"))
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Compute outputs without gradient: NumPy, [N] float32 each, in the batch's order."""
+        """Compute outputs without gradient: NumPy, [N] or [N, K] each, in the batch's order."""
         rows = np.arange(batch.sequences)
         parts = batch.with_columns(**{_ROW: rows}).shard(self._workers.size)
         found = self._workers.scatter("score", [(part, outputs, weights) for part in parts], phase="score")

@@ -60,16 +60,32 @@ class Fsdp2Config:
     reshard_after_forward: bool = True
     """With several ranks: free a layer's gathered weights between its forward and backward pass."""
     reference: bool = False
-    """Hold a frozen copy of the weights that the run started from, for `score(weights="reference")`."""
+    """Hold a frozen copy of the weights that the run started from, for algorithms that compare the policy with it."""
+    teacher: str = ""
+    """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary, which
+    it must share."""
+    head: Literal["lm", "value"] = "lm"
+    """`lm`: a distribution over tokens. `value`: one number for each place, as critics and reward models give; it is
+    exported as a sequence classifier of one label. A model folder without such a head gets a new one, drawn from
+    N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
+
+
+def outputs(config: Fsdp2Config) -> frozenset[str]:
+    """Give the outputs that a model with this config has."""
+    if config.head == "value":
+        return frozenset({"values"})
+    divergences = {"kl_forward", "kl_reverse"} if config.teacher else set()
+    return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
 
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
     """Say what the backend gives, and the memory of weights, gradients and optimizer on one rank."""
     low = model.dtype == "bfloat16"
-    per_parameter = 4 + 4 + 8 + (2 if low else 0) + ((2 if low else 4) if config.reference else 0)
+    frozen = bool(config.reference) + bool(config.teacher)
+    per_parameter = 4 + 4 + 8 + (2 if low else 0) + (2 if low else 4) * frozen
     return Facts(
-        outputs_given=frozenset({"logprobs", "entropy"}),
-        weights_given=frozenset({"policy", "reference"} if config.reference else {"policy"}),
+        outputs_given=outputs(config),
+        weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         transports=("shared", "shared-memory", "tcp", "disk"),
         memory_bytes=model.parameters * per_parameter or None,
         imports=("whet_fsdp2.worker",),

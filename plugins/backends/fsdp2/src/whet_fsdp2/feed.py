@@ -9,7 +9,8 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from whet.data.batch import Batch
-from whet.ops.logprobs import token_logprobs
+from whet.errors import WhetError
+from whet.ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.layout import Layout, Rows, Targets, pack, used_lengths
 
@@ -30,6 +31,8 @@ class Feed:
     """[M] float32; None: 1 everywhere."""
     count: int
     """N"""
+    ids: Tensor | None
+    """[M, K] further tokens at each place, of the column `topk_ids`."""
     passed: int
     """Tokens that go through the model, padding not counted."""
     empty: bool = field(default=False)
@@ -40,7 +43,7 @@ def feed(batch: Batch, layout: Layout, device: torch.device) -> Feed:
     """Lay out a NumPy micro-batch and bring it to the device."""
     used = used_lengths(batch)
     if not used.any():
-        return nothing(batch.tokens, layout, device)
+        return nothing(batch, layout, device)
     found = pack(batch, layout)
 
     def tensor(array: Any) -> Tensor:
@@ -69,17 +72,25 @@ def feed(batch: Batch, layout: Layout, device: torch.device) -> Feed:
         tensor(targets.where),
         _temperature(batch, targets, device),
         batch.tokens,
+        _ids(batch, targets, device),
         passed,
     )
 
 
-def nothing(count: int, layout: Layout, device: torch.device) -> Feed:
-    """Make the smallest forward pass, whose logprobs go nowhere."""
+def nothing(batch: Batch, layout: Layout, device: torch.device) -> Feed:
+    """Make the smallest forward pass, whose outputs go nowhere, for a batch without targets."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     arguments: dict[str, Any] = {"input_ids": zero[None], "position_ids": zero[None], "use_cache": False}
     if layout != "padded":
         arguments["whet_plan"] = AttentionPlan(np.ones(1, np.int64), np.full(1, -1, np.int64))
-    return Feed(arguments, zero, zero, zero[:0], None, count, 0, empty=True)
+    ids = zero.expand(1, batch["topk_ids"].shape[1]) if "topk_ids" in batch else None
+    return Feed(arguments, zero, zero, zero[:0], None, batch.tokens, ids, 0, empty=True)
+
+
+def _ids(batch: Batch, targets: Targets, device: torch.device) -> Tensor | None:
+    if "topk_ids" not in batch:
+        return None
+    return torch.from_numpy(np.asarray(batch["topk_ids"], np.int64)[targets.where]).to(device)
 
 
 def _temperature(batch: Batch, targets: Targets, device: torch.device) -> Tensor | None:
@@ -95,29 +106,85 @@ def _temperature(batch: Batch, targets: Targets, device: torch.device) -> Tensor
 class Root(nn.Module):
     """A Hugging Face causal model whose forward pass ends in logprobs, so that logits never leave it."""
 
+    probe = "logprobs"
+    """An output that it always has."""
+
     def __init__(self, model: Any, chunk: int) -> None:
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.teacher: tuple[Root, ...] = ()
+        """The frozen model that divergences are taken to, in a tuple so that it is no part of this one."""
 
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Give `logprobs` and, where wanted, `entropy`: [M] float32 each."""
+        """Give the outputs that are wanted, `logprobs` always: [M] or [M, K] each; see `whet.interfaces.backend`."""
+        hidden, head = self._hidden(feed), self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        if "logits" in outputs:  # what makes them: of a teacher, whose logits no one process of many tokens can hold
+            return {"hidden": hidden, "weight": head.weight, **({} if bias is None else {"bias": bias})}
+        terms: dict[str, Any] = {"bias": bias, "temperature": feed.temperature}
+        found = self._at_tokens(feed, outputs, hidden, head.weight, terms)
+        for name in outputs:
+            kind, _, k = name.partition(":")
+            if kind in ("topk_ids", "topk_logprobs") and name not in found:
+                ids, logprobs = top_logprobs(hidden, head.weight, int(k), chunk=self.chunk, **terms)
+                found |= {f"topk_ids:{k}": ids.int(), f"topk_logprobs:{k}": logprobs}
+        if {"kl_forward", "kl_reverse"} & set(outputs):
+            with torch.no_grad():
+                other = self.teacher[0](feed, ("logits",))
+            found["kl_forward"], found["kl_reverse"] = distribution_kl(
+                hidden, head.weight, other["hidden"], other["weight"], other_bias=other.get("bias"), chunk=self.chunk,
+                **terms,
+            )  # fmt: skip
+        return found
+
+    def _hidden(self, feed: Feed) -> Tensor:
         hidden = self.model.base_model(**feed.arguments).last_hidden_state
-        head = self.model.get_output_embeddings()
+        rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
+        return rows
+
+    def _at_tokens(
+        self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Give `logprobs` and, in the same pass over the logits, `logprobs_at` and `entropy`."""
+        targets = feed.targets
+        if "logprobs_at" in outputs:
+            if feed.ids is None:
+                raise WhetError("the output logprobs_at is of the tokens in the column topk_ids, which is not there")
+            targets = torch.cat([targets[:, None], feed.ids], 1)
         logprobs, entropy = token_logprobs(
-            hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source),
-            head.weight,
-            feed.targets,
-            bias=getattr(head, "bias", None),
-            temperature=feed.temperature,
-            entropy="entropy" in outputs,
-            chunk=self.chunk,
+            hidden, weight, targets, entropy="entropy" in outputs, chunk=self.chunk, **terms
         )
-        return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+        found = {"logprobs": logprobs} if logprobs.ndim == 1 else {}
+        if logprobs.ndim == 2:
+            found = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
+        return found if entropy is None else {**found, "entropy": entropy}
+
+
+class ValueRoot(nn.Module):
+    """A Hugging Face sequence classifier of one label, whose head is applied at every place that is asked for."""
+
+    probe = "values"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Give `values` [M] float32."""
+        hidden = self.model.base_model(**feed.arguments).last_hidden_state
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
+        return {"values": self.model.score(rows)[:, 0].float()}
+
+
+AnyRoot = Root | ValueRoot
 
 
 def spread(feed: Feed, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put the logprobs [M] of a pass into the micro-batch's order [N], 0 elsewhere."""
-    if feed.empty:
-        return {name: values.new_zeros(feed.count) for name, values in found.items()}
-    return {name: values.new_zeros(feed.count).index_copy(0, feed.where, values) for name, values in found.items()}
+    """Put outputs [M] or [M, K] of a pass into the micro-batch's order [N] or [N, K], 0 elsewhere."""
+    return {name: _spread(feed, values) for name, values in found.items()}
+
+
+def _spread(feed: Feed, values: Tensor) -> Tensor:
+    room = values.new_zeros(feed.count, *values.shape[1:])
+    return room if feed.empty else room.index_copy(0, feed.where, values)

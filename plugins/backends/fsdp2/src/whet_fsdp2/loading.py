@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from attrs import evolve
 
+from whet import randomness
 from whet.data.batch import Batch, from_sequences
 from whet.errors import ConfigError, WhetError
 from whet.model import ModelInfo
 from whet_fsdp2 import attention
-from whet_fsdp2.feed import Feed, Root, feed, spread
+from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, spread
 from whet_fsdp2.layout import Layout
 from whet_fsdp2.norms import hasten_norms
 
@@ -23,14 +24,25 @@ TOLERANCE = 1e-4
 """Largest difference of logprobs between two ways that must agree, relative to their size."""
 
 
-def load_model(info: ModelInfo) -> Any:
-    """Load float32 weights from a local folder. Raises `WhetError` where weights are missing, odd or damaged."""
-    from transformers import AutoModelForCausalLM
+NEW_HEAD = "score.weight"
 
+
+def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
+    """Load float32 weights from a local folder. Raises `WhetError` where weights are missing, odd or damaged.
+
+    A `value` head that the folder does not have is drawn from the seed.
+    """
+    import transformers
+
+    kind, more = (
+        (transformers.AutoModelForSequenceClassification, {"num_labels": 1}) if head == "value"
+        else (transformers.AutoModelForCausalLM, {})
+    )  # fmt: skip
     try:
-        with no_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
+        with quiet():
+            model, report = kind.from_pretrained(
                 info.path,
+                **more,
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=info.trust_remote_code,
@@ -40,6 +52,10 @@ def load_model(info: ModelInfo) -> Any:
             )
     except Exception as error:  # safetensors, transformers and remote code each raise their own
         raise WhetError(f"model.path: the model in {info.path} cannot be loaded: {error}") from error
+    missing = report.get("missing_keys") or ()
+    if head == "value" and NEW_HEAD in missing:
+        _draw_head(model.score.weight, seed)
+        report = {**report, "missing_keys": [name for name in missing if name != NEW_HEAD]}
     _refuse_incomplete(info.path, report)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -49,16 +65,25 @@ def load_model(info: ModelInfo) -> Any:
     return model.eval()
 
 
+@torch.no_grad()
+def _draw_head(weight: torch.Tensor, seed: int) -> None:
+    """Draw a value head from N(0, 1/(hidden size + 1)): Stiennon et al. 2020 (arXiv:2009.01325), appendix B.1."""
+    draw = randomness.generator(seed, "value head").standard_normal(tuple(weight.shape), np.float32)
+    weight.copy_(torch.from_numpy(draw / np.float32(np.sqrt(weight.shape[1] + 1))))
+
+
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers out of a worker's log."""
+def quiet() -> Iterator[None]:
+    """Keep progress bars of transformers out of a worker's log, and what it says of weights: we say so ourselves."""
     from transformers.utils import logging as their_logging
 
-    shown = their_logging.is_progress_bar_enabled()
+    shown, level = their_logging.is_progress_bar_enabled(), their_logging.get_verbosity()
     their_logging.disable_progress_bar()
+    their_logging.set_verbosity_error()
     try:
         yield
     finally:
+        their_logging.set_verbosity(level)
         if shown:
             their_logging.enable_progress_bar()
 
@@ -89,16 +114,16 @@ def _refuse_incomplete(path: str, report: Any) -> None:
             )
 
 
-def prepare(model: Any, wanted: str, chunk: int, longest: int) -> tuple[Root, Layout]:
-    """Check that the model's logprobs can be computed here, and choose the layout for sequences up to `longest`.
+def prepare(model: Any, wanted: str, chunk: int, longest: int, head: str = "lm") -> tuple[AnyRoot, Layout]:
+    """Check that the model's outputs can be computed here, and choose the layout for sequences up to `longest`.
 
     Tries every shortcut on a few tokens against the model's own logits. Raises `ConfigError` where the head is
     more than a matrix, or a layout that was asked for by name is not exact for this model.
     """
-    root = Root(model, chunk)
+    root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
     batch = _probe(model)
     with torch.no_grad():
-        expected = _plain_logprobs(model, batch)
+        expected = _plain_outputs(model, batch, head)
         hasten_norms(model)
         _check_head(root, batch, expected)
         if wanted == "padded":
@@ -130,24 +155,28 @@ def _probe(model: Any) -> Batch:
     )
 
 
-def _plain_logprobs(model: Any, batch: Batch) -> np.ndarray[Any, Any]:
-    """Compute logprobs [N] from the model's own logits, a sequence at a time."""
+def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
+    """Compute logprobs or values [N] from the model's own forward pass, a sequence at a time."""
     device = model.get_input_embeddings().weight.device
     found = []
     for one in range(batch.sequences):
         part = batch.take([one])
         tokens = torch.from_numpy(part["tokens"]).to(device)
-        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
-        logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].cpu().numpy()
-        found.append(np.concatenate([np.zeros(1, np.float32), logprobs]) * part["loss_mask"])
+        if head == "value":
+            hidden = model.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
+            outputs = model.score(hidden)[:, 0].float()
+        else:
+            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
+            outputs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+        found.append(np.concatenate([np.zeros(1, np.float32), outputs.cpu().numpy()]) * part["loss_mask"])
     return np.concatenate(found)
 
 
-def _logprobs(root: Root, one: Feed) -> np.ndarray[Any, Any]:
-    return spread(one, root(one, ("logprobs",)))["logprobs"].cpu().numpy()
+def _outputs(root: AnyRoot, one: Feed) -> np.ndarray[Any, Any]:
+    return spread(one, root(one, (root.probe,)))[root.probe].cpu().numpy()
 
 
-def _device(root: Root) -> torch.device:
+def _device(root: AnyRoot) -> torch.device:
     return torch.device(root.model.get_input_embeddings().weight.device)
 
 
@@ -155,16 +184,16 @@ def _differ(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
 
 
-def _check_head(root: Root, batch: Batch, expected: Any) -> None:
-    off = _differ(_logprobs(root, feed(batch, "padded", _device(root))), expected)
+def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
+    off = _differ(_outputs(root, feed(batch, "padded", _device(root))), expected)
     if not off <= TOLERANCE:
         raise ConfigError(
-            f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its logprobs "
+            f"model.path: {type(root.model).__name__} does more than multiply by its head's matrix (its {root.probe} "
             f"differ by {off:.2g}); logit scaling and soft-capping are not supported by this backend yet"
         )
 
 
-def _try_packed(root: Root, batch: Batch, layout: Layout, longest: int, expected: Any) -> str | None:
+def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any) -> str | None:
     """Switch to packed attention. Gives what stands in its way, and then switches back."""
     attention.register()
     before = root.model.config._attn_implementation
@@ -172,8 +201,8 @@ def _try_packed(root: Root, batch: Batch, layout: Layout, longest: int, expected
         root.model.set_attn_implementation(attention.NAME)
         one = feed(batch, layout, _device(root))
         plan = evolve(one.arguments["whet_plan"], reach=longest)
-        off = _differ(_logprobs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
-        problem = None if off <= TOLERANCE else f"its logprobs differ by {off:.2g} from those of padded rows"
+        off = _differ(_outputs(root, evolve(one, arguments={**one.arguments, "whet_plan": plan})), expected)
+        problem = None if off <= TOLERANCE else f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # from the model's own code

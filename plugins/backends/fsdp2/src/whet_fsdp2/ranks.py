@@ -1,12 +1,14 @@
-"""The few collectives that the ranks of a backend need beside FSDP2's own; with one rank there are none."""
+"""The few collectives that the ranks of a backend need beside FSDP2's own, and a watch over phases."""
 
 from collections.abc import Sequence
 
 import torch
 
+from whet import metrics
 from whet.cluster.ports import shortage
 from whet.cluster.slices import WorkerRank
-from whet.errors import WhetError
+from whet.errors import ConfigError, WhetError
+from whet.metrics import Metric
 
 
 class Ranks:
@@ -24,6 +26,10 @@ class Ranks:
             if not dist.is_initialized():
                 self._join(rank)
                 self._joined = True
+            elif dist.get_world_size() != self.size:
+                others = f"the other role in these processes has {dist.get_world_size()} ranks"
+                raise ConfigError(f"cluster.ranks.{rank.role}: is {self.size}, but {others}; roles that train or are "
+                                  "scored in shared processes have equally many")  # fmt: skip
 
     def _join(self, rank: WorkerRank) -> None:
         import torch.distributed as dist
@@ -70,3 +76,22 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class Watch:
+    """Adds up the seconds of each phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = clock(device)
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to a phase."""
+        now = clock(self._device)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, Metric]:
+        """Give the seconds of each phase."""
+        return {f"seconds/backend.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from whet_fsdp2.feed import Root
+from whet_fsdp2.feed import AnyRoot
 
 
 class PolicyWeights:
@@ -18,7 +18,7 @@ class PolicyWeights:
     masters in float32 as soon as they are complete.
     """
 
-    def __init__(self, root: Root, low_precision: bool) -> None:
+    def __init__(self, root: AnyRoot, low_precision: bool) -> None:
         self.root = root
         self._low: list[tuple[nn.Parameter, Tensor]] = []
         self.masters: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def shard(root: Root, *, ranks: int, device: torch.device, low_precision: bool, reshard_after_forward: bool) -> None:
+def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: bool, reshard_after_forward: bool) -> None:
     """Shard a module over all ranks with FSDP2: each decoder layer, then the rest. In place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

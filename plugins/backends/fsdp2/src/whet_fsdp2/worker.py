@@ -11,7 +11,7 @@ One call of `train`:
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,21 @@ from whet import metrics
 from whet.cluster.slices import WorkerRank
 from whet.component import Spec
 from whet.data.batch import Batch
-from whet.errors import CheckpointError, WhetError
+from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.interfaces.loss import Loss
 from whet.metrics import Metric
-from whet.model import ModelInfo
+from whet.model import ModelInfo, locate, read_model
 from whet.refit.link import Link
 from whet.run_folder import disk_errors
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
+from whet_fsdp2.config import outputs as known_outputs
 from whet_fsdp2.export import copy_companions
-from whet_fsdp2.feed import Feed, Root, feed, nothing, spread
-from whet_fsdp2.layout import plan
-from whet_fsdp2.loading import enable_checkpointing, load_model, no_progress_bars, prepare
+from whet_fsdp2.feed import AnyRoot, Feed, Root, feed, nothing, spread
+from whet_fsdp2.layout import Layout, plan
+from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
-from whet_fsdp2.ranks import Ranks, clock
+from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, persistent_buffers, shard
 
 MAX_NONFINITE = 3
@@ -48,7 +49,14 @@ class Worker:
     """The public methods are those that the driver calls by name, on every rank."""
 
     def __init__(
-        self, rank: WorkerRank, config: Mapping[str, Any], model: ModelInfo, total_steps: int = 0, longest: int = 0
+        self,
+        rank: WorkerRank,
+        config: Mapping[str, Any],
+        model: ModelInfo,
+        total_steps: int = 0,
+        longest: int = 0,
+        seed: int = 0,
+        trained: bool = True,
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._config = cattrs.structure(config, Fsdp2Config)
@@ -57,16 +65,36 @@ class Worker:
         self._device = self._ranks.device
         self._low = model.dtype == "bfloat16"
         attention.register()
-        self._root = self._build(trained=True)
-        self._weights = PolicyWeights(self._root, self._low and rank.size == 1)
-        self._reference = self._build(trained=False) if self._config.reference else None
+        self._seed, self._trained = seed, trained
+        self._root, self._layout = self._build(model, trained)
+        self._weights = PolicyWeights(self._root, self._low and rank.size == 1 and trained)
+        self._frozen: dict[str, AnyRoot] = {}
+        if self._config.reference:
+            self._frozen["reference"], _ = self._build(model, trained=False)
+        if self._config.teacher and isinstance(self._root, Root):
+            info = self._teacher()
+            teacher, layout = self._build(info, trained=False)
+            assert isinstance(teacher, Root)
+            if layout != self._layout:
+                words = f"{info.path} can only be laid out as {layout}, the model that is trained is {self._layout}"
+                raise ConfigError(f"backend.teacher: {words}; set backend.layout: padded")
+            self._frozen["teacher"] = teacher
+            self._root.teacher = (teacher,)
         self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
 
-    def _build(self, trained: bool) -> Root:
-        model = load_model(self._info)
-        root, self._layout = prepare(model, self._config.layout, self._config.logprob_chunk, self._longest)
+    def _teacher(self) -> ModelInfo:
+        info = read_model(locate(self._config.teacher), self._info.dtype, self._info.trust_remote_code)
+        if info.vocab_size != self._info.vocab_size:
+            sizes = f"{info.vocab_size} tokens, the model that is trained {self._info.vocab_size}"
+            raise ConfigError(f"backend.teacher: {info.path} has a vocabulary of {sizes}; they must share one")
+        return info
+
+    def _build(self, info: ModelInfo, trained: bool) -> tuple[AnyRoot, Layout]:
+        config = self._config
+        model = load_model(info, config.head, self._seed)
+        root, layout = prepare(model, config.layout, config.logprob_chunk, self._longest, config.head)
         if trained and self._config.gradient_checkpointing:
             enable_checkpointing(model)
         model.to(self._device)
@@ -83,12 +111,14 @@ class Worker:
         elif not trained and self._low:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        return root
+        return root, layout
 
     # Training
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
         """Take one optimizer step on this rank's share of a batch."""
+        if not self._trained:
+            raise WhetError("this model is frozen: nobody said that it would be trained")
         made = self._loss(loss)
         counts = self._counts(made, batch if count_over is None else count_over)
         tokens = {"tokens": metrics.total(float(batch.tokens))}
@@ -98,7 +128,7 @@ class Worker:
                 **self._of_step(0.0, 0.0, self._stepper.next_rate()),
                 **(_flag("skipped_steps") if self._first else {}),
             }
-        watch = _Watch(self._device)
+        watch = Watch(self._device)
         self._weights.drop_gradients()
         total, found = self._accumulate(self._live(batch, made), made, counts, watch)
         value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
@@ -132,12 +162,12 @@ class Worker:
         return _flag("nonfinite_steps") if self._first else {}
 
     def _accumulate(
-        self, batch: Batch, loss: Loss, counts: Mapping[str, float], watch: "_Watch"
+        self, batch: Batch, loss: Loss, counts: Mapping[str, float], watch: "Watch"
     ) -> tuple[float, dict[str, Metric]]:
         """Add up gradients over micro-batches. Gives this rank's part of the objective, and the loss's metrics."""
         values, found = [], []
         for part in self._micro_batches(batch):
-            one = self._feed(part)
+            one = self._feed(part, batch)
             with torch.enable_grad():
                 outputs = self._root(one, loss.outputs)
                 objective, of_loss = self._objective(one, outputs, part, loss, counts)
@@ -154,7 +184,7 @@ class Worker:
             if self._ranks.size == 1:
                 return
             # The other ranks gather and reduce in their backward pass; this one has to take part.
-            objective = outputs["logprobs"].nan_to_num().sum() * 0.0
+            objective = outputs[self._root.probe].nan_to_num().sum() * 0.0
         # FSDP2 averages gradients over ranks; the objective is a sum.
         torch.autograd.backward(objective * self._ranks.size)
 
@@ -180,7 +210,7 @@ class Worker:
         counts = self._counts(made, batch)
         total, found = 0.0, []
         for part in self._micro_batches(batch):
-            one = self._feed(part)
+            one = self._feed(part, batch)
             objective, of_loss = self._objective(one, self._root(one, made.outputs), part, made, counts)
             total += float(objective)
             found.append(of_loss)
@@ -192,17 +222,16 @@ class Worker:
 
     @torch.no_grad()
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
-        """Compute outputs of this rank's share: NumPy, [N] float32 each."""
-        root = self._root
-        if weights == "reference":
-            if self._reference is None:
-                raise WhetError("no reference weights are held; set backend.reference to true")
-            root = self._reference
-        found = {name: np.zeros(batch.tokens, np.float32) for name in outputs}
+        """Compute outputs of this rank's share: NumPy, [N] or [N, K] each."""
+        root = self._root if weights == "policy" else self._frozen.get(weights)
+        if root is None:
+            raise WhetError(f"no {weights} weights are held; set backend.{weights}")
+        self._refuse_unknown(outputs, "what is to be scored")
+        found = {name: _room(name, batch) for name in outputs}
         starts = np.cumsum(batch["lengths"]) - batch["lengths"]
         for chosen in self._plan(batch):
             part = None if chosen is None else batch.take(chosen)
-            one = self._feed(part)
+            one = self._feed(part, batch)
             values = spread(one, root(one, outputs))
             if part is None:
                 continue
@@ -220,11 +249,15 @@ class Worker:
             from whet.config.build import build
 
             made: Any = build(spec)
-            unknown = set(made.outputs) - {"logprobs", "entropy"}
-            if unknown:
-                raise WhetError(f"the loss {spec.target} needs {', '.join(sorted(unknown))}, which fsdp2 cannot give")
+            self._refuse_unknown(made.outputs, f"the loss {spec.target}")
             self._losses[key] = made
         return self._losses[key]
+
+    def _refuse_unknown(self, wanted: Iterable[str], who: str) -> None:
+        given = known_outputs(self._config)
+        if unknown := sorted(name for name in wanted if name.partition(":")[0] not in given):
+            words = f"{', '.join(unknown)}, which this model does not give: it gives {', '.join(sorted(given))}"
+            raise WhetError(f"{who} needs {words}")
 
     def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
         """Give each term's count over all ranks."""
@@ -252,9 +285,9 @@ class Worker:
         for chosen in self._plan(batch):
             yield None if chosen is None else batch.take(chosen)
 
-    def _feed(self, part: Batch | None) -> Feed:
+    def _feed(self, part: Batch | None, batch: Batch) -> Feed:
         if part is None:
-            return nothing(0, self._layout, self._device)
+            return nothing(batch.take([]), self._layout, self._device)
         return feed(part, self._layout, self._device)
 
     def _tensors(self, batch: Batch) -> Batch:
@@ -329,7 +362,7 @@ class Worker:
         if self._first:
             model = self._root.model
             model.config.dtype = torch.bfloat16 if self._low else torch.float32
-            with disk_errors(Path(folder)), no_progress_bars():
+            with disk_errors(Path(folder)), quiet():
                 copy_companions(Path(self._info.path), Path(folder))
                 model.save_pretrained(folder, state_dict=state)
         self._ranks.sum([0.0])
@@ -348,9 +381,8 @@ class Worker:
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        for root in (self._root, self._reference):
-            if root is not None:
-                root.to(device)
+        for root in (self._root, *self._frozen.values()):
+            root.to(device)
         self._stepper.move(device)
 
     def close(self) -> None:
@@ -358,23 +390,14 @@ class Worker:
         self._ranks.leave()
 
 
+def _room(name: str, batch: Batch) -> Any:
+    """Make room for an output of a whole batch."""
+    kind, _, k = name.partition(":")
+    if kind == "logprobs_at":
+        return np.zeros(batch["topk_ids"].shape, np.float32)
+    shape = (batch.tokens, int(k)) if k else (batch.tokens,)
+    return np.zeros(shape, np.int32 if kind == "topk_ids" else np.float32)
+
+
 def _flag(name: str) -> dict[str, Metric]:
     return {name: metrics.total(1.0)}
-
-
-class _Watch:
-    """Adds up the seconds of each phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = clock(device)
-        self._seconds: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap to a phase."""
-        now = clock(self._device)
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, Metric]:
-        return {f"seconds/backend.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}

@@ -1,0 +1,58 @@
+"""The roles of a run: backend, generator and further models; which share processes, and what is wanted of them."""
+
+from collections.abc import Mapping
+
+from whet.component import Facts, RoleNeed, Selection
+from whet.config.sections import Config
+
+
+def shares(config: Config, one: str, other: str) -> bool:
+    """Whether two roles share their processes."""
+    return any(one in group and other in group for group in share_groups(config))
+
+
+def share_groups(config: Config) -> list[list[str]]:
+    """Groups of roles that share processes, the default filled in."""
+    if config.cluster.share is not None:
+        return config.cluster.share
+    together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
+    return [together] if len(together) > 1 else []
+
+
+def groups(config: Config) -> list[list[str]]:
+    """Give the roles of each group of processes, in order of its first; a role alone is a group, too."""
+    found: list[list[str]] = []
+    roles = role_names(config)
+    for role in roles:
+        sharing = next((group for group in share_groups(config) if role in group), [role])
+        group = [other for other in sharing if other in roles]
+        if group not in found:
+            found.append(group)
+    return found
+
+
+def role_names(config: Config) -> list[str]:
+    """Give all roles of a run."""
+    return ["backend", *(["generator"] if config.generator is not None else []), *config.roles]
+
+
+def role_path(name: str) -> str:
+    """Give the path into the config at which a role's component stands."""
+    return name if name in ("backend", "generator") else f"roles.{name}"
+
+
+def role_selection(config: Config, name: str) -> Selection:
+    """Give the component of a role."""
+    chosen = config.roles[name].component if name in config.roles else getattr(config, name)
+    assert isinstance(chosen, Selection)
+    return chosen
+
+
+def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
+    """Give what is wanted of each further model, by whoever asks for it."""
+    needs: dict[str, RoleNeed] = {}
+    for found in facts.values():
+        for name, need in found.roles.items():
+            before = needs.get(name, RoleNeed())
+            needs[name] = RoleNeed(before.outputs | need.outputs, before.trained or need.trained)
+    return needs

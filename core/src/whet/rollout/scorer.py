@@ -1,0 +1,100 @@
+"""What an environment asks of a further model: the value of a whole conversation, e.g. by a reward model.
+
+Requests that are made while another one is under way travel together.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from attrs import frozen
+
+from whet.data.batch import Batch, from_sequences
+from whet.data.messages import Message, conversation
+
+if TYPE_CHECKING:
+    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.backend import Backend
+
+MOST_TOGETHER = 256
+"""Conversations of one batch."""
+
+
+class Scorer(Protocol):
+    """A further model, as environments see it."""
+
+    async def value(self, messages: "str | Message | Sequence[Message]") -> float:
+        """Give the value of a conversation that ends with the assistant's turn: the number of the model's head there.
+
+        Raises `DataError` where it cannot be rendered by that model's chat template.
+        """
+        ...
+
+
+def whole(tokens: Any) -> dict[str, Any]:
+    """Give the columns of a sequence whose `values` output holds, at its last place, the value after all `tokens`.
+
+    `values` stand for the state *before* a token, so one more place follows the last; what stands there is not read.
+    """
+    tokens = np.append(np.asarray(tokens, np.int64), 0)
+    mask = np.zeros(len(tokens), np.bool_)
+    mask[-1] = True
+    return {"tokens": tokens, "loss_mask": mask}
+
+
+@frozen(eq=False)
+class _Asked:
+    tokens: Any
+    answer: "asyncio.Future[float]"
+
+
+class RoleScorer:
+    """Scores with the backend of a role, one batch after the other, on a thread of its own."""
+
+    def __init__(self, backend: "Callable[[], Backend]", chat: "Callable[[], ChatTokenizer]") -> None:
+        """Take functions that give the parts, which need not be there yet: environments are built before them."""
+        self._backend, self._chat = backend, chat
+        self._waiting: list[_Asked] = []
+        self._serving: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "whet-scorer")
+
+    async def value(self, messages: "str | Message | Sequence[Message]") -> float:
+        """See `Scorer.value`."""
+        tokens = self._chat().training(conversation(messages)).tokens
+        asked = _Asked(tokens, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await asked.answer
+
+    def close(self) -> None:
+        """Wait for the batch under way and end the thread."""
+        self._thread.shutdown()
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0)  # who asks in this turn of the loop travels along
+        while self._waiting:
+            now, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
+            try:
+                values = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, now)
+            except Exception as error:
+                for asked in now:
+                    if not asked.answer.done():
+                        asked.answer.set_exception(error)
+                continue
+            for asked, value in zip(now, values, strict=True):
+                if not asked.answer.done():
+                    asked.answer.set_result(value)
+
+    def _score(self, asked: Sequence[_Asked]) -> list[float]:
+        batch = sequences(asked)
+        values = self._backend().score(batch, ("values",))["values"]
+        ends = np.cumsum(batch["lengths"]) - 1
+        return [float(value) for value in values[ends]]
+
+
+def sequences(asked: Sequence[_Asked]) -> Batch:
+    """Make the batch that gives each its value."""
+    return from_sequences([whole(one.tokens) for one in asked], prompt_lengths=[len(one.tokens) for one in asked])
