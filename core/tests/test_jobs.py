@@ -12,7 +12,7 @@ from whet.run_folder import RunFolder
 
 
 def save(run, step):
-    checkpoint.write(run, step, {}, lambda folder: (folder / "weights").write_text(str(step)))
+    checkpoint.write(run, step, {}, {"backend": lambda folder: (folder / "weights").write_text(str(step))})
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_makes_way_for_the_newest(tmp_path):
