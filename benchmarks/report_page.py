@@ -47,7 +47,8 @@ def _metrics(step: int, steps: int, rng: random.Random) -> dict[str, Any]:
     row |= {"loss": math.exp(-3 * progress) + 0.1 * rng.random(), "reward/mean": progress + 0.1 * rng.random()}
     row |= {"logprob_gap/max": 1e-3 * rng.random(), "response_length/mean": 200 + 50 * rng.random()}
     row |= {f"other/{i}": rng.gauss(i, 1.0) for i in range(METRICS - len(row))}
-    evaluated = {"evaluation/sums/reward": 0.8 * progress, "evaluation/sums/interval": 0.1}
+    name, reward = "evaluation/sums/reward", 0.8 * progress
+    evaluated = {name: reward, f"{name}/ci_low": max(0.0, reward - 0.1), f"{name}/ci_high": reward + 0.1}
     return row | (evaluated if step % 100 == 0 else {})
 
 

@@ -222,7 +222,7 @@ def test_evaluation_has_the_generator_for_itself_and_gives_what_it_gives_without
             generator={"jitter": 0.01},
         )
         compose.run(config, ["evaluation={every: 2, environments: [{use: letters, limit: 20}]}"])
-        files = sorted((folder / "run/evaluations").iterdir())
+        files = sorted((folder / "run/evaluations").glob("*.jsonl"))
         assert len(files) == 3
         found.append([[row["messages"] for row in read_rows(file)] for file in files])
         begins = [r["begin"] for r in read_rows(folder / "run/spans.jsonl") if r["phase"] == "evaluate"]

@@ -36,10 +36,16 @@ def test_rewinding_forgets_later_steps_alone(tmp_path):
     for n in range(5):
         run.append(f"rollouts/step-{n:06d}.jsonl", [{"n": n}])
         run.append(f"evaluations/step-{n:06d}-test.jsonl", [{"n": n}])
+        run.append(f"evaluations/tasks/step-{n:06d}-test.jsonl", [{"n": n}])
+        run.write_json(f"evaluations/step-{n:06d}.json", {"n": n})
     run.rewind(2)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert len(list((tmp_path / "rollouts").iterdir())) == 3
-    assert len(list((tmp_path / "evaluations").iterdir())) == 3
+    left = [f"step-{n:06d}" for n in range(3)]
+    assert sorted(file.name for file in tmp_path.glob("evaluations/*.json")) == [f"{name}.json" for name in left]
+    for folder in ("evaluations", "evaluations/tasks"):
+        found = sorted(file.name for file in (tmp_path / folder).glob("*.jsonl"))
+        assert found == [f"{name}-test.jsonl" for name in left]
 
 
 def test_a_folder_has_steps_once_one_has_left_something(tmp_path):
