@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,29 @@ def test_a_run_that_dies_again_and_again_ends_with_the_last_error(tmp_path, stri
     assert done.code == 1
     assert "Error: backend rank 0 failed in" in done.errors
     assert [event["left"] for event in events(tmp_path / "run", "run restarted")] == [1, 0]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["replicas", "one process for both roles"])
+def test_a_prompt_that_kills_the_engine_every_time_costs_its_group_and_not_the_run(tmp_path, small_run, whet, shared):
+    config = small_run(
+        tmp_path,
+        run={"folder": str(tmp_path / "run"), "steps": 4, "save_every": 1},
+        algorithm={"use": "grpo", "prompts_per_step": 12, "group_size": 2},
+        rollout={"max_tokens": 4},
+        generator={"use": "fragile"},
+        environments=[{"use": "sevens"}],
+        plugins=[str(HERE / "fragile.py")],
+        cluster={"threads": {"backend": 1, "generator": 1}, **({} if shared else {"share": []})},
+        loggers=[{"use": "jsonl", "path": "log.jsonl"}],
+    )
+    done = whet("run", config)
+    assert done.code == 0, done.errors
+    run = tmp_path / "run"
+    dropped = sum(row["groups/dropped"] for row in numbers(run))
+    assert dropped == sum(row["episodes/infrastructure"] > 0 for row in numbers(run)) == 1
+    lost = events(run, "run restarted" if shared else "replica restarted")
+    assert [event["phase"] for event in lost] == ["generate"] * 3
+    trained = Counter(row["group"] for step in range(1, 5) for row in rows(run / f"rollouts/step-{step:06d}.jsonl"))
+    (gone,) = set(range(4 * 12 + 1)) - trained.keys()
+    assert set(trained.values()) == {2}
+    assert [row["dropped"] for row in events(run, "step") if "dropped" in row] == [str(gone)]

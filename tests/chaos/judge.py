@@ -19,6 +19,7 @@ BARE, BARE_PHASES = (-15, -2), ("starting", "after.closed")
 """Codes of a Python that does not handle signals yet or any more, and the phases where nothing is lost by that."""
 STARTING = ("starting", "backend.start", "generator.start", "after.opened")
 """Phases in which a lost worker is told at once."""
+ENDING = "SIGTERM was ending the run, which continues after its last checkpoint"
 RESTARTS = 3
 BATCHED = ("logprob_gap/mean", "logprob_gap/max")
 """Metrics whose last bits depend on which requests are batched together."""
@@ -42,6 +43,8 @@ def judge(struck: Struck, subject: Subject) -> None:
         struck.outcome = "goes on" if struck.hit else "missed"
     elif to_driver and (struck.code == ENDS.get(act, -9) or (struck.code in BARE and struck.phase in BARE_PHASES)):
         struck.outcome = "ended by it"
+    elif struck.code == 1 and act == "terminate all" and subject.launcher == "ray" and ENDING in struck.said:
+        struck.outcome = "fails"  # Ray's processes end by SIGTERM, and take the workers along
     elif struck.code == 1 and struck.workers:
         struck.outcome = "fails"
         struck.faults += _error_faults(struck, subject)
@@ -164,9 +167,10 @@ def group_faults(run: Path, subject: Subject) -> list[str]:
 def different_bits(run: Path, other: Path) -> list[str]:
     """Compare a disturbed run with an undisturbed one: numbers, rollouts and weights."""
     faults = []
-    replaced = any(row["event"] == "replica restarted" for row in read_rows(run / "journal.jsonl"))
+    # Requests were batched with others than before; those that met two losses were asked apart.
+    replaced = any(row["event"] in ("replica restarted", "run restarted") for row in read_rows(run / "journal.jsonl"))
     for mine, theirs in zip(numbers(run), numbers(other), strict=False):
-        for name in BATCHED if replaced else ():  # requests were batched with others than before
+        for name in BATCHED if replaced else ():
             if abs(mine.pop(name) - theirs.pop(name)) > 1e-6:
                 faults.append(f"step {mine['step']}: {name} differs")
         if mine != theirs:
@@ -176,9 +180,19 @@ def different_bits(run: Path, other: Path) -> list[str]:
     for name in ("model/model.safetensors", *(f"rollouts/step-{step:06d}.jsonl" for step in range(1, STEPS + 1))):
         if not (run / name).exists():
             faults.append(f"there is no {name}")
+        elif name.startswith("rollouts") and replaced and _rollouts(run / name) == _rollouts(other / name):
+            continue
         elif (run / name).read_bytes() != (other / name).read_bytes():
             faults.append(f"{name} differs from the undisturbed run's")
     return faults
+
+
+def _rollouts(file: Path) -> list[dict[str, Any]]:
+    """Read the rollouts of a step, but for the sampler's logprobs."""
+    rows = list(read_rows(file))
+    for sequence in (sequence for row in rows for sequence in row.get("sequences", ())):
+        sequence.pop("sampler_logprobs", None)
+    return rows
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:

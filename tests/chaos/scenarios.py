@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import attrs
 from judge import NOISE, ended_faults
 from sitting import SLOWNESS, STEPS, Sitting, Subject
 from strikes import PATIENCE
@@ -31,7 +34,9 @@ def terminated_with_all(subject: Subject, undisturbed: Path) -> list[str]:
     with looked() as found:
         for victim in found:
             victim.strike(signal.SIGTERM)
-    return ends(sitting, 143, "continues") + resumes(subject, undisturbed)
+    # Ray's own processes end by SIGTERM, and take the workers along.
+    codes = (143, 1) if subject.launcher == "ray" else 143
+    return ends(sitting, codes, "continues") + resumes(subject, undisturbed)
 
 
 def terminated_while_saving(subject: Subject, undisturbed: Path) -> list[str]:
@@ -162,10 +167,88 @@ def worker_hangs_while_starting(subject: Subject, undisturbed: Path) -> list[str
     return ends(sitting, 1, error) + ([] if stopped else ["there was no worker"]) + resumes(subject, undisturbed)
 
 
+def worker_hangs(subject: Subject, undisturbed: Path) -> list[str]:
+    """A worker stands still in the middle: it is missed at its deadline, and the run begins again."""
+    sitting = Sitting(subject)
+    wait_for(sitting, "backend.train", 4)
+    with looked() as found:
+        stopped = [victim for victim in found if victim.name == "backend-0" and victim.strike(signal.SIGSTOP)]
+    faults = ends(sitting, 0) or ended_faults(subject, undisturbed)
+    if not re.search(r"rank 0 was lost in \w+: no answer within .*; the run goes on after step", sitting.said()):
+        faults.append(f"said {sitting.said()[-500:]!r}, wanted who was lost")
+    return faults + ([] if stopped else ["there was no worker"])
+
+
+def taken_ports(subject: Subject, undisturbed: Path) -> list[str]:
+    """Others listen on the ports that Ray and torch are known for: whet takes other ones."""
+    with listening(*KNOWN_PORTS):
+        return ends(Sitting(subject), 0) or ended_faults(subject, undisturbed)
+
+
+def chosen_port_is_taken(subject: Subject, undisturbed: Path) -> list[str]:
+    """Of the launcher `ray`: somebody listens on the port that Ray was told to take."""
+    if subject.launcher != "ray":
+        return skipped("no port is chosen")
+    with listening(0) as (port,):
+        sitting = Sitting(subject, prefix=("env", f"RAY_GCS_SERVER_PORT={port}"))
+        faults = ends(sitting, 1, rf"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or")
+    return faults or resumes(subject, undisturbed)
+
+
+def stranger_at_the_address(subject: Subject, undisturbed: Path) -> list[str]:
+    """Of the launcher `ray`: at the address of the cluster to join somebody listens who says nothing."""
+    if subject.launcher != "ray":
+        return skipped("there is no address")
+    with listening(0) as (port,):
+        faults = ends(
+            Sitting(subject, 0, f"cluster.address=127.0.0.1:{port}", "cluster.deadlines.start=10"), 1,
+            rf"rank 0 failed in start: .* 9 s to connect to Ray at 127\.0\.0\.1:{port}; somebody listens there: is it",
+        )  # fmt: skip
+    return faults or resumes(subject, undisturbed)
+
+
+def no_port_is_left(subject: Subject, undisturbed: Path) -> list[str]:
+    """The system has no port left to give to who wants to listen: Ray, or the ranks of a trainer that meet."""
+    subject = attrs.evolve(subject, layout="two")
+    narrow = "ip link set lo up && echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range"
+    trial = ["unshare", "--net", "sh", "-c", narrow]
+    if os.geteuid() or subprocess.run(trial, capture_output=True, check=False).returncode:
+        return skipped("a network of few ports needs unshare and ip, and the right to use them")
+    hold = f"coproc {{ exec \"$0\" -c '{HOLD_PORTS}'; }}; read -u ${{COPROC[0]}} _ || exit 99"
+    hold = f'{narrow}; {hold}; "$@"; code=$?; kill $COPROC_PID; exit $code'
+    sitting = Sitting(subject, prefix=("unshare", "--net", "bash", "-c", hold, sys.executable))
+    error = r"backend rank \d failed in start: .*the system has no port left of those that it gives \(40000-40003\)"
+    return ends(sitting, 1, error) or ends(Sitting(subject, 99), 0) or ended_faults(subject, None)
+
+
+def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
+    """Of the launcher `ray`: the node of the generator is killed; the run goes on where there is room."""
+    if subject.launcher != "ray":
+        return skipped("there are no nodes")
+    from ray.cluster_utils import Cluster
+
+    subject = attrs.evolve(subject, layout="apart")
+    small = {"object_store_memory": 80 << 20}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **small})
+    try:
+        leaving = nodes.add_node(num_cpus=2, resources={"gen": 8}, **small)
+        where = (f"cluster.address={nodes.address}", "cluster.resources={generator: {gen: 1}}")
+        sitting = Sitting(subject, 0, *where)
+        wait_for(sitting, "backend.train", 3)
+        nodes.remove_node(leaving, allow_graceful=False)
+        nodes.add_node(num_cpus=2, resources={"gen": 8}, **small)
+        faults = ends(sitting, 0) or ended_faults(subject, None)
+        if not re.search(r"generator rank 0 was lost in \w+: .*node \S+ \(\w+\) was lost", sitting.said()):
+            faults.append(f"said {sitting.said()[-500:]!r}, wanted which node was lost")
+        return faults
+    finally:
+        nodes.shutdown()
+
+
 def ray_loses_its_head(subject: Subject, undisturbed: Path) -> list[str]:
     """Of the launcher `ray`: the process that keeps Ray's records is gone."""
     if subject.launcher != "ray":
-        return []
+        return skipped("it is not used")
     sitting = Sitting(subject)
     wait_for(sitting, "after.step")
     with looked() as found:
@@ -214,13 +297,22 @@ def few_descriptors(subject: Subject, undisturbed: Path) -> list[str]:
     return ends(sitting, (0, 1), "Too many open files") + resumes(subject, undisturbed)
 
 
+KNOWN_PORTS = (6379, 6380, 8076, 8077, 8265, 8266, 8076, 10001, 52365, 44217, 44227, 29400, 29500)
+"""Of Ray's head, its object managers, dashboard, client, agents and metrics, and of torch's rendezvous."""
+HOLD_PORTS = """
+import socket, time
+held = [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True) for port in range(40000, 40004)]
+print("held", flush=True)
+time.sleep(1000)
+"""
 SCENARIOS: Mapping[str, Callable[[Subject, Path], list[str]]] = {
     function.__name__: function
     for function in (
         two_drivers, terminated_with_all, terminated_while_saving, interrupted_twice, interrupted_with_reader, hung_up,
-        nobody_reads, no_terminal, killed_in_shutdown, killed_in_export, stopped_watchdog, killed_watchdog_and_driver,
-        worker_hangs_while_starting, ray_loses_its_head, full_shared_memory, full_temporary_folder, full_run_disk,
-        small_files_alone, few_descriptors,
+        hung_up_under_nohup, nobody_reads, no_terminal, killed_in_shutdown, killed_in_export, stopped_watchdog,
+        killed_watchdog_and_driver, worker_hangs_while_starting, worker_hangs, taken_ports, chosen_port_is_taken,
+        stranger_at_the_address, no_port_is_left, node_leaves, ray_loses_its_head, full_shared_memory,
+        full_temporary_folder, full_run_disk, small_files_alone, few_descriptors,
     )
 }  # fmt: skip
 
@@ -254,6 +346,23 @@ def resumes(subject: Subject, undisturbed: Path) -> list[str]:
     return ends(Sitting(subject, 99), 0) or ended_faults(subject, undisturbed)
 
 
+def skipped(why: str) -> list[str]:
+    """Say that there is nothing to be found here."""
+    print(f"     (left out: {why})")
+    return []
+
+
+@contextmanager
+def listening(*ports: int) -> Iterator[list[int]]:
+    """Listen on ports at all addresses, and never answer; on one that is taken somebody else does. 0: any."""
+    with ExitStack() as stack:
+        held = []
+        for port in ports:
+            with suppress(OSError):
+                held.append(stack.enter_context(socket.create_server(("", port))))
+        yield [listener.getsockname()[1] for listener in held]
+
+
 def _all() -> list[Victim]:
     with looked() as found:
         return found
@@ -273,8 +382,7 @@ def looked() -> Iterator[list[Victim]]:
 def _mounted(subject: Subject, before: str, codes: int | tuple[int, ...], said: str, after: str = "") -> list[str]:
     """Run a sitting with a small disk somewhere; nothing to be found where this machine does not let us mount."""
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        print("     (mounting a small disk needs unshare, and the right to use it)")
-        return []
+        return skipped("mounting a small disk needs unshare, and the right to use it")
     subject.write()
     script = f'{before} "$0" "$@"; code=$?; {after} exit $code'
     return ends(Sitting(subject, 0, prefix=("unshare", "-m", "bash", "-c", script)), codes, said)

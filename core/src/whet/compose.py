@@ -4,6 +4,7 @@ load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in
 """
 
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,7 +58,7 @@ def run(
                     return _sit(parts)
             except WorkerLost as error:
                 if not sittings.again(error):
-                    raise
+                    raise sittings.told(error) from error.__cause__
 
 
 def _sit(parts: Parts) -> Outcome:
@@ -136,6 +137,14 @@ class _Sittings:
             return False
         saved = checkpoint.latest(self.folder)
         return self.recovery.grant_run(error, saved.step if saved else 0)
+
+    def told(self, error: WorkerLost) -> WorkerLost:
+        """Give the error that ends the run; where a signal was ending it anyway, that is said."""
+        if self.steps is None or self.steps.stopped_by is None:
+            return error
+        name = signal.Signals(self.steps.stopped_by).name
+        cause = f"{error.cause}; {name} was ending the run, which continues after its last checkpoint"
+        return WorkerLost(error.role, error.rank, error.phase, cause, error.last_words, error.details)
 
 
 @contextmanager

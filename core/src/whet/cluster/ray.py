@@ -199,8 +199,13 @@ class RayProcess:
         self._bundle = self._launcher.places.bundle(self._host, self._group, deadline, self._killed)
         door = self._launcher.door()
         control, connection = (self._launcher.guests.expect(f"{self._name}/{end}") for end in ("control", "host"))
-        self._keeper = self._bundle.start(Keeper)
-        found = self._answer_of(self._keeper.keep.remote(self._order(door.address)), deadline)
+        while True:
+            self._keeper = self._bundle.start(Keeper)
+            try:
+                found = self._answer_of(self._keeper.keep.remote(self._order(door.address)), deadline)
+                break
+            except _NeverRan:  # its node has just left, and Ray has yet to find the bundle another one
+                time.sleep(_STEP_SECONDS)
         _same_versions(found, self._where)
         if found["error"]:
             raise WhetError(f"on node {self._where}: {found['error']}")
@@ -243,6 +248,8 @@ class RayProcess:
                         "there (raylet.err) may say why"
                     ) from None
             except ray.exceptions.RayError as error:
+                if "never ran" in str(error) and time.monotonic() < deadline:
+                    raise _NeverRan from error
                 raise WhetError(
                     f"node {self._where} cannot run it: {_ray_cause(error)}; wanted there: {_listed(versions())}"
                 ) from error
@@ -311,6 +318,10 @@ class RayProcess:
     @property
     def _where(self) -> str:
         return "?" if self._bundle is None else self._bundle.node()
+
+
+class _NeverRan(WhetError):  # noqa: N818 - it says what happened
+    """An actor was cancelled before it began."""
 
 
 def _same_versions(found: Mapping[str, Any], where: str) -> None:

@@ -130,7 +130,7 @@ class _Connection:
                 why = "; the Ray that this process used before has not ended yet"
             elif self.address:
                 why = "; somebody listens there: is it the head of a Ray cluster (cluster.address)?"
-            raise WhetError(f"it took more than {seconds:g} s to {what}{why}") from None
+            raise WhetError(f"it took more than {seconds:.3g} s to {what}{why}") from None
 
     def end(self) -> None:
         """Leave Ray; wait for it, but not for ever."""
