@@ -231,12 +231,15 @@ def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
     small = {"object_store_memory": 80 << 20}
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **small})
     try:
-        leaving = nodes.add_node(num_cpus=2, resources={"gen": 8}, **small)
+        able = [nodes.add_node(num_cpus=2, resources={"gen": 8}, **small) for _ in range(2)]
         where = (f"cluster.address={nodes.address}", "cluster.resources={generator: {gen: 1}}")
         sitting = Sitting(subject, 0, *where)
         wait_for(sitting, "backend.train", 3)
-        nodes.remove_node(leaving, allow_graceful=False)
-        nodes.add_node(num_cpus=2, resources={"gen": 8}, **small)
+        with looked() as found:
+            here = [_raylet(victim.pid) for victim in found if victim.name == "generator-0"]
+        for node in able:
+            if node.all_processes["raylet"][0].process.pid in here:
+                nodes.remove_node(node, allow_graceful=False)
         faults = ends(sitting, 0) or ended_faults(subject, None)
         if not re.search(r"generator rank 0 was lost in \w+: .*node \S+ \(\w+\) was lost", sitting.said()):
             faults.append(f"said {sitting.said()[-500:]!r}, wanted which node was lost")
@@ -361,6 +364,12 @@ def listening(*ports: int) -> Iterator[list[int]]:
             with suppress(OSError):
                 held.append(stack.enter_context(socket.create_server(("", port))))
         yield [listener.getsockname()[1] for listener in held]
+
+
+def _raylet(pid: int) -> int:
+    """Give the process id of the raylet of a worker's node."""
+    variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line)
+    return int(variables["RAY_RAYLET_PID"])
 
 
 def _all() -> list[Victim]:
