@@ -185,6 +185,9 @@ class RequestDispatcher:
             self.roster.losses.update(id_ for id_, waiting in open_.items() if not waiting.future.done())
             served_again = self.roster.lost(rank, life, error)
             cause = error if served_again else self.roster.failure or error
+            if not served_again:  # suspects that only waited must not be sent to a dead process, and blamed for it
+                held, self._suspects = self._suspects, []
+                self._fail(held, cause)
         except WhetError as error:
             cause = error
         except Exception as error:  # a worker's edge: whatever came must reach those who wait
