@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from whet import checkpoint
+from whet.cluster.choose import make_cluster
 from whet.cluster.slices import Site
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
@@ -27,7 +28,7 @@ from whet.plan import facts_of, gather_facts
 from whet.prepare import Prepared
 from whet.recovery import Recovery
 from whet.refit.link import Link
-from whet.roles import needed_roles, role_selection, share_groups
+from whet.roles import needed_roles, role_selection
 from whet.run_folder import RunFolder
 from whet.spans import Spans
 from whet.startup import Startup
@@ -227,32 +228,15 @@ class Builder:
         if self.plan.inline:
             from whet.cluster.inline import InlineSlice
 
-            places = {place.role: place for place in self.plan.roles}
-            return lambda role: InlineSlice(role, threads=places[role].threads, device=places[role].devices[0])
+            at = self.plan.role
+            return lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0])
         roles = [place for place in self.plan.roles if place.role in only or not only]
-        self._cluster = cluster = self._start_cluster([place.role for place in roles])
+        self._cluster = cluster = make_cluster(self.config, [place.role for place in roles], self.folder.logs)
+        self.closers.append(cluster.close)
         slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
         wanted = [facts_of(role_selection(self.config, place.role), self.prepared.model).imports for place in roles]
         cluster.warm(slices.values(), tuple(dict.fromkeys(module for modules in wanted for module in modules)))
         return slices.__getitem__
-
-    def _start_cluster(self, roles: Sequence[str]) -> "Cluster":
-        """Make the cluster that the config asks for; what takes time begins in the background."""
-        groups = ([role for role in group if role in roles] for group in share_groups(self.config))
-        section, share = self.config.cluster, [group for group in groups if group]
-        if section.launcher == "ray":
-            from whet.cluster.ray import RayCluster
-
-            cluster: Cluster = RayCluster(
-                self.folder.logs, section.deadlines, share, address=section.address, placement=section.placement,
-                resources=section.resources,
-            )  # fmt: skip
-        else:
-            from whet.cluster.local import LocalCluster
-
-            cluster = LocalCluster(self.folder.logs, section.deadlines, share)
-        self.closers.append(cluster.close)
-        return cluster
 
     def start_roles(self, slice_of: "Callable[[str], Slice]", names: Iterable[str] | None = None) -> None:
         """Start the further models; by default all that the config has."""

@@ -1,0 +1,27 @@
+"""Makes the cluster that a config asks for; launchers are imported only where they are used."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.roles import share_groups
+
+if TYPE_CHECKING:
+    from whet.cluster.launcher import Cluster
+    from whet.config.sections import Config
+
+
+def make_cluster(config: "Config", roles: Sequence[str], logs: Path) -> "Cluster":
+    """Make a cluster for some roles; what takes time begins in the background."""
+    groups = ([role for role in group if role in roles] for group in share_groups(config))
+    section, share = config.cluster, [group for group in groups if group]
+    if section.launcher == "ray":
+        from whet.cluster.ray import RayCluster
+
+        return RayCluster(
+            logs, section.deadlines, share, address=section.address, placement=section.placement,
+            resources=section.resources,
+        )  # fmt: skip
+    from whet.cluster.local import LocalCluster
+
+    return LocalCluster(logs, section.deadlines, share)
