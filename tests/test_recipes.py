@@ -81,6 +81,8 @@ def small(recipe: Path) -> list[str]:
         "sft": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
     }
     given += by_algorithm[document["algorithm"]["use"]]
+    if document["algorithm"].get("filters"):
+        given += ["algorithm.filters=[]"]  # of a random model none might pass
     if "generator" in document:
         given += ["rollout.max_tokens=6", "rollout.max_context=0"]
     entries = document.get("evaluation", {}).get("environments", ())

@@ -70,6 +70,13 @@ class Facts:
     """Batch columns that a loss or algorithm reads beyond those that are always there."""
     columns_written: frozenset[str] = frozenset()
     """Batch columns that an algorithm adds."""
+    columns_essential: frozenset[str] = frozenset()
+    """Of an algorithm: columns that carry what it makes of its data; a loss that reads none of them would ignore it."""
+    token_advantages: bool = False
+    """Of advantages and algorithms: whether each token gets an advantage of its own [N], rather than each sequence [B].
+    Of a loss: whether it takes those, too."""
+    least_group_size: int = 1
+    """Of advantages and filters: samples of one task that they need to compare."""
     transports: tuple[str, ...] = ()
     """Of backends and generators: ways to hand weights over, best first, of `shared`, `shared-memory`, `tcp`,
     `disk`."""

@@ -14,6 +14,7 @@ from whet.component import Facts, Problem, Selection, resolve
 from whet.config.evaluation import evaluation_problems
 from whet.config.sections import Config
 from whet.errors import ConfigError, PluginError
+from whet.fits import misfits
 from whet.model import ModelInfo
 from whet.refit.handover import choose_transport
 from whet.roles import groups, needed_roles, role_names, role_path, role_selection, share_groups, shares
@@ -139,6 +140,7 @@ def make_plan(
         *_needs(config, facts),
         *_losses(facts, feeds_on, algorithm),
         *_weights(config, facts),
+        *misfits(config, facts),
         *_lengths(config, model),
         *_shares(config, facts, machine),
         *_updates(config, facts),

@@ -1,10 +1,12 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.ops.advantages import group_mean
+from whet.ops.advantages import gdpo, group_mean, whiten
 
 
 def array(*values: float) -> np.ndarray:
@@ -77,3 +79,87 @@ def test_shapes_that_do_not_match_are_named() -> None:
     with pytest.raises(ValueError, match=r"\[B\] alike, found \(3,\) and \(2,\)"):
         group_mean(array(1, 2, 3), np.zeros(2, np.int64))
     assert group_mean(np.zeros(0, np.float32), np.zeros(0, np.int64)).shape == (0,)
+
+
+def whitened(values: list[float], unbiased: bool) -> Any:
+    """The formula of OpenRLHF and NeMo RL, or with `unbiased` of verl, in torch and float64."""
+    given_values = torch.tensor(values, dtype=torch.float64)
+    variance = given_values.var(unbiased=unbiased)
+    return ((given_values - given_values.mean()) * variance.clamp(min=1e-8).rsqrt()).numpy()
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@given(values=st.lists(st.integers(-5, 5), min_size=2, max_size=12))
+def test_whitening_is_that_of_the_field(unbiased: bool, values: list[int]) -> None:
+    numbers = [float(v) for v in values]
+    found = whiten(np.array(numbers), np.ones(len(numbers)), unbiased=unbiased)
+    np.testing.assert_allclose(found, whitened(numbers, unbiased), rtol=1e-9, atol=1e-9)
+
+
+@given(values=st.lists(st.floats(-5, 5), min_size=2, max_size=6), copies=st.data())
+def test_a_weight_is_as_good_as_copies(values: list[float], copies: st.DataObject) -> None:
+    counts = copies.draw(st.lists(st.integers(1, 4), min_size=len(values), max_size=len(values)))
+    found = whiten(np.array(values), np.array(counts, float))
+    np.testing.assert_allclose(
+        np.repeat(found, counts), whiten(np.repeat(values, counts), np.ones(sum(counts))), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e30, 0.0])
+def test_equal_values_whiten_to_exactly_nothing(value: float) -> None:
+    assert not whiten(np.full(7, value), np.ones(7)).any()
+    assert not whiten(np.array([value, 5.0]), np.array([1.0, 0.0])).any()
+
+
+def test_without_weights_nothing_is_whitened() -> None:
+    assert whiten(np.array([1.0, 2.0]), np.zeros(2)).tolist() == [0, 0]
+
+
+def gdpo_in_torch(rewards: list[list[float]], size: int, weights: list[float]) -> Any:
+    """TRL's `normalize_then_sum`, written again from its formula, in float64."""
+    total = torch.zeros(len(rewards[0]), dtype=torch.float64)
+    for row, weight in zip(rewards, weights, strict=True):
+        grouped = torch.tensor(row, dtype=torch.float64).view(-1, size)
+        total += weight * ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).flatten()
+    return ((total - total.mean()) / (total.std() + 1e-4)).numpy()
+
+
+@given(
+    right=st.lists(st.integers(0, 1), min_size=12, max_size=12),
+    format_=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    weight=st.floats(0.1, 3),
+)
+def test_gdpo_is_what_trl_computes(right: list[int], format_: list[int], weight: float) -> None:
+    named = {"right": np.array(right, np.float32), "format": np.array(format_, np.float32)}
+    found = gdpo(named, np.repeat([5, 2, 9], 4), {"right": 1.0, "format": weight})
+    expected = gdpo_in_torch([list(map(float, right)), list(map(float, format_))], 4, [1.0, weight])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gdpo_keeps_apart_what_a_sum_would_not() -> None:
+    """The example of the paper, section 2: one reward more, and two more, are the same once the sum is normalised."""
+    named, group = {"one": array(0, 1, 0, 1), "two": array(0, 0, 0, 1)}, np.repeat([0, 1], 2)
+    summed = group_mean(named["one"] + named["two"], group)
+    found = gdpo(named, group, {"one": 1.0, "two": 1.0})
+    assert summed[1] == pytest.approx(summed[3], rel=1e-3)
+    assert found[3] > 1.5 * found[1] > 0
+
+
+def test_gdpo_gives_exactly_nothing_to_a_group_of_equal_rewards() -> None:
+    named = {"one": array(1, 0, 0.1, 0.1), "two": array(3, 3, 7, 7)}
+    found = gdpo(named, np.array([0, 0, 1, 1]), {"one": 1.0, "two": 0.5})
+    assert found[2:].tolist() == [0, 0]
+    assert found[0] > 0 > found[1]
+
+
+def test_gdpo_leaves_out_rewards_that_are_not_there() -> None:
+    named = {"one": array(1, 0, 1, 0), "two": np.array([np.nan, 1, 0, np.nan], np.float32)}
+    found = gdpo(named, np.zeros(4, int), {"one": 0.0, "two": 1.0})
+    assert np.isfinite(found).all()
+    assert found[0] == found[3] == 0
+    assert found[1] > 0 > found[2]
+
+
+def test_gdpo_of_nothing_and_of_one_is_nothing() -> None:
+    assert gdpo({"a": np.zeros(0)}, np.zeros(0, int), {"a": 1}).shape == (0,)
+    assert gdpo({"a": np.ones(1)}, np.zeros(1, int), {"a": 1}).tolist() == [0]

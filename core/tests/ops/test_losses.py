@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whet.ops.losses import clipped_policy_gradient
+from whet.ops.losses import cispo, clip_ratio, clipped_policy_gradient, reinforce, sequence_ratio
 
 
 def tensor(*values: float) -> Tensor:
@@ -93,3 +93,103 @@ def test_bfloat16_comes_out_as_float32() -> None:
 def test_shapes_that_do_not_match_are_named() -> None:
     with pytest.raises(ValueError, match=r"\[N\] alike, found \(2,\), \(2,\), \(1,\)"):
         clipped_policy_gradient(tensor(1, 2), tensor(1, 2), tensor(1), 0.2, 0.2)
+
+
+def test_dual_clipping_bounds_what_a_bad_token_is_pushed_down() -> None:
+    logprobs = tensor(*(math.log(r) for r in (5.0, 2.0, 5.0, 0.5))).requires_grad_()
+    advantages = tensor(-1, -1, 1, -1)
+    found = clipped_policy_gradient(logprobs, torch.zeros(4), advantages, 0.2, 0.3, clip_dual=3.0)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert found.loss.tolist() == pytest.approx([3.0, 2.0, -1.3, 0.8])
+    assert gradient.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0])
+    assert found.clipped_low.tolist() == [True, False, False, True]
+    assert found.clipped_high.tolist() == [False, False, True, False]
+
+
+# Two sequences of 3 and 2 tokens; the second token of the first is not the model's.
+LENGTHS = torch.tensor([3, 2])
+MASK = torch.tensor([True, False, True, True, True])
+OLD = tensor(-1.0, 0.0, -1.0, -2.0, -2.0)
+NEW = tensor(-0.7, 9.0, -1.1, -2.4, -2.0)  # log-ratios .3 and -.1, mean .1; -.4 and 0, mean -.2
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
+    found = sequence_ratio(NEW, OLD, MASK, LENGTHS)
+    assert found.tolist() == pytest.approx([math.exp(0.1)] * 3 + [math.exp(-0.2)] * 2)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_both_forms_of_gspo_have_the_gradient_of_the_paper(per_token: bool) -> None:
+    logprobs = NEW.clone().requires_grad_()
+    ratio = sequence_ratio(logprobs, OLD, MASK, LENGTHS, per_token)
+    advantages = tensor(2.0, 2.0, 2.0, -3.0, -3.0)
+    loss = torch.where(MASK, clip_ratio(ratio, advantages, 0.5, 0.5).loss, 0.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    # equation 9: s * A / |y| for each token, here times the 2 tokens that the sum counts it for
+    expected = [-2 * math.exp(0.1), 0.0, -2 * math.exp(0.1), 3 * math.exp(-0.2), 3 * math.exp(-0.2)]
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gspo_per_token_gives_each_token_its_own_advantage() -> None:
+    logprobs = NEW.clone().requires_grad_()
+    ratio = sequence_ratio(logprobs, OLD, MASK, LENGTHS, per_token=True)
+    (gradient,) = torch.autograd.grad((ratio * tensor(1.0, 0.0, 5.0, 0.0, 1.0)).sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([math.exp(0.1), 0, 5 * math.exp(0.1), 0, math.exp(-0.2)], rel=1e-5)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    logprobs = tensor(*(math.log(r) for r in (0.05, 0.9, 1.1, 8.0))).requires_grad_()
+    advantages = tensor(1.0, -2.0, 1.0, 1.0)
+    found = cispo(logprobs, torch.zeros(4), advantages, clip_low=0.8, clip_high=1.0)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-0.2, 1.8, -1.1, -2.0], rel=1e-5)
+    weights = [0.2, 0.9, 1.1, 2.0]
+    expected = [-w * a * p for w, a, p in zip(weights, advantages.tolist(), logprobs.tolist(), strict=True)]
+    assert found.loss.tolist() == pytest.approx(expected, rel=1e-5)
+    assert found.clipped_low.tolist() == [True, False, False, False]
+    assert found.clipped_high.tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("most", "weights"), [(None, [1.0, 1.0]), (2.0, [0.5, 2.0]), (10.0, [0.5, 8.0])])
+def test_reinforce_weighs_stale_samples(most: float | None, weights: list[float]) -> None:
+    logprobs = tensor(math.log(0.5) - 1, math.log(8.0) - 3).requires_grad_()
+    found = reinforce(logprobs, tensor(-1.0, -3.0), tensor(3.0, -1.0), most)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-3 * weights[0], weights[1]], rel=1e-5)
+    assert found.ratio.tolist() == pytest.approx([0.5, 8.0], rel=1e-5)
+
+
+@given(scale=st.floats(0.01, 10), seed=st.integers(0, 1000))
+def test_every_loss_is_proportional_to_its_advantages(scale: float, seed: int) -> None:
+    """So an importance weight may multiply the advantage instead of the loss."""
+    make = torch.Generator().manual_seed(seed)
+    logprobs, old = -torch.rand(5, generator=make), -torch.rand(5, generator=make)
+    advantages = torch.randn(5, generator=make)
+    ratio = sequence_ratio(logprobs, old, MASK, LENGTHS)
+    for loss in (
+        lambda a: clipped_policy_gradient(logprobs, old, a, 0.2, 0.3, 3.0),
+        lambda a: clip_ratio(ratio, a, 0.01, 0.02),
+        lambda a: cispo(logprobs, old, a, 0.2, 0.3),
+        lambda a: reinforce(logprobs, old, a, 2.0),
+    ):
+        torch.testing.assert_close(loss(advantages * scale).loss, loss(advantages).loss * scale, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [-math.inf, -51.0, -0.5])
+@pytest.mark.parametrize("own", [-math.inf, -51.0, -0.5])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_tokens_that_cannot_occur_leave_every_loss_finite(own: float, other: float, advantage: float) -> None:
+    old, advantages, mask, lengths = tensor(other), tensor(advantage), torch.tensor([True]), torch.tensor([1])
+    for loss in (
+        lambda p: clipped_policy_gradient(p, old, advantages, 0.2, 0.2, 3.0),
+        lambda p: clip_ratio(sequence_ratio(p, old, mask, lengths), advantages, 0.2, 0.2),
+        lambda p: cispo(p, old, advantages, 1.0, 4.0),
+        lambda p: reinforce(p, old, advantages, 2.0),
+        lambda p: reinforce(p, old, advantages),
+    ):
+        logprobs = tensor(own).requires_grad_()
+        found = loss(logprobs)
+        (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs, allow_unused=True)
+        assert torch.isfinite(found.loss).all()
+        assert torch.isfinite(found.ratio).all()
+        assert gradient is None or torch.isfinite(gradient).all()

@@ -1,5 +1,6 @@
 """Advantages from rewards and groups, on NumPy: what a sample was worth beside others of its task."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +50,61 @@ def group_mean(
         deviation = rewards.std(ddof=1 if unbiased else 0) if len(rewards) > 1 else 0.0
         advantages = _divide(advantages, np.full(len(rewards), deviation + epsilon))
     return advantages.astype(np.float32)
+
+
+def whiten(
+    values: NDArray[Any], weights: NDArray[Any], *, centre: bool = True, unbiased: bool = False, epsilon: float = 1e-8
+) -> NDArray[Any]:
+    """Give values mean 0 and deviation 1 over the batch. values [M], weights [M] >= 0 -> [M] float64.
+
+        (values - mean) / sqrt(max(variance, epsilon))
+
+    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl; not so OpenRLHF and NeMo
+    RL. verl adds its epsilon to the variance rather than taking the larger of the two. Equal values, and a single one,
+    give exactly 0. `centre=False` divides only.
+    """
+    total, seen = float(weights.sum()), values[weights > 0].astype(np.float64)
+    if total <= 0 or seen.min() == seen.max():
+        return np.zeros(len(values))
+    # In units of the largest, so that squares of huge numbers stay finite and those of tiny ones do not vanish.
+    unit = np.abs(seen).max()
+    scaled = values.astype(np.float64) / unit
+    average = float((scaled * weights).sum()) / total
+    variance = float(((scaled - average) ** 2 * weights).sum()) / total
+    if unbiased and total > 1:
+        variance *= total / (total - 1)
+    deviation = max(np.sqrt(variance) * unit, np.sqrt(epsilon)) / unit
+    return np.asarray((scaled - average * centre) / deviation)
+
+
+def gdpo(
+    rewards: Mapping[str, NDArray[Any]],
+    group: NDArray[Any],
+    weights: Mapping[str, float],
+    *,
+    unbiased: bool = True,
+    epsilon: float = 1e-4,
+) -> NDArray[np.float32]:
+    """Normalise each named reward in its group, add them up, scale the batch. rewards {name: [B]}, group [B] -> [B].
+
+        A_n = (r_n - mean of the group) / (standard deviation in the group + epsilon)        for each name n
+        A   = sum over n of weight_n * A_n
+        advantage = A / (standard deviation of A in the batch + epsilon)
+
+    GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). The mean of A in the batch, which the paper subtracts, is 0
+    because that of each group is; it is left out, so that a group in which every reward is equal gets exactly 0. A
+    sample without a reward of some name (nan) gets nothing from it, and its group is normalised without it (TRL the
+    same). The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over the batch, verl whitens over
+    tokens.
+    """
+    combined = np.zeros(len(group))
+    for name, weight in weights.items():
+        there = ~np.isnan(rewards[name])
+        combined[there] += weight * group_mean(rewards[name][there], group[there], unbiased=unbiased, epsilon=epsilon)
+    if len(combined) < 2:
+        return np.zeros(len(combined), np.float32)
+    deviation = combined.std(ddof=1 if unbiased else 0)
+    return _divide(combined, np.full(len(combined), deviation + epsilon)).astype(np.float32)
 
 
 def _divide(values: NDArray[Any], by: NDArray[Any]) -> NDArray[Any]:

@@ -12,6 +12,19 @@ def expand(values: Any, lengths: Any) -> Any:
     return values.repeat_interleave(lengths)
 
 
+def of_tokens(batch: Any, name: str) -> Any:
+    """Give a column of a batch for each token [N], whether it is one per token or per sequence."""
+    return batch[name] if name in batch.per_token else expand(batch[name], batch["lengths"])
+
+
+def moved(batch: Any, name: str) -> Any:
+    """Say which sequences [B] have a number other than 0 in a column, at a trained token where it is per token."""
+    if name in batch.per_sequence:
+        return batch[name] != 0
+    there = batch["loss_mask"] & (batch[name] != 0)
+    return segment_sum(there.astype("int64") if isinstance(there, np.ndarray) else there.long(), batch["lengths"]) > 0
+
+
 def segment_sum(values: Any, lengths: Any) -> Any:
     """Sum each sequence's tokens. values [N], lengths [B] -> [B]; an empty sequence gives 0."""
     if isinstance(values, np.ndarray):

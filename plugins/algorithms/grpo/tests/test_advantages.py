@@ -1,12 +1,99 @@
 import numpy as np
+import pytest
 
-from whet.data.batch import from_sequences
-from whet_grpo.advantages import GroupMean
-from whet_grpo.config import GroupMeanConfig
+from whet.data.batch import Batch, from_sequences
+from whet.errors import DataError
+from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
+from whet_grpo.config import GdpoConfig, GroupMeanConfig, ReinforcePlusPlusConfig, RlooConfig
+
+
+def batch(rewards: list[float], group: list[int], sizes: list[int] | None = None, **columns: object) -> Batch:
+    """Give answers with so many trained tokens after a prompt of one; by default of one each."""
+    sizes = sizes or [1] * len(rewards)
+    rows = [{"tokens": range(n + 1), "loss_mask": np.arange(n + 1) > 0} for n in sizes]
+    made = from_sequences(rows, prompt_lengths=[1] * len(rows), group=group)
+    return made.with_columns(reward=np.array(rewards, np.float32), **columns)
 
 
 def test_sequences_of_one_episode_count_once_and_share_its_advantage() -> None:
     sequences = [{"tokens": [1, 2], "loss_mask": [False, True]}] * 4
-    batch = from_sequences(sequences, prompt_lengths=[1] * 4, group=[0] * 4, episode=[5, 5, 5, 9])
-    batch = batch.with_columns(reward=np.array([1, 1, 1, 0], np.float32))
-    assert GroupMean(GroupMeanConfig(scale="none"))(batch).tolist() == [0.5, 0.5, 0.5, -0.5]
+    made = from_sequences(sequences, prompt_lengths=[1] * 4, group=[0] * 4, episode=[5, 5, 5, 9])
+    made = made.with_columns(reward=np.array([1, 1, 1, 0], np.float32))
+    assert GroupMean(GroupMeanConfig(scale="none"))(made).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        GroupMean(GroupMeanConfig()),
+        Rloo(RlooConfig()),
+        Gdpo(GdpoConfig()),
+        ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=True, per_token=False)),
+    ],
+)
+def test_equal_tokens_of_two_tasks_are_two_groups(estimate: object) -> None:
+    """All four sequences have the same tokens; only the task that they came from says what is compared."""
+    together, apart = batch([1, 0, 3, 2], [0, 0, 0, 0]), batch([1, 0, 3, 2], [0, 0, 1, 1])
+    assert len({together.take([i])["tokens"].tobytes() for i in range(4)}) == 1
+    one, two = estimate(together), estimate(apart)  # type: ignore[operator]
+    assert one[0] < 0 < two[0], "0 is below the mean of all, and above that of its own task"
+    np.testing.assert_allclose(two[:2], two[2:], rtol=1e-6)
+
+
+def test_leave_one_out_compares_with_the_others() -> None:
+    found = Rloo(RlooConfig())(batch([1, 2, 6], [0, 0, 0]))
+    assert found.tolist() == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
+
+
+def test_whitened_leave_one_out_is_that_of_trl() -> None:
+    given = batch([1, 2, 6, 0, 1, 0], [0, 0, 0, 1, 1, 1])
+    plain = Rloo(RlooConfig())(given).astype(np.float64)
+    found = Rloo(RlooConfig(whiten=True))(given)
+    np.testing.assert_allclose(found, (plain - plain.mean()) / (plain.std(ddof=1) + 1e-4), rtol=1e-5, atol=1e-6)
+
+
+def test_reinforce_plus_plus_is_normalised_over_tokens() -> None:
+    found = ReinforcePlusPlus(ReinforcePlusPlusConfig())(batch([1, 0], [0, 1], [3, 1]))
+    # rewards 1, 1, 1 and 0 at the trained tokens: mean 3/4, variance 3/16
+    expected = np.array([0.25, -0.75]) / np.sqrt(3 / 16)
+    assert found[[1, 2, 3, 5]].tolist() == pytest.approx([*[expected[0]] * 3, expected[1]], rel=1e-5)
+    by_sequence = ReinforcePlusPlus(ReinforcePlusPlusConfig(per_token=False, over="sequences"))
+    assert by_sequence(batch([1, 0], [0, 1], [3, 1])).tolist() == pytest.approx([1, -1])
+
+
+def test_reinforce_plus_plus_with_baseline_compares_within_the_group_first() -> None:
+    estimate = ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=True, per_token=False))
+    found = estimate(batch([1, 0, 9, 7], [0, 0, 1, 1]))
+    centred = np.array([0.5, -0.5, 1, -1])
+    assert found.tolist() == pytest.approx((centred / centred.std()).tolist(), rel=1e-5)
+
+
+def test_reinforce_plus_plus_charges_a_token_for_what_follows_alone() -> None:
+    costs = np.array([0, -1, -2, 0, 0, 0, -4], np.float32)  # the rewards hold them already
+    given = batch([-3 + 5, -4 + 9], [0, 1], [3, 2], token_rewards=costs)
+    found = ReinforcePlusPlus(ReinforcePlusPlusConfig())(given)
+    to_come = np.array([5 - 3, 5 - 2, 5, 9 - 4, 9 - 4])
+    expected = (to_come - to_come.mean()) / to_come.std()
+    assert found[given["loss_mask"]].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_gdpo_weighs_the_rewards_that_it_is_told_to() -> None:
+    named = {"reward:right": np.array([1, 0, 0, 0], np.float32), "reward:short": np.array([0, 0, 1, 0], np.float32)}
+    given = batch([9, 9, 9, 9], [0, 0, 1, 1]).with_columns(**named)
+    both = Gdpo(GdpoConfig())(given)
+    assert both[0] == pytest.approx(both[2])
+    one = Gdpo(GdpoConfig(weights={"right": 1.0}))(given)
+    assert one[0] > 0
+    assert one[2:].tolist() == [0, 0]
+    with pytest.raises(DataError, match=r"weights names the reward 'long', which no .* there are right, short"):
+        Gdpo(GdpoConfig(weights={"long": 1.0}))(given)
+
+
+def test_a_group_of_one_and_an_all_masked_batch_are_finite() -> None:
+    alone = batch([1.0], [0])
+    masked = batch([1.0, 0.0], [0, 0]).with_columns(loss_mask=np.zeros(4, bool))
+    for config in (ReinforcePlusPlusConfig(), ReinforcePlusPlusConfig(per_token=False, over="sequences")):
+        for given in (alone, masked):
+            assert not ReinforcePlusPlus(config)(given).any()
+    assert Rloo(RlooConfig(whiten=True))(alone).tolist() == [0]
+    assert Gdpo(GdpoConfig())(alone).tolist() == [0]

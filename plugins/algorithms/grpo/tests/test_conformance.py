@@ -1,12 +1,34 @@
+"""The contracts of core, held by every loss, estimator and filter in the ways in which they can be set."""
+
+from typing import Any
+
+import pytest
+
+from whet.interfaces.loss import Loss
+from whet.testing.batches import token_advantages
 from whet.testing.contracts.advantages import AdvantagesContract
 from whet.testing.contracts.algorithm import AlgorithmContract
 from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.filter import FilterContract
 from whet.testing.contracts.loss import LossContract
-from whet_grpo.advantages import GroupMean
-from whet_grpo.config import ClippedPgConfig, GroupMeanConfig, UnequalRewardsConfig
+from whet_grpo import losses
+from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
+from whet_grpo.config import (
+    CispoConfig,
+    ClippedPgConfig,
+    GdpoConfig,
+    GroupMeanConfig,
+    GspoConfig,
+    KlLossSection,
+    ReinforceConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+    UnequalRewardsConfig,
+)
 from whet_grpo.filters import UnequalRewards
-from whet_grpo.losses import ClippedPg
+
+ALL_OF_THEM = {"kl_reward": {"weight": 0.1}, "overlong": {"mask": True, "penalty": 1.0, "buffer": 2, "length": 8}}
+CORRECTION = {"weights": "token", "mask": "sequence", "max_token_gap": 3.0}
 
 
 class TestPlugin(ComponentContract):
@@ -19,21 +41,67 @@ class TestGrpo(AlgorithmContract):
 
 
 class TestGrpoWithMinibatches(TestGrpo):
-    document = {"prompts_per_step": 4, "group_size": 4, "minibatches": 2}
+    document = {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "epochs": 2}
 
 
-class TestClippedPg(LossContract):
-    def make(self) -> ClippedPg:
-        return ClippedPg(ClippedPgConfig())
+class TestGrpoWithEverything(TestGrpo):
+    document = {
+        "prompts_per_step": 4, "group_size": 4, "correction": CORRECTION, "clip_advantages": 1.0, **ALL_OF_THEM,
+        "loss": {"use": "clipped-pg", "kl": {"weight": 0.1}},
+    }  # fmt: skip
 
 
-class TestClippedPgAgainstOldLogprobs(TestClippedPg):
+class TestReinforcePlusPlusAlone(TestGrpo):
+    document = {
+        "prompts_per_step": 8, "group_size": 1, "advantages": "reinforce-plus-plus", "kl_reward": {"weight": 0.1},
+        "loss": "reinforce",
+    }  # fmt: skip
+
+
+MAKERS = {
+    "clipped-pg": lambda **shared: losses.ClippedPg(ClippedPgConfig(clip_high=0.28, clip_dual=3.0, **shared)),
+    "gspo": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.3, clip_high=0.4, **shared)),
+    "gspo-token": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.3, clip_high=0.4, level="token", **shared)),
+    "cispo": lambda **shared: losses.Cispo(CispoConfig(clip_low=0.8, clip_high=0.3, **shared)),
+    "reinforce": lambda **shared: losses.Reinforce(ReinforceConfig(**shared)),
+}
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+class EveryLoss(LossContract):
+    """The contract for each loss in turn."""
+
+    shared: dict[str, Any] = {}
+
+    @pytest.fixture(autouse=True)
+    def chosen(self, name: str) -> None:
+        self.name = name
+
+    def make(self) -> Loss:
+        return MAKERS[self.name](**self.shared)
+
+
+class TestLosses(EveryLoss):
+    pass
+
+
+class TestLossesAgainstOldLogprobs(EveryLoss):
     optional_columns = ("old_logprobs",)
 
 
-class TestClippedPgBySequence(TestClippedPgAgainstOldLogprobs):
-    def make(self) -> ClippedPg:
-        return ClippedPg(ClippedPgConfig(aggregation="sequence", entropy=True))
+class TestLossesOfTokens(EveryLoss):
+    optional_columns = ("old_logprobs",)
+    makers = {"advantages": token_advantages}
+    shared = {"aggregation": "constant", "max_length": 20, "entropy": True}
+
+
+class TestLossesWithAPenalty(EveryLoss):
+    optional_columns = ("old_logprobs",)
+    shared = {"aggregation": "sequence", "kl": KlLossSection(weight=0.1, importance="ratio")}
+
+
+class TestLossesWithAStraightPenalty(EveryLoss):
+    shared = {"aggregation": "token", "kl": KlLossSection(weight=0.1, straight_through=True)}
 
 
 class TestGroupMean(AdvantagesContract):
@@ -46,11 +114,36 @@ class TestGroupMeanOfTheBatch(AdvantagesContract):
         return GroupMean(GroupMeanConfig(scale="batch", epsilon=0.0))
 
 
-class TestLeaveOneOut(AdvantagesContract):
-    def make(self) -> GroupMean:
-        return GroupMean(GroupMeanConfig(scale="none", leave_one_out=True))
+class TestRloo(AdvantagesContract):
+    def make(self) -> Rloo:
+        return Rloo(RlooConfig())
+
+
+class TestWhitenedRloo(AdvantagesContract):
+    def make(self) -> Rloo:
+        return Rloo(RlooConfig(whiten=True, epsilon=0.0))
+
+
+class TestReinforcePlusPlus(AdvantagesContract):
+    def make(self) -> ReinforcePlusPlus:
+        return ReinforcePlusPlus(ReinforcePlusPlusConfig())
+
+
+class TestReinforcePlusPlusWithBaseline(AdvantagesContract):
+    def make(self) -> ReinforcePlusPlus:
+        return ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=True, per_token=False, over="sequences"))
+
+
+class TestGdpo(AdvantagesContract):
+    def make(self) -> Gdpo:
+        return Gdpo(GdpoConfig())
 
 
 class TestUnequalRewards(FilterContract):
     def make(self) -> UnequalRewards:
         return UnequalRewards(UnequalRewardsConfig())
+
+
+class TestUnequalNamedRewards(FilterContract):
+    def make(self) -> UnequalRewards:
+        return UnequalRewards(UnequalRewardsConfig(reward="correct"))

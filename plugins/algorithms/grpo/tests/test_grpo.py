@@ -20,9 +20,8 @@ from whet.plugins import load_plugins
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
 from whet.testing.fakes import ByteChat
-from whet_grpo.config import ClippedPgConfig, GrpoConfig, UnequalRewardsConfig
+from whet_grpo.config import GrpoConfig, UnequalRewardsConfig
 from whet_grpo.grpo import Grpo, choose_old_logprobs
-from whet_grpo.losses import ClippedPg
 
 LETTERS = b"abcd"
 
@@ -71,15 +70,17 @@ class Table:
         self._said.append("train")
         self.advantages.append(batch["advantages"])
         torched = batch.map(torch.as_tensor)
-        result = loss(self._outputs(torched), torched)
+        result, counts = loss(self._outputs(torched), torched), loss.counts(torched)
         self._optimizer.zero_grad()
-        (result.terms["policy"] / loss.counts(torched)["policy"]).backward()
+        sum(loss.weights[name] * term / counts[name] for name, term in result.terms.items()).backward()
         self._optimizer.step()
         return dict(result.metrics)
 
     def score(self, batch: Any, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
-        self._said.append("score")
-        return {name: values.detach().numpy() for name, values in self._outputs(batch).items()}
+        self._said.append("score" if weights == "policy" else weights)
+        found = {name: values.detach().numpy() for name, values in self._outputs(batch).items()}
+        uniform = np.where(np.asarray(batch["loss_mask"]) & (batch["tokens"] != 256), np.float32(np.log(1 / 4)), 0)
+        return found if weights == "policy" else {"logprobs": uniform.astype(np.float32)}
 
     def refit(self, version: int) -> None:
         self._said.append("refit")
@@ -88,14 +89,14 @@ class Table:
 
 def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int = 0, **changes: Any) -> Any:
     """Run GRPO on the bandit: `c` is right."""
-    config: GrpoConfig = evolve(structure({}, GrpoConfig, load_plugins()), **changes)
+    filters = changes.pop("filters", [])
+    config: GrpoConfig = evolve(structure(changes, GrpoConfig, load_plugins()), filters=filters)
     policy = Table(learning_rate, said)
     environment = SingleTurn({"train": [Task("?")] * 10}, {"right": lambda text, data: float(text == "c")})
     section = RolloutSection(max_tokens=4, max_staleness=staleness)
-    filters = [build_selection(chosen) for chosen in config.filters]
     rollouts = RolloutStream(
         [Route("bandit", environment, "train")], policy, ByteChat(), section,  # type: ignore[arg-type]
-        group_size=config.group_size, seed=0, filters=filters,
+        group_size=config.group_size, seed=0, filters=[build_selection(chosen) for chosen in filters],
     )  # fmt: skip
 
     def refit(version: int) -> None:
@@ -105,7 +106,7 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     numbers = [Step(n, said) for n in range(1, steps + 1)]
     parts = SimpleNamespace(
         config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers, refit=refit,
-        loss=ClippedPg(ClippedPgConfig()), build=build_selection,
+        loss=build_selection(config.loss), build=build_selection,
     )  # fmt: skip
     try:
         Grpo(config).run(parts)  # type: ignore[arg-type]
@@ -127,11 +128,36 @@ def chance(policy: Table) -> float:
         (2, {}),
         (2, {"minibatches": 2}),
         (0, {"old_logprobs": "sampler"}),
+        (0, {"epochs": 2}),
+        (0, {"loss": "gspo"}),
+        (0, {"loss": "cispo", "minibatches": 2}),
+        (2, {"loss": "reinforce", "advantages": "rloo"}),
+        (0, {"advantages": "gdpo"}),
+        (0, {"advantages": "reinforce-plus-plus", "group_size": 1, "prompts_per_step": 32}),
+        (0, {"advantages": "reinforce-plus-plus", "kl_reward": {"weight": 0.01}}),
+        (2, {"correction": {"weights": "token", "mask": "sequence", "low": 0.1, "high": 10.0}}),
+        (0, {"loss": {"use": "clipped-pg", "kl": {"weight": 0.01}}}),
     ],
 )
 def test_it_learns_what_is_right(staleness: int, changes: Any) -> None:
-    policy, _ = run(25, [], staleness=staleness, prompts_per_step=4, **changes)
+    policy, _ = run(25, [], staleness=staleness, **{"prompts_per_step": 4, **changes})
     assert chance(policy) > 0.9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kl_reward": {"weight": 5.0}}, {"loss": {"use": "clipped-pg", "kl": {"weight": 5.0, "estimator": "k2"}}}],
+)
+def test_a_penalty_keeps_the_policy_near_its_reference(changes: Any) -> None:
+    policy, steps = run(25, [], prompts_per_step=4, learning_rate=1.0, **changes)
+    assert chance(policy) < 0.45
+    assert any(name.startswith("kl_reference/") for name in steps[-1].metrics)
+
+
+def test_advantages_are_clipped_and_reported() -> None:
+    policy, steps = run(2, [], prompts_per_step=4, clip_advantages=0.5)
+    assert max(abs(advantages).max() for advantages in policy.advantages) == 0.5
+    assert steps[0].metrics["advantages/max"].number() == 0.5
 
 
 def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:
@@ -150,6 +176,15 @@ def test_the_order_of_a_step() -> None:
     said.clear()
     run(1, said, prompts_per_step=2, minibatches=3)
     assert said == ["score", "train", "train", "train", "refit", "finish"]
+    said.clear()
+    run(1, said, prompts_per_step=2, epochs=2)
+    assert said == ["score", "train", "train", "refit", "finish"]
+    said.clear()
+    run(1, said, prompts_per_step=2, kl_reward={"weight": 0.1})
+    assert said == ["reference", "train", "refit", "finish"]
+    said.clear()
+    run(1, said, prompts_per_step=2, correction={"weights": "token"}, loss={"use": "gspo", "kl": {"weight": 0.1}})
+    assert said == ["reference", "score", "train", "refit", "finish"]
 
 
 def test_on_policy_the_trainer_agrees_with_the_sampler_and_nothing_is_clipped() -> None:
@@ -182,3 +217,10 @@ def test_stale_weights_are_corrected_for_by_the_samplers_logprobs() -> None:
 def test_old_logprobs_follow_the_rule(wanted: Any, minibatches: int, staleness: int, source: str) -> None:
     config = structure({"old_logprobs": wanted, "minibatches": minibatches}, GrpoConfig, load_plugins())
     assert choose_old_logprobs(config, staleness) == source
+
+
+@pytest.mark.parametrize(("staleness", "minibatches"), [(0, 1), (0, 4), (2, 1)])
+def test_a_correction_has_the_trainer_score(staleness: int, minibatches: int) -> None:
+    document = {"correction": {"max_token_gap": 5.0}, "minibatches": minibatches}
+    config = structure(document, GrpoConfig, load_plugins())
+    assert choose_old_logprobs(config, staleness) == "score"

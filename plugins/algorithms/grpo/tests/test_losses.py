@@ -4,10 +4,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from whet.data.batch import Batch, from_sequences
-from whet_grpo.config import ClippedPgConfig
-from whet_grpo.losses import ClippedPg
+from whet_grpo.config import ClippedPgConfig, GspoConfig, KlLossSection
+from whet_grpo.losses import ClippedPg, Gspo
 
 
 @pytest.fixture
@@ -17,21 +18,22 @@ def batch() -> Batch:
     sequences = [{"tokens": range(len(m)), "loss_mask": np.array(m, bool)} for m in masks]
     made = from_sequences(sequences, prompt_lengths=[1, 1, 1])
     logprobs = np.where(made["loss_mask"], -1.0, 0.0).astype(np.float32)
-    return made.with_columns(
+    made = made.with_columns(
         advantages=np.array([1, -2, 0], np.float32), sampler_logprobs=logprobs, old_logprobs=logprobs
     )
+    return evolve(made, info={"old_logprobs": "sampler"})
 
 
 RATIOS = (1.5, 0.5, 1.1, 9.0, 9.0, 9.0)  # of the loss tokens in order
 LOSSES = (-1.2, 1.6, 2.2)  # -min(1.5, 1.2), 2 max(0.5, 0.8), 2 max(1.1, 1.1); the others have advantage 0
 
 
-def computed(config: ClippedPgConfig, batch: Batch) -> tuple[float, Any, Any]:
+def computed(config: Any, batch: Batch, kind: Any = ClippedPg) -> tuple[float, Any, Any]:
     torched = batch.map(torch.from_numpy)
     logprobs = torch.zeros(batch.tokens)
     logprobs[torched["loss_mask"]] = -1 + torch.log(torch.tensor(RATIOS))
     logprobs.requires_grad_()
-    loss = ClippedPg(config)
+    loss = kind(config)
     result = loss({"logprobs": logprobs}, torched)
     value = result.terms["policy"] / loss.counts(torched)["policy"]
     (gradient,) = torch.autograd.grad(value, logprobs)
@@ -87,3 +89,61 @@ def test_entropy_is_reported_when_asked_for(batch: Batch) -> None:
     result = loss({"logprobs": torch.zeros(batch.tokens), "entropy": entropy}, torched)
     assert loss.outputs == ("logprobs", "entropy")
     assert result.metrics["entropy"].number() == pytest.approx((1 + 3 + 5) / 3)
+
+
+def test_a_penalty_is_a_term_of_its_own(batch: Batch) -> None:
+    reference = np.where(batch["loss_mask"], -2.0, 0.0).astype(np.float32)
+    torched = batch.with_columns(reference_logprobs=reference).map(torch.from_numpy)
+    loss = ClippedPg(ClippedPgConfig(kl=KlLossSection(weight=0.5, estimator="k1")))
+    logprobs = torch.from_numpy(batch["old_logprobs"]).requires_grad_()
+    result = loss({"logprobs": logprobs}, torched)
+    assert loss.weights == {"policy": 1.0, "kl": 0.5}
+    assert loss.columns == ("advantages", "sampler_logprobs", "reference_logprobs")
+    assert {name: int(count) for name, count in loss.counts(torched).items()} == {"policy": 6, "kl": 6}
+    assert float(result.terms["kl"].detach()) == pytest.approx(6.0), "answers without an advantage are held back, too"
+    assert loss.live(torched).tolist() == [True, True, True]
+    assert result.metrics["kl_reference/k1"].number() == pytest.approx(1.0)
+    assert result.metrics["kl_reference/k3"].number() == pytest.approx(math.exp(-1))
+
+
+def test_metrics_of_the_ratio(batch: Batch) -> None:
+    _, _, metrics = computed(ClippedPgConfig(), batch)
+    numbers = {name: metric.number() for name, metric in metrics.items()}
+    # ratios 1.5 (A = 1), 0.5 and 1.1 (A = -2): the first is too large, the second too small
+    assert numbers["ratio/min"] == pytest.approx(0.5)
+    assert numbers["ratio/max"] == pytest.approx(1.5)
+    assert numbers["clip_fraction/high"] == numbers["clip_fraction/low"] == pytest.approx(1 / 3)
+    changes = [math.log(ratio) for ratio in (1.5, 0.5, 1.1)]
+    assert numbers["kl_old/k1"] == pytest.approx(-sum(changes) / 3)
+    assert numbers["kl_old/k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in changes) / 3)
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_gspo_has_one_ratio_for_each_sequence(batch: Batch, level: Any) -> None:
+    value, gradient, metrics = computed(GspoConfig(level=level, clip_low=0.3, clip_high=0.6), batch, Gspo)
+    second = math.sqrt(0.5 * 1.1)
+    assert value == pytest.approx((-1.5 + 2 * second) / 3, abs=1e-6)
+    assert gradient[batch["loss_mask"]].tolist() == pytest.approx([-0.5, second / 3, second / 3, 0, 0, 0], rel=1e-5)
+    assert metrics["ratio/min"].number() == pytest.approx(second)
+
+
+def test_a_constant_does_not_favour_short_answers(batch: Batch) -> None:
+    value, gradient, _ = computed(ClippedPgConfig(aggregation="constant", max_length=50), batch)
+    assert value == pytest.approx(sum(LOSSES) / (3 * 50))
+    assert float(gradient[5]) == pytest.approx(2.2 / 150)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_a_sequence_that_is_all_masked_does_not_count(batch: Batch, aggregation: Any) -> None:
+    config = ClippedPgConfig(aggregation=aggregation, max_length=4)
+    masked = batch.with_columns(loss_mask=batch["loss_mask"] & (np.arange(batch.tokens) < 6))
+    alone = batch.take([0, 1])
+    torched = masked.map(torch.from_numpy)
+    assert ClippedPg(config).counts(torched) == ClippedPg(config).counts(alone.map(torch.from_numpy))
+
+
+def test_advantages_of_tokens_weigh_each_by_itself(batch: Batch) -> None:
+    per_token = np.repeat(batch["advantages"], batch["lengths"]) * np.array([1, 1, 1, 0, 1, 0.5, 1, 1, 1, 1])
+    value, gradient, _ = computed(ClippedPgConfig(), batch.with_columns(advantages=per_token.astype(np.float32)))
+    assert value == pytest.approx((-1.2 + 0 + 1.1) / 6)
+    assert gradient[batch["loss_mask"]].tolist() == pytest.approx([0, 0, 1.1 / 6, 0, 0, 0])

@@ -4,7 +4,8 @@
         def make(self) -> GroupMean:
             return GroupMean(GroupMeanConfig())
 
-An estimator is called with the batch, and reads of it `reward`, `group` and `episode` [B].
+An estimator is called with the batch, reads of it `reward`, `group` and `episode` [B], and gives an advantage for each
+sequence [B] or for each token [N].
 """
 
 from typing import Any
@@ -24,7 +25,12 @@ class AdvantagesContract:
 
     def call(self, rewards: Any, group: Any) -> Any:
         """Estimate for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
-        return self.make()(_batch(rewards, group, np.arange(len(rewards))))
+        return self.called(_batch(rewards, group, np.arange(len(rewards))))
+
+    def called(self, batch: Batch) -> Any:
+        """Give the advantage of each sequence [B]: that of its one token to learn, where it is per token."""
+        found = np.asarray(self.make()(batch))
+        return found if len(found) == batch.sequences else found[batch["loss_mask"]]
 
     def test_each_sequence_gets_a_finite_number(self) -> None:
         advantages = np.asarray(self.call(*_rewards(5, 4)))
@@ -62,7 +68,7 @@ class AdvantagesContract:
     def test_an_episode_counts_once_however_many_sequences_it_has(self) -> None:
         rewards, group = _rewards(3, 4)
         copies = np.array([1, 3, 1, 2, 1, 1, 1, 1, 4, 1, 1, 1])
-        found = self.make()(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12)))))
+        found = self.called(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12)))))
         np.testing.assert_allclose(found, np.repeat(self.call(rewards, group), copies), rtol=1e-5, atol=1e-6)
 
     def test_a_better_sample_of_a_group_never_gets_less(self) -> None:

@@ -2,51 +2,135 @@
 
 from typing import Literal
 
-from attrs import field, frozen, validators
+from attrs import Factory, field, frozen
+from attrs.validators import ge, gt, le
 
 from whet.component import Facts, Selection
+from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
 from whet.config.sections import selection
 from whet.model import ModelInfo
+from whet.plan import facts_of
 
 
 @frozen
 class GrpoConfig:
     """Group relative policy optimisation: reward each answer relative to others of the same prompt."""
 
-    prompts_per_step: int = field(default=32, validator=validators.ge(1))
+    prompts_per_step: int = field(default=32, validator=ge(1))
     """Groups that one step consumes."""
-    group_size: int = field(default=8, validator=validators.ge(2))
+    group_size: int = field(default=8, validator=ge(1))
     """Answers to each prompt, compared with each other."""
-    minibatches: int = field(default=1, validator=validators.ge(1))
-    """Optimizer steps taken on each batch."""
+    minibatches: int = field(default=1, validator=ge(1))
+    """Optimizer steps taken in one pass over each batch."""
+    epochs: int = field(default=1, validator=ge(1))
+    """Passes over each batch."""
     advantages: Selection = selection("advantages", "group-mean")
     """How rewards become advantages."""
+    clip_advantages: float = field(default=0.0, validator=ge(0))
+    """Advantages are clipped to plus or minus this; 0: not at all."""
     loss: Selection = selection("losses", "clipped-pg")
     """What is minimised."""
     filters: list[Selection] = field(
         factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
     )
     """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
+    overlong: OverlongSection = Factory(OverlongSection)
+    """What happens to answers that are too long."""
+    kl_reward: KlRewardSection = Factory(KlRewardSection)
+    """A penalty in the reward for leaving the reference policy; the one in the loss is `loss.kl`."""
+    correction: CorrectionSection = Factory(CorrectionSection)
+    """What happens where the trainer's logprobs differ from the sampler's."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
     """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
-    cost of a forward pass where `minibatches` is above 1; with 1 the ratio is 1 by construction and nothing is
-    computed. `sampler`: those recorded while sampling, which also corrects for stale weights, and for a generator
-    that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0, else `sampler`."""
+    cost of a forward pass where a batch gets several optimizer steps or a `correction`; with one step and none the
+    ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which also corrects
+    for stale weights, and for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and
+    with a `correction`, else `sampler`."""
 
 
 @frozen
-class ClippedPgConfig:
-    """The clipped policy gradient of PPO, per token."""
+class KlLossSection:
+    """A penalty in the loss for leaving the reference policy: a term of its own, averaged as the loss is."""
 
-    clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
-    """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = field(default=0.2, validator=validators.ge(0))
-    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
-    aggregation: Literal["token", "sequence"] = "token"
+    weight: float = field(default=0.0, validator=ge(0))
+    """Of a nat per token; 0: no penalty, and no reference policy is needed."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from one token."""
+    importance: Literal["none", "score", "ratio"] = "none"
+    """What the estimate is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1 whose
+    gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old probability, which
+    makes it right off policy, too."""
+    straight_through: bool = False
+    """Take the gradient of k2 whatever the estimator, as verl's `k3+`; it is right on policy."""
+    clamp_log_ratio: float = field(default=20.0, validator=ge(0))
+    """Bound of log policy - log reference, in nats, beyond which a token gets no gradient; 0: none."""
+    clamp: float = field(default=10.0, validator=ge(0))
+    """Bound of the estimate, in nats, beyond which a token gets no gradient; 0: none."""
+
+
+@frozen
+class PolicyLossConfig:
+    """What all losses of a policy have in common."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "token"
     """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean, as in
-    the paper of GRPO; tokens of short answers weigh more."""
+    the paper of GRPO; tokens of short answers weigh more. `constant`: the sum over tokens divided by the number of
+    sequences times `max_length`, as in Dr. GRPO."""
+    max_length: int = field(default=0, validator=ge(0))
+    """Of the aggregation `constant`: tokens that each sequence counts as, e.g. `rollout.max_tokens`."""
+    kl: KlLossSection = Factory(KlLossSection)
+    """A penalty for leaving the reference policy."""
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
+
+
+@frozen
+class ClippedPgConfig(PolicyLossConfig):
+    """The clipped policy gradient of PPO, per token."""
+
+    clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
+    """A ratio below 1 minus this is no longer pushed down."""
+    clip_high: float = field(default=0.2, validator=ge(0))
+    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
+    clip_dual: float = field(default=0.0, validator=ge(0))
+    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
+
+
+@frozen
+class GspoConfig(PolicyLossConfig):
+    """GSPO: the clipped policy gradient with one ratio for each sequence, the geometric mean of its tokens'."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    """As in other losses; `sequence` is that of the paper."""
+    level: Literal["sequence", "token"] = "sequence"
+    """`token`: GSPO-token, which lets tokens of one sequence have different advantages."""
+    clip_low: float = field(default=3.0e-4, validator=[ge(0), le(1)])
+    """A ratio below 1 minus this is no longer pushed down. Ratios of whole sequences stay much closer to 1."""
+    clip_high: float = field(default=4.0e-4, validator=ge(0))
+    """A ratio above 1 plus this is no longer pushed up."""
+
+
+@frozen
+class CispoConfig(PolicyLossConfig):
+    """CISPO: REINFORCE with a clipped importance weight, so that every token keeps a gradient."""
+
+    clip_low: float = field(default=1.0, validator=[ge(0), le(1)])
+    """The weight is at least 1 minus this; 1: no lower bound, as in the paper."""
+    clip_high: float = field(default=4.0, validator=ge(0))
+    """The weight is at most 1 plus this."""
+
+
+@frozen
+class ReinforceConfig(PolicyLossConfig):
+    """REINFORCE, with truncated importance weights for samples of other weights."""
+
+    max_weight: float | None = field(default=2.0)
+    """Largest importance weight; null: no weights, however old the samples are."""
+
+    @max_weight.validator
+    def _positive(self, attribute: object, value: float | None) -> None:
+        if value is not None and value <= 0:
+            raise ValueError(f"is {value:g}, wanted a number above 0, or null for no weights")
 
 
 @frozen
@@ -57,30 +141,101 @@ class GroupMeanConfig:
     """Divide by the standard deviation of the group's rewards, of the whole batch's, or by nothing."""
     unbiased: bool = True
     """Standard deviation with n - 1 rather than n in the denominator."""
-    epsilon: float = field(default=1.0e-4, validator=validators.ge(0))
+    epsilon: float = field(default=1.0e-4, validator=ge(0))
     """Added to the standard deviation."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""
 
 
 @frozen
+class RlooConfig:
+    """REINFORCE leave-one-out: rewards less the mean of the others of the group."""
+
+    whiten: bool = False
+    """Also divide by the standard deviation over the batch."""
+    unbiased: bool = True
+    """That deviation with n - 1 rather than n in the denominator."""
+    epsilon: float = field(default=1.0e-4, validator=ge(0))
+    """Added to it."""
+
+
+@frozen
+class ReinforcePlusPlusConfig:
+    """REINFORCE++: rewards normalised over the whole batch."""
+
+    baseline: bool = False
+    """First take the mean of the group away: REINFORCE++ with baseline."""
+    per_token: bool = True
+    """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
+    sequence its whole reward."""
+    over: Literal["tokens", "sequences"] = "tokens"
+    """What mean and deviation are taken over: all trained tokens of the batch, or its episodes."""
+    unbiased: bool = False
+    """Variance with n - 1 rather than n in the denominator."""
+    epsilon: float = field(default=1.0e-8, validator=gt(0))
+    """Smallest variance."""
+
+
+@frozen
+class GdpoConfig:
+    """GDPO: each named reward normalised in its group, then added up, then scaled over the batch."""
+
+    weights: dict[str, float] = Factory(dict)
+    """Of each named reward; those that are not named here do not count. Empty: all of them, with weight 1. The rewards
+    that `overlong` and `kl_reward` make are named `overlong` and `kl`."""
+    unbiased: bool = True
+    """Standard deviations with n - 1 rather than n in the denominator."""
+    epsilon: float = field(default=1.0e-4, validator=ge(0))
+    """Added to the standard deviations."""
+
+
+@frozen
 class UnequalRewardsConfig:
     """Leaves out groups whose rewards are all equal: they teach nothing (the dynamic sampling of DAPO)."""
+
+    reward: str = ""
+    """Name of the reward to compare, e.g. the one for being right; empty: the weighted sum of all."""
 
 
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
+    written = {"advantages", "old_logprobs"}
+    if config.overlong.penalty:
+        written |= {"reward:overlong"}
+    if config.kl_reward.weight:
+        written |= {"reward:kl", "token_rewards"}
+    reference = wants_reference(config, model)
     return Facts(
         inputs=frozenset({"rollouts"}),
-        columns_written=frozenset({"advantages", "old_logprobs"}),
+        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
+        columns_essential=frozenset({"advantages"}),
+        weights_needed=frozenset({"reference"} if reference else ()),
+        token_advantages=config.correction.per_token,
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
     )
 
 
-def clipped_pg_facts(config: ClippedPgConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+def wants_reference(config: GrpoConfig, model: ModelInfo) -> bool:
+    """Say whether anything reads the logprobs of the reference policy."""
+    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
+
+
+def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of a loss."""
+    reference = {"reference_logprobs"} if config.kl.weight else set()
     return Facts(
         outputs_needed=frozenset({"logprobs", "entropy"} if config.entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"}),
+        columns_read=frozenset({"advantages", "sampler_logprobs"} | reference),
+        token_advantages=not isinstance(config, GspoConfig) or config.level == "token",
     )
+
+
+def group_facts(config: object, model: ModelInfo) -> Facts:
+    """Say that an estimator or a filter compares samples of one task."""
+    return Facts(least_group_size=2)
+
+
+def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the estimator."""
+    return Facts(least_group_size=2 if config.baseline else 1, token_advantages=config.per_token)

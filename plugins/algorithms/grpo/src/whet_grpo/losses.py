@@ -1,45 +1,71 @@
-"""The loss of GRPO. Needs torch; only workers import it."""
+"""The losses of a policy. Needs torch; only workers import it.
 
-from collections.abc import Mapping
+Each is a formula of `whet.ops.losses`; what they share is in `PolicyLoss`.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, largest, mean
-from whet.ops.losses import clipped_policy_gradient
-from whet.ops.reductions import expand, segment_mean, segment_sum
-from whet_grpo.config import ClippedPgConfig
+from whet.metrics import Metric, largest, mean, smallest
+from whet.ops import aggregation
+from whet.ops.kl import kl_estimate, log_ratio, penalty_of_kl
+from whet.ops.losses import PolicyGradient, cispo, clip_ratio, clipped_policy_gradient, reinforce, sequence_ratio
+from whet.ops.reductions import expand, moved, of_tokens, segment_sum
+from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, PolicyLossConfig, ReinforceConfig
 
 
-class ClippedPg:
-    """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`.
+@frozen(eq=False)
+class Answers:
+    """What a formula sees of a micro-batch: [N] each, but for the lengths [B]."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    lengths: Tensor
+
+
+Formula = Callable[[Answers], PolicyGradient]
+
+
+class PolicyLoss:
+    """A formula, averaged, with a penalty for leaving the reference policy, and metrics.
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
-    exactly 1. Sequences with advantage 0 count in the mean, and nowhere else: they have no gradient.
+    exactly 1. Advantages are per sequence [B] or per token [N]. Without a penalty, sequences whose advantages are all 0
+    count in the mean and nowhere else: they have no gradient.
     """
 
-    columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
-
-    def __init__(self, config: ClippedPgConfig) -> None:
+    def __init__(self, config: PolicyLossConfig, formula: Formula) -> None:
         self.config = config
+        self._formula = formula
+        self.columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
         self.outputs: tuple[str, ...] = ("logprobs", "entropy") if config.entropy else ("logprobs",)
         self.weights: Mapping[str, float] = {"policy": 1.0}
+        if config.kl.weight:
+            self.columns = (*self.columns, "reference_logprobs")
+            self.weights = {"policy": 1.0, "kl": config.kl.weight}
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the loss tokens, or the sequences that have any, dead ones included."""
-        mask = batch["loss_mask"]
-        if self.config.aggregation == "token":
-            return {"policy": mask.sum()}
-        return {"policy": (segment_sum(mask.long(), batch["lengths"]) > 0).sum()}
+        """Count what both terms are divided by, dead sequences included."""
+        config = self.config
+        number = aggregation.count(batch["loss_mask"], batch["lengths"], config.aggregation, config.max_length)
+        return dict.fromkeys(self.weights, number)
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have an advantage other than 0."""
-        return batch["advantages"] != 0
+        """Say which sequences have an advantage other than 0; with a penalty, which have anything to learn."""
+        if self.config.kl.weight:
+            return segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
+        return moved(batch, "advantages")
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Compute the sum over this micro-batch.
+        """Compute the sums over this micro-batch.
 
         Metrics are over the tokens that can have a gradient. Where none can, they are over all loss tokens: a sampler
         that is broken earns nothing, and its gap is what shows it.
@@ -47,29 +73,105 @@ class ClippedPg:
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
-        advantages = expand(batch["advantages"], lengths)
-        tokens = clipped_policy_gradient(logprobs, old, advantages, self.config.clip_low, self.config.clip_high)
-        # `where` rather than a product: whatever stands at a masked token must not reach the sum.
-        loss = torch.where(mask, tokens.loss, 0.0)
-        total = loss.sum() if self.config.aggregation == "token" else segment_mean(loss, lengths, mask).sum()
+        found = self._formula(Answers(logprobs, old, of_tokens(batch, "advantages"), mask, lengths))
+        terms = {"policy": self._sum(found.loss, mask, lengths)}
         seen = mask if mask.any() else batch["loss_mask"]
-        count, gap = seen.sum(), _gap(logprobs, old, batch["sampler_logprobs"])[seen]
-        metrics: dict[str, Metric] = {
-            "ratio/mean": mean(tokens.ratio[seen].sum(), count),
-            "clip_fraction": mean(tokens.clipped[seen].sum(), count),
-            "logprob_gap/mean": mean(gap.sum(), count),
-            "logprob_gap/max": largest(gap.max() if len(gap) else gap.new_zeros(())),
-        }
+        metrics = ratio_metrics(found, seen) | _gaps(logprobs, old, batch, seen)
+        metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
+        if self.config.kl.weight:
+            reference = batch["reference_logprobs"]
+            terms["kl"] = self._sum(self._penalty(logprobs, reference, old), mask, lengths)
+            metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
         if self.config.entropy:
-            metrics["entropy"] = mean(outputs["entropy"].detach()[seen].sum(), count)
-        return LossResult({"policy": total}, metrics)
+            metrics["entropy"] = _mean(outputs["entropy"].detach(), seen)
+        return LossResult(terms, metrics)
+
+    def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        # `where` rather than a product: whatever stands at a masked token must not reach the sum.
+        total: Tensor = aggregation.total(torch.where(mask, values, 0.0), mask, lengths, self.config.aggregation)
+        return total
+
+    def _penalty(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+        kl = self.config.kl
+        estimate: Tensor = penalty_of_kl(
+            logprobs, reference, old, kl.estimator,
+            importance=kl.importance, straight_through=kl.straight_through, limit=kl.clamp_log_ratio, clamp=kl.clamp,
+        )  # fmt: skip
+        return estimate
 
 
-def _gap(logprobs: torch.Tensor, old: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-    """Give the distance [N] of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
+class ClippedPg(PolicyLoss):
+    """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`."""
+
+    def __init__(self, config: ClippedPgConfig) -> None:
+        super().__init__(
+            config,
+            lambda a: clipped_policy_gradient(
+                a.logprobs, a.old_logprobs, a.advantages, config.clip_low, config.clip_high, config.clip_dual
+            ),
+        )
+
+
+class Gspo(PolicyLoss):
+    """The clipped policy gradient over sequences; see `whet.ops.losses.sequence_ratio`."""
+
+    def __init__(self, config: GspoConfig) -> None:
+        def formula(a: Answers) -> PolicyGradient:
+            ratio = sequence_ratio(a.logprobs, a.old_logprobs, a.mask, a.lengths, per_token=config.level == "token")
+            return clip_ratio(ratio, a.advantages.float(), config.clip_low, config.clip_high)
+
+        super().__init__(config, formula)
+
+
+class Cispo(PolicyLoss):
+    """REINFORCE with clipped importance weights; see `whet.ops.losses.cispo`."""
+
+    def __init__(self, config: CispoConfig) -> None:
+        super().__init__(
+            config, lambda a: cispo(a.logprobs, a.old_logprobs, a.advantages, config.clip_low, config.clip_high)
+        )
+
+
+class Reinforce(PolicyLoss):
+    """REINFORCE with truncated importance weights; see `whet.ops.losses.reinforce`."""
+
+    def __init__(self, config: ReinforceConfig) -> None:
+        super().__init__(config, lambda a: reinforce(a.logprobs, a.old_logprobs, a.advantages, config.max_weight))
+
+
+def ratio_metrics(found: PolicyGradient, seen: Tensor) -> dict[str, Metric]:
+    """Give ratio/mean, /min and /max, and the shares of tokens that were clipped."""
+    ratio = found.ratio[seen]
+    metrics = {
+        "ratio/mean": mean(ratio.sum(), seen.sum()),
+        "clip_fraction": _mean(found.clipped, seen),
+        "clip_fraction/low": _mean(found.clipped_low, seen),
+        "clip_fraction/high": _mean(found.clipped_high, seen),
+    }
+    if len(ratio):
+        metrics |= {"ratio/min": smallest(ratio.min()), "ratio/max": largest(ratio.max())}
+    return metrics
+
+
+def kl_metrics(name: str, log_ratios: Tensor, seen: Tensor) -> dict[str, Metric]:
+    """Give the estimates k1 and k3 of a divergence from whom the tokens were drawn: KL(old || policy), for one."""
+    return {
+        f"{name}/k1": _mean(kl_estimate(log_ratios, "k1"), seen),
+        f"{name}/k3": _mean(kl_estimate(log_ratios, "k3"), seen),
+    }
+
+
+def _mean(values: Tensor, seen: Tensor) -> Metric:
+    return mean(values[seen].sum(), seen.sum())
+
+
+def _gaps(logprobs: Tensor, old: Tensor, batch: Batch, seen: Tensor) -> dict[str, Metric]:
+    """Give the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
 
     `old` are those, unless they are the sampler's own: then the policy's of this moment stand for them, which from
     the second minibatch on have moved.
     """
-    trainer = logprobs.detach() if torch.equal(old, sampler) else old
-    return (trainer - sampler).abs()
+    trainer = logprobs.detach() if batch.info.get("old_logprobs") == "sampler" else old
+    gap = (trainer - batch["sampler_logprobs"]).abs()[seen]
+    most = gap.max() if len(gap) else gap.new_zeros(())
+    return {"logprob_gap/mean": mean(gap.sum(), seen.sum()), "logprob_gap/max": largest(most)}

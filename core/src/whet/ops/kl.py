@@ -1,0 +1,90 @@
+"""Estimates of the KL divergence from single samples. NumPy in, NumPy out; torch in, torch out.
+
+Of KL(p || q) with a token x drawn from p, and d = log p(x) - log q(x) (Schulman 2020, joschu.net/blog/kl-approx):
+
+    k1 = d                       unbiased, large variance, may be negative
+    k2 = d**2 / 2                biased, small variance
+    k3 = exp(-d) - 1 + d         unbiased, small variance, never negative
+
+The *gradients* of these as a loss are another matter (Tang & Munos 2025, arXiv:2506.09477). With x drawn from p, the
+mean of the gradient of k1 is 0: it regularises nothing. That of k2 is the gradient of KL(p || q). That of k3 is the
+gradient of KL(q || p). `penalty_of_kl` has the two ways in which the field gives k1 and k3 the gradient of KL(p || q).
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+
+Estimator = Literal["k1", "k2", "k3"]
+Importance = Literal["none", "score", "ratio"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to plus or minus this, where the gradient becomes 0; exp(20) is 5e8, so nothing overflows."""
+
+
+def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
+    """Give logprobs - others [N] in float32, clamped to plus or minus `limit`, without gradient beyond.
+
+    Logprobs of -inf are allowed: one alone gives the limit, one on both sides 0. 0 as `limit`: no clamp.
+    """
+    if isinstance(logprobs, np.ndarray):
+        # -inf minus -inf is no news: it is 0 by definition here.
+        with np.errstate(invalid="ignore"):
+            difference = np.asarray(logprobs, np.float32) - np.asarray(others, np.float32)
+        bound = limit or float(np.finfo(np.float32).max)
+        return np.nan_to_num(difference, nan=0.0, posinf=bound, neginf=-bound).clip(-bound, bound)
+    difference = logprobs.float() - others.float()
+    if not limit:
+        return difference.nan_to_num()
+    return difference.nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
+
+
+def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> Any:
+    """Estimate KL(p || q) for each token. log_ratios [N] of log p - log q -> [N] nats.
+
+    `clamp` bounds the estimate to plus or minus so much, without gradient beyond; 0: not at all.
+    """
+    d = log_ratios
+    if estimator == "k1":
+        estimate = d
+    elif estimator == "k2":
+        estimate = d * d / 2
+    else:
+        # expm1 keeps small divergences, where exp(-d) - 1 + d would be rounding errors alone.
+        estimate = (np.expm1(-d) if isinstance(d, np.ndarray) else (-d).expm1()) + d
+    return estimate.clip(-clamp, clamp) if clamp else estimate
+
+
+def penalty_of_kl(
+    logprobs: Any,
+    reference: Any,
+    old_logprobs: Any,
+    estimator: Estimator = "k3",
+    *,
+    importance: Importance = "none",
+    straight_through: bool = False,
+    limit: float = MAX_LOG_RATIO,
+    clamp: float = 0.0,
+) -> Any:
+    """Estimate KL(policy || reference) for each token, as a loss. All [N], torch -> [N] nats.
+
+    `importance` multiplies the estimate by exp(logprobs - those of whom the token was sampled from), with gradient:
+
+        none    1: the gradient is that of the estimate alone       GRPO section 4.1.1 (arXiv:2402.03300), TRL, verl
+        score   exp(logprobs - logprobs held fast): the value stays; the gradient gains what sampling itself
+                contributes, and is that of KL(policy || reference) on policy     NeMo RL; arXiv:2506.09477
+        ratio   exp(logprobs - old_logprobs): the same off policy                 DeepSeek-V3.2 section 3.1
+                                    (arXiv:2512.02556), TRL's use_bias_correction_kl, NeMo RL's on-policy approximation
+
+    `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`.
+    `limit` clamps the log-ratio (NeMo RL and verl: 20), `clamp` the estimate (NeMo RL and verl: 10; TRL: neither).
+    """
+    d = log_ratio(logprobs, reference, limit)
+    estimate = kl_estimate(d, estimator, clamp)
+    if straight_through:
+        slope = kl_estimate(d, "k2")
+        estimate = estimate.detach() + slope - slope.detach()
+    if importance == "none":
+        return estimate
+    sampled = logprobs.detach() if importance == "score" else old_logprobs
+    return estimate * log_ratio(logprobs, sampled).exp()

@@ -1,0 +1,135 @@
+"""What algorithms fed by rollouts do between taking a batch and training on it: small steps from batch to batch.
+
+    take -> mask_overlong, penalise_overlong -> scores -> penalise_kl -> advantages -> correct_gap -> train
+
+All of them run on the driver, on NumPy columns, and each leaves the batch as it was where its section asks for nothing.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
+from whet.data.batch import Batch
+from whet.metrics import Metric, largest, mean, smallest
+from whet.ops import correction
+from whet.ops.kl import kl_estimate, log_ratio
+from whet.ops.reductions import expand, of_tokens, segment_sum
+from whet.ops.shaping import overlong_penalty
+
+Metrics = dict[str, Metric]
+
+
+def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metrics]:
+    """Leave sequences that were cut by their length out of the loss, and say how many."""
+    if not section.mask:
+        return batch, {}
+    cut = ~np.asarray(batch["stopped"])
+    kept = batch["loss_mask"] & ~expand(cut, batch["lengths"])
+    return batch.with_columns(loss_mask=kept), {"overlong/masked": mean(int(cut.sum()), len(cut))}
+
+
+def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -> tuple[Batch, Metrics]:
+    """Take the penalty for long answers from their reward; it is a named reward, `overlong`, of its own, too."""
+    if not section.penalty:
+        return batch, {}
+    sizes = of_episodes(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
+    penalty = section.penalty * overlong_penalty(sizes, section.length or max_tokens, section.buffer)
+    return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
+
+
+def penalise_kl(batch: Batch, section: KlRewardSection) -> tuple[Batch, Metrics]:
+    """Take the divergence from the reference from the reward, at each token.
+
+    -weight * KL goes to the column `token_rewards` [N], its sum over an episode to the episode's reward and to the
+    named reward `kl`. The policy is that of `old_logprobs` where the batch has them, else the sampler.
+    """
+    if not section.weight:
+        return batch, {}
+    policy = batch["old_logprobs"] if "old_logprobs" in batch else batch["sampler_logprobs"]
+    ratio = log_ratio(policy, batch["reference_logprobs"], section.clamp_log_ratio)
+    mask = batch["loss_mask"]
+    kl = np.where(mask, kl_estimate(ratio, section.estimator, section.clamp), np.float32(0))
+    costs = (-section.weight * kl).astype(np.float32)
+    totals = of_episodes(batch, segment_sum(costs, batch["lengths"]))
+    batch = add_reward(batch, "kl", totals.astype(np.float32)).with_columns(token_rewards=costs)
+    return batch, {"kl_reference/reward": mean(float(kl.sum()), int(mask.sum()))}
+
+
+def of_episodes(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
+    """Add the values of an episode's sequences up, for each of them. values [B] -> [B]."""
+    _, episode = np.unique(np.asarray(batch["episode"]), return_inverse=True)
+    return np.asarray(np.bincount(episode, values)[episode])
+
+
+def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
+    """Add a reward to each sequence's, and keep it as a named one beside. values [B] float32."""
+    reward = np.asarray(batch["reward"] + values, np.float32)
+    return batch.with_columns(**{"reward": reward, f"reward:{name}": np.asarray(values, np.float32)})
+
+
+def clip_advantages(advantages: NDArray[Any], bound: float) -> NDArray[Any]:
+    """Clip advantages to plus or minus a bound; 0: not at all."""
+    return advantages.clip(-bound, bound) if bound else advantages
+
+
+def advantage_metrics(batch: Batch) -> Metrics:
+    """Give advantages/mean, /std, /min and /max over trained tokens, and the share of sequences that have one."""
+    mask = np.asarray(batch["loss_mask"])
+    values = np.asarray(of_tokens(batch, "advantages"), np.float64)[mask]
+    if not len(values):
+        return {}
+    return {
+        "advantages/mean": mean(float(values.sum()), len(values)),
+        "advantages/std": mean(float(values.std())),
+        "advantages/min": smallest(float(values.min())),
+        "advantages/max": largest(float(values.max())),
+        "advantages/zero": mean(int((values == 0).sum()), len(values)),
+    }
+
+
+def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metrics]:
+    """Correct for the gap between the sampler and the trainer, whatever the loss.
+
+    Every loss of a policy is proportional to its advantage as long as the sign stays, so weights multiply advantages,
+    and what is masked gets the advantage 0. What is dropped, and with `count_masked` false what is masked, leaves the
+    loss mask, and with it every term and every mean. Compares `old_logprobs`, which must be the trainer's, with
+    `sampler_logprobs`.
+    """
+    if not section.wanted:
+        return batch, {}
+    lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
+    gaps = correction.gap(batch["old_logprobs"], batch["sampler_logprobs"], mask)
+    weights = correction.importance_weights(gaps, lengths, section.weights, section.floor, section.cap)
+    inside = correction.within(gaps, lengths, mask, section.mask, section.low, section.high)
+    trusted = correction.trusted(gaps, lengths, mask, section.max_token_gap, section.max_mean_gap)
+    kept = mask & expand(trusted, lengths)
+    if section.count_masked:
+        weights = _product(weights, inside, lengths)
+    else:
+        kept = kept & _tokens(inside, lengths)
+    advantages = _product(np.asarray(batch["advantages"]), weights, lengths).astype(np.float32)
+    seen = _tokens(weights, lengths)[mask].astype(np.float64)
+    metrics: Metrics = {
+        "correction/masked": mean(int((mask & ~_tokens(inside, lengths)).sum()), int(mask.sum())),
+        "correction/dropped": mean(int((~trusted).sum()), len(trusted)),
+    }
+    if len(seen):
+        metrics |= {
+            "correction/weight/mean": mean(float(seen.sum()), len(seen)),
+            "correction/weight/max": largest(float(seen.max())),
+        }
+    return batch.with_columns(advantages=advantages, loss_mask=kept), metrics
+
+
+def _tokens(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """Give a column that is [B] or [N] for each token."""
+    return np.asarray(expand(values, lengths)) if len(values) == len(lengths) else values
+
+
+def _product(one: NDArray[Any], other: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """Multiply columns that are [B] or [N] each; the finer of the two wins."""
+    if len(one) != len(other):
+        one, other = _tokens(one, lengths), _tokens(other, lengths)
+    return np.asarray(one * other)

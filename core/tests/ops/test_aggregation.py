@@ -1,0 +1,36 @@
+"""Each way to average, against the mean written out."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.ops.aggregation import Aggregation, count, total
+
+ragged = st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def written_out(rows: list[list[tuple[float, bool]]], aggregation: Aggregation, longest: int) -> float:
+    kept = [[value for value, learned in row if learned] for row in rows]
+    kept = [row for row in kept if row]
+    if not kept:
+        return 0.0
+    if aggregation == "token":
+        return sum(map(sum, kept)) / sum(map(len, kept))
+    if aggregation == "sequence":
+        return sum(sum(row) / len(row) for row in kept) / len(kept)
+    return sum(map(sum, kept)) / (len(kept) * longest)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@given(rows=ragged)
+def test_a_total_over_its_count_is_the_mean(make: Any, aggregation: Any, rows: list[Any]) -> None:
+    values = make([value if learned else 0.0 for row in rows for value, learned in row])
+    mask = make([learned for row in rows for _, learned in row])
+    lengths = make([len(row) for row in rows])
+    found = float(total(values, mask, lengths, aggregation)) / max(float(count(mask, lengths, aggregation, 7)), 1)
+    assert found == pytest.approx(written_out(rows, aggregation, 7), abs=1e-4)

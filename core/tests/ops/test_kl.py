@@ -1,0 +1,127 @@
+"""Estimates against exact divergences: means over a whole vocabulary, so that nothing is left to chance."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from whet.ops.kl import kl_estimate, log_ratio, penalty_of_kl
+
+LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
+REFERENCE = torch.log_softmax(torch.tensor([0.1, -0.2, 0.3, -0.9, 0.5], dtype=torch.float64), 0)
+SAMPLER = torch.log_softmax(torch.tensor([0.9, 0.2, -0.3, 0.4, 0.0], dtype=torch.float64), 0)
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+def slope_of(loss: Any) -> Tensor:
+    """Give the gradient of a function of the policy's logprobs by the logits."""
+    logits = LOGITS.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(torch.log_softmax(logits, 0)), logits)
+    return gradient
+
+
+def mean_slope(drawn_from: Tensor | None = None, **options: Any) -> Tensor:
+    """Give the gradient of the penalty, averaged over tokens drawn from the policy, or from another."""
+    others = torch.log_softmax(LOGITS, 0) if drawn_from is None else drawn_from
+    chances = others.exp().detach()
+    return slope_of(lambda p: (chances * penalty_of_kl(p, REFERENCE, others.detach(), **options)).sum())
+
+
+FORWARD = slope_of(lambda p: divergence(p, REFERENCE))
+BACKWARD = slope_of(lambda p: divergence(REFERENCE, p))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator: Any) -> None:
+    p = torch.log_softmax(LOGITS, 0)
+    found = (p.exp() * kl_estimate(p - REFERENCE, estimator)).sum()
+    assert float(found) == pytest.approx(float(divergence(p, REFERENCE)))
+
+
+def test_k2_is_half_the_square() -> None:
+    assert kl_estimate(np.array([-3.0, 0.0, 0.5]), "k2").tolist() == [4.5, 0.0, 0.125]
+
+
+def test_as_a_loss_k1_regularises_nothing() -> None:
+    torch.testing.assert_close(mean_slope(estimator="k1"), torch.zeros(5).double(), atol=1e-6, rtol=0)
+
+
+def test_as_a_loss_k2_has_the_gradient_of_the_divergence() -> None:
+    torch.testing.assert_close(mean_slope(estimator="k2"), FORWARD, atol=1e-6, rtol=1e-5)
+
+
+def test_as_a_loss_k3_has_the_gradient_of_the_other_divergence() -> None:
+    torch.testing.assert_close(mean_slope(estimator="k3"), BACKWARD, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("options", [{"importance": "score"}, {"importance": "ratio"}, {"straight_through": True}])
+def test_three_ways_give_the_gradient_of_the_divergence_on_policy(estimator: Any, options: dict[str, Any]) -> None:
+    torch.testing.assert_close(mean_slope(estimator=estimator, **options), FORWARD, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_ratio_gives_it_off_policy_too(estimator: Any) -> None:
+    found = mean_slope(SAMPLER, estimator=estimator, importance="ratio")
+    torch.testing.assert_close(found, FORWARD, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(mean_slope(SAMPLER, estimator=estimator, importance="score"), FORWARD, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"importance": "score"}, {"straight_through": True}])
+def test_what_mends_the_gradient_leaves_the_value(options: dict[str, Any]) -> None:
+    p = torch.log_softmax(LOGITS, 0)
+    plain = penalty_of_kl(p, REFERENCE, SAMPLER, "k3")
+    torch.testing.assert_close(penalty_of_kl(p, REFERENCE, SAMPLER, "k3", **options), plain)
+
+
+def test_beyond_the_clamps_there_is_no_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -30.0, -12.0], requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0, -1.0])
+    estimate = penalty_of_kl(logprobs, reference, logprobs.detach(), "k3", limit=20.0, clamp=10.0)
+    (gradient,) = torch.autograd.grad(estimate.sum(), logprobs)
+    # d = 0.5, -29 (the log-ratio's clamp), -11 (exp(11) - 12 is beyond 10)
+    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 0.5, 10.0, 10.0])
+    assert gradient.tolist() == pytest.approx([1 - math.exp(-0.5), 0, 0])
+
+
+def test_small_divergences_are_no_rounding_errors() -> None:
+    d = torch.full((1,), 1e-4)
+    assert float(kl_estimate(d, "k3")) == pytest.approx(5e-9, rel=1e-2)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+def test_impossible_tokens_give_finite_ratios(make: Any) -> None:
+    inf = math.inf
+    found = log_ratio(make([-inf, -1.0, -inf, -1.0]), make([-1.0, -inf, -inf, -3.0]))
+    assert found.tolist() == [-20.0, 20.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("importance", ["none", "score", "ratio"])
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("log_ratio", [-math.inf, -50.0, 50.0, math.inf])
+def test_extreme_log_ratios_are_finite(
+    estimator: Any, importance: Any, straight_through: bool, log_ratio: float
+) -> None:
+    start = torch.tensor([-1.0 + min(log_ratio, 0.0)])
+    logprobs, other = start.clone().requires_grad_(), torch.tensor([-1.0 - max(log_ratio, 0.0)])
+    found = penalty_of_kl(
+        logprobs, other, other, estimator, importance=importance, straight_through=straight_through, clamp=10.0
+    )
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(gradient).all()
+
+
+@given(st.lists(st.floats(-15, 15), min_size=1, max_size=8), st.sampled_from(["k1", "k2", "k3"]))
+def test_numpy_and_torch_agree(log_ratios: list[float], estimator: Any) -> None:
+    ours = kl_estimate(np.array(log_ratios), estimator, 10.0)
+    np.testing.assert_allclose(ours, kl_estimate(torch.tensor(log_ratios).double(), estimator, 10.0), atol=1e-12)

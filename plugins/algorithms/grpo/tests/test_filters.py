@@ -1,0 +1,19 @@
+import pytest
+
+from whet.errors import DataError
+from whet.testing.contracts.filter import group_of
+from whet_grpo.config import UnequalRewardsConfig
+from whet_grpo.filters import UnequalRewards
+
+
+def test_groups_of_equal_rewards_are_left_out() -> None:
+    keep = UnequalRewards(UnequalRewardsConfig())
+    assert keep(group_of([0.0, 1.0]))
+    assert not keep(group_of([0.1, 0.1, 0.1]))
+
+
+def test_one_reward_can_be_what_counts() -> None:
+    assert not UnequalRewards(UnequalRewardsConfig(reward="correct"))(group_of([1.0, 1.0]))
+    assert UnequalRewards(UnequalRewardsConfig(reward="correct"))(group_of([1.0, 0.0]))
+    with pytest.raises(DataError, match="no reward 'style' to compare; there is correct"):
+        UnequalRewards(UnequalRewardsConfig(reward="style"))(group_of([1.0, 0.0]))

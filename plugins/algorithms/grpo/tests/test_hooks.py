@@ -1,0 +1,93 @@
+"""What `whet check` says of combinations that make no sense, and of numbers that do not go together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from whet.errors import ConfigError
+from whet.prepare import prepare
+
+LOSS = {"use": "clipped-pg"}
+
+
+@pytest.fixture
+def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
+    """Give a function that checks a run of GRPO with these keys, and gives its problems."""
+
+    def check(backend: dict[str, Any] | None = None, **algorithm: Any) -> list[str]:
+        document = {
+            "run": {"folder": str(tmp_path / "run"), "steps": 1},
+            "model": {"path": str(tiny_model_folder)},
+            "algorithm": {"use": "grpo", "prompts_per_step": 2, "group_size": 4, **algorithm},
+            "backend": {"use": "fsdp2", **(backend or {})},
+            "generator": {"use": "hf"},
+            "rollout": {"max_tokens": 16},
+            "environments": [{"use": "arithmetic"}],
+        }
+        (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))
+        try:
+            prepare(tmp_path / "it.yaml")
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"advantages": "reinforce-plus-plus", "group_size": 1},
+        {"advantages": "reinforce-plus-plus", "loss": {"use": "gspo", "level": "token"}},
+        {"advantages": {"use": "reinforce-plus-plus", "per_token": False}, "loss": "gspo"},
+        {"correction": {"weights": "sequence", "max_token_gap": 3.0}, "loss": "gspo"},
+        {"correction": {"mask": "token", "count_masked": False}, "loss": "gspo"},
+        {"loss": {"use": "clipped-pg", "aggregation": "constant", "max_length": 16}},
+    ],
+)
+def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any]) -> None:
+    assert problems(**algorithm) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path", "message"),
+    [
+        ({"loss": "nll"}, "algorithm.loss", "reads no 'advantages', so nothing that grpo finds out would reach it"),
+        ({"advantages": "reinforce-plus-plus", "loss": "gspo"}, "algorithm.loss", "advantages gives each token its"),
+        ({"correction": {"weights": "token"}, "loss": "gspo"}, "algorithm.loss", "wants one advantage for each"),
+        ({"group_size": 1}, "algorithm.advantages", "compares at least 2 samples of one task, and"),
+        (
+            {"group_size": 1, "advantages": "reinforce-plus-plus", "filters": ["unequal-rewards"]},
+            "algorithm.filters.0", "compares at least 2 samples",
+        ),
+        (
+            {"group_size": 1, "advantages": {"use": "reinforce-plus-plus", "baseline": True}},
+            "algorithm.advantages", "compares at least 2",
+        ),
+        ({"kl_reward": {"weight": 0.1}}, "backend.reference", "grpo scores with the weights 'reference'"),
+        ({"loss": {**LOSS, "kl": {"weight": 0.1}}}, "backend.reference", "holds no such copy; set it to true"),
+        ({"old_logprobs": "sampler", "correction": {"mask": "token"}}, "algorithm.correction", "choose `auto` or"),
+        ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 answers of a step"),
+        ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
+        ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),
+        ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),
+        ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
+        ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),
+        ({"loss": {**LOSS, "clip_dual": 1.1}}, "algorithm.loss.clip_dual", "wanted more than 1 + clip_high"),
+        ({"loss": {"use": "reinforce", "max_weight": 0.0}}, "algorithm.loss.max_weight", "wanted a number above 0"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_with_the_reason(
+    problems: Any, algorithm: dict[str, Any], path: str, message: str
+) -> None:
+    (problem,) = problems(**algorithm)
+    assert problem.startswith(f"{path}: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize("algorithm", [{"kl_reward": {"weight": 0.1}}, {"loss": {**LOSS, "kl": {"weight": 0.1}}}])
+def test_a_backend_that_holds_the_reference_will_do(problems: Any, algorithm: dict[str, Any]) -> None:
+    assert problems({"reference": True}, **algorithm) == []
