@@ -54,9 +54,9 @@ def within(
 def trusted(
     gaps: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], max_token: float = 0.0, max_mean: float = 0.0
 ) -> NDArray[Any]:
-    """Say which sequences [B] have no token whose |gap| is above `max_token`, and no mean |gap| above `max_mean`.
+    """Say which sequences [B] have no token whose gap is wider than `max_token`, and no wider mean than `max_mean`.
 
-    Both in nats; 0: no bound. verl's veto of a token with a ratio below 1e-4 is a `max_token` of 9.2.
+    Both in nats, without sign; 0: no bound. verl's veto of a token with a ratio below 1e-4 is a `max_token` of 9.2.
     """
     size = np.abs(gaps)
     keep = np.ones(len(lengths), np.bool_)
