@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -66,6 +66,7 @@ def pages() -> dict[str, str]:
     kinds = {kind: offers for kind in KINDS if (offers := list(offered(kind)))}
     made = {"hooks.md": hooks(), "config.md": config(), "cli.md": cli(), "contracts.md": contracts()}
     made["components.md"] = components(kinds)
+    made["combinations.md"] = combined(kinds["algorithms"])
     made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
     return {name: f"{NOTICE}\n{text.rstrip()}\n" for name, text in made.items()}
 
@@ -125,6 +126,17 @@ def components(kinds: Mapping[str, Sequence[Offer]]) -> str:
         head = ["| use | what it is | distribution |", "| --- | --- | --- |"]
         parts += [f"## [{kind.capitalize()}](components/{kind}.md)", f"Under {WHERE[kind]}", "\n".join([*head, *rows])]
     return "\n\n".join(parts)
+
+
+def combined(algorithms: Sequence[Offer]) -> str:
+    """Write which parts fit which algorithm."""
+    spec = importlib.util.spec_from_file_location("combinations", Path(__file__).with_name("combinations.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    text: str = made.page(registry(), [offer.component.name for offer in algorithms])
+    return text
 
 
 def one_kind(kind: Kind, offers: Sequence[Offer]) -> str:

@@ -32,6 +32,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         for i in range(20)
     ],
     "pairs": [{"prompt": f"{i}+1?", "chosen": f"{i + 1}", "rejected": f"{i}"} for i in range(20)],
+    "labelled": [{"prompt": f"{i}+1?", "completion": f"{i + i % 2}", "label": i % 2 == 1} for i in range(20)],
 }
 """Records of each data format, twenty of each."""
 

@@ -1,0 +1,82 @@
+"""The page that says what fits what, asked of the plan: see `whet.testing.combinations`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from whet.plugins import Registry
+from whet.testing.combinations import Combination, combinations, reasons
+
+BASE = {
+    "run": {"folder": "run", "steps": 2},
+    "model": {"path": "model"},
+    "backend": {"use": "fsdp2", "reference": True},
+    "generator": {"use": "hf"},
+    "rollout": {"max_tokens": 16},
+    "environments": [{"use": "arithmetic"}],
+    "data": {"train": [{"path": "data.jsonl"}]},
+}
+"""All else of the config: a backend that holds a reference, so that what needs one is not refused for that."""
+EXTRA: Mapping[str, Mapping[str, object]] = {}
+"""Further sections that an algorithm cannot do without, by its name."""
+HEAD = """\
+# Combinations
+
+What can stand beside what, as each part's facts say: found by asking the plan about every pair, with all other settings
+at their defaults and a backend that holds a reference. `tests/test_combinations.py` takes two steps with combinations
+in which every pair that fits occurs. What does not fit is refused by `whet check` with the reason given here."""
+
+
+def page(registry: Registry, algorithms: Sequence[str]) -> str:
+    """Write the page for some algorithms."""
+    return "\n\n".join([HEAD, *(one_algorithm(registry, name) for name in algorithms)])
+
+
+def problems_of(one: Combination, registry: Registry) -> list[str]:
+    """Say what does not fit in a combination."""
+    return reasons(one, {**BASE, **EXTRA.get(one.algorithm, {})}, registry)
+
+
+def one_algorithm(registry: Registry, name: str) -> str:
+    """Write the tables of one algorithm."""
+    every = list(combinations(registry, [name]))
+    notes: list[str] = []
+    parts = [f"## `{name}`"]
+    if any(one.advantages for one in every):
+        plain = {(one.loss, one.advantages): one for one in every if not one.filters}
+        parts.append(table("loss", "advantages", plain, registry, notes))
+    elif any(one.loss for one in every):
+        parts.append(table("loss", "", {(one.loss, ""): one for one in every if not one.filters}, registry, notes))
+    else:
+        parts.append("It has no parts to choose.")
+    filters = {(one.filters, one.advantages): one for one in every if one.filters and fits_without(one, registry)}
+    if filters:
+        parts.append(table("filter", "advantages", filters, registry, notes))
+    return "\n\n".join([*parts, *(["\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1))] if notes else [])])
+
+
+def fits_without(one: Combination, registry: Registry) -> bool:
+    """Whether a combination fits without its filter, so that what a table says is the filter's doing."""
+    return not problems_of(Combination(one.algorithm, one.loss, one.advantages), registry)
+
+
+def table(
+    down: str, across: str, cells: Mapping[tuple[str, str], Combination], registry: Registry, notes: list[str]
+) -> str:
+    """Write a table with a mark where a pair fits, and the number of the reason where it does not."""
+    rows, columns = (sorted({key[i] for key in cells}) for i in (0, 1))
+    head = " | ".join(f"`{column}`" for column in columns) if across else "fits"
+    corner = f"{down}, {across}" if across else down
+    lines = [f"| {corner} | {head} |", f"| --- |{' --- |' * len(columns)}"]
+    for row in rows:
+        marks = (mark(problems_of(cells[row, column], registry), notes) for column in columns)
+        lines.append(f"| `{row}` | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def mark(problems: Iterable[str], notes: list[str]) -> str:
+    """Give a cell: yes, or the numbers of the reasons, which are added to the notes."""
+    numbers = []
+    for problem in problems:
+        if problem not in notes:
+            notes.append(problem)
+        numbers.append(notes.index(problem) + 1)
+    return ", ".join(f"({number})" for number in sorted(numbers)) or "yes"
