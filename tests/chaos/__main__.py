@@ -154,7 +154,7 @@ class Chaos:
         end(frozenset(left))
         faults = [f"outlived the run: {', '.join(map(str, sorted(left)))}"] if left else []
         deadline = time.monotonic() + 2.0
-        while (files := list(subject.temporary.iterdir())) and time.monotonic() < deadline:
+        while (files := list(subject.temporary.glob("*"))) and time.monotonic() < deadline:
             time.sleep(0.02)
         return faults + ([f"temporary files are left: {[f.name for f in files]}"] if files else [])
 
