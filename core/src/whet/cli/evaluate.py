@@ -26,6 +26,6 @@ def evaluate(
     evaluated = evaluate_config(
         config, overrides, model=model, against=other, registry=registry, progress=Progress()
     )  # fmt: skip
+    click.echo(str(evaluated))  # before the files: where they cannot be written, it is not lost
     if out:
         evaluated.write(Path(out))
-    click.echo(str(evaluated))
