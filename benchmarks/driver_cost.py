@@ -1,15 +1,20 @@
 """Measure what N workers cost the driver: processor time of its process for each step, whatever the workers do.
 
     python benchmarks/driver_cost.py                      1, 10, 100 and 1000 workers
+    python benchmarks/driver_cost.py --fan-out 1000       the same, every rank asked by the driver itself
 
-A step is a batch of 1024 sequences scattered over the ranks, a hand-over of weights begun on all of them, and as many
-requests streamed to and answered by all of them. The sockets and messages are those of a run; one helper process plays
-all workers, and answers at once.
+The work of a step is the same for any N: a batch of 1024 sequences is sharded and trained on, a hand-over of weights
+is begun on all ranks, and 128 groups of 8 requests are spread over the replicas as a run does it, which answer group by
+group. The sockets and messages are those of a run, leaders' among them; helper processes play the workers, and answer
+at once. That workers say again and again that they live costs by the second rather than by the step: `at rest`.
 """
 
 import argparse
 import asyncio
+import heapq
+import itertools
 import os
+import random
 import resource
 import select
 import selectors
@@ -19,7 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +33,28 @@ import numpy as np
 
 from whet.cluster.channel import receive, send
 from whet.cluster.connection import HostProcess
-from whet.cluster.launcher import Cluster, Host
+from whet.cluster.launcher import FAN_OUT, Cluster, Host
+from whet.cluster.relay import Leader
+from whet.cluster.slices import RankArguments
+from whet.cluster.traffic import Traffic
 from whet.cluster.wire import decode, encode
 from whet.component import Spec
+from whet.config.sections import DeadlinesSection
 from whet.data.batch import Batch, from_sequences
 from whet.data.records import Completion, Request, Sampling
 from whet.metrics import mean
 from whet.refit.link import Link
+from whet.rollout.dispatch import RequestDispatcher
 
-SEQUENCES, LENGTH, PROMPT = 1024, 256, 64
+SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
+HELPERS, REST_SECONDS = 2, 5.0
 
 
 class Played:
     """A process that the helper plays: it ends when the helper closes its socket. Keeps `HostProcess`."""
 
     pid = 0
+    node = ""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -95,33 +108,122 @@ class Stage:
         """Claim nothing, give nothing back."""
 
 
-def play(descriptors: Sequence[int]) -> None:
-    """Be all workers."""
-    waiting = selectors.DefaultSelector()
-    for descriptor in descriptors:
-        waiting.register(socket.socket(fileno=descriptor), selectors.EVENT_READ)
-    metrics = {f"metric/{n}": mean(float(n), 2.0) for n in range(12)}
-    while waiting.get_map():
-        for key, _ in waiting.select():
-            connection: Any = key.fileobj
-            try:
-                message = decode(receive(connection))
-            except (EOFError, OSError):
-                waiting.unregister(connection)
-                continue
-            if message.get("do") == "exit":
-                waiting.unregister(connection)
-                connection.close()
-            if "number" not in message:
-                continue
-            number, answer = message["number"], None
-            if message["do"] == "stream":
-                new, logprobs = np.zeros(LENGTH - PROMPT, np.int64), np.zeros(LENGTH - PROMPT, np.float32)
-                completions = [Completion(r.id, new, logprobs, "stop", ((0, 1),)) for r in message["args"][0]]
-                send(connection, encode({"number": number, "say": "part", "value": completions}))
-            elif message["do"] == "call" and message["method"] == "train":
-                answer = metrics
-            send(connection, encode({"number": number, "say": "done", "value": answer}))
+class Player:
+    """A worker process without its threads: what it is asked it answers at once."""
+
+    def __init__(self, end: socket.socket, stage: "Troupe") -> None:
+        self._end, self._stage = end, stage
+        self._sending = threading.Lock()
+        self._leader: Leader | None = None
+        self._say(0, "alive", {"doing": "", "seconds": 0.0})
+        stage.listen(end, self._hear)
+
+    def _hear(self) -> None:
+        self.obey(decode(receive(self._end)), lambda buffers: self._send(buffers))
+
+    def obey(self, message: dict[str, Any], answer: Callable[[list[Any]], None]) -> None:
+        """Do as a message says."""
+        number = message.get("number", 0)
+        match message.get("do"):
+            case "call" | "build" | "close":
+                value = _METRICS if message.get("method") == "train" else None
+                answer(encode({"number": number, "say": "done", "value": value}))
+            case "stream":
+                requests = message["args"][0]
+                for begin in range(0, len(requests), GROUP):
+                    self._say(number, "part", [_completion(request) for request in requests[begin : begin + GROUP]])
+                self._say(number, "done", None)
+            case "lead":
+                ranks = message["ranks"]
+                self._leader = Leader(
+                    message["branch"], message["rank"], ranks, self._stage.traffic, self.obey, self._say
+                )
+                self._say(number, "done", self._leader.listen())
+            case "join":
+                self._stage.join(message["name"], message["rank"], self, lambda: self._say(number, "done", None))
+            case "relay":
+                assert self._leader is not None
+                self._leader.relay(message)
+            case "beat":
+                self._stage.beat(message["every"], self)
+            case "exit":
+                self._stage.leave(self._end)
+
+    def live(self) -> None:
+        """Say that this one lives."""
+        self._say(0, "alive", {"doing": "", "seconds": 0.0})
+
+    def _say(self, number: int, kind: str, value: Any) -> None:
+        self._send(encode({"number": number, "say": kind, "value": value}))
+
+    def _send(self, buffers: Any) -> None:
+        with self._sending, suppress(OSError):
+            send(self._end, buffers)
+
+
+class Troupe:
+    """Some of the workers, in one process. Leaders pass messages on with the code of a run."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.traffic = Traffic()
+        self._waiting = selectors.DefaultSelector()
+        self._beats: list[tuple[float, float, int, Player]] = []
+        self._counts = itertools.count()
+        self._left = len(descriptors)
+        for descriptor in descriptors:
+            Player(socket.socket(fileno=descriptor), self)
+
+    def run(self) -> None:
+        """Play until all have left."""
+        while self._left:
+            for key, _ in self._waiting.select(0.1):
+                try:
+                    key.data()
+                except (EOFError, OSError):
+                    self._waiting.unregister(key.fileobj)
+            while self._beats and self._beats[0][0] <= time.monotonic():
+                _, every, _, player = heapq.heappop(self._beats)
+                player.live()
+                self.beat(every, player)
+
+    def listen(self, end: socket.socket, hear: Callable[[], None]) -> None:
+        """Call that whenever something has come."""
+        self._waiting.register(end, selectors.EVENT_READ, hear)
+
+    def beat(self, every: float, player: Player) -> None:
+        """Let one say that it lives, once and again."""
+        at = time.monotonic() + every * random.uniform(0.0, 2.0)
+        heapq.heappush(self._beats, (at, every, next(self._counts), player))
+
+    def join(self, name: str, rank: int, player: Player, ready: Callable[[], None]) -> None:
+        """Bring one to its leader, which may be played by another process."""
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(f"\0{name}")
+        send(end, encode(rank))
+
+        def admitted() -> None:
+            receive(end)
+            ready()
+            self._waiting.modify(end, selectors.EVENT_READ, hear)
+
+        def hear() -> None:
+            player.obey(decode(receive(end)), lambda buffers: send(end, buffers))
+
+        self.listen(end, admitted)
+
+    def leave(self, end: socket.socket) -> None:
+        """Let one go."""
+        self._waiting.unregister(end)
+        end.close()
+        self._left -= 1
+
+
+_METRICS = {f"metric/{n}": mean(float(n), 2.0) for n in range(12)}
+
+
+def _completion(request: Request) -> Completion:
+    new, logprobs = np.zeros(LENGTH - PROMPT, np.int64), np.zeros(LENGTH - PROMPT, np.float32)
+    return Completion(request.id, new, logprobs, "stop", ((0, 1),))
 
 
 def make_batch() -> Batch:
@@ -130,61 +232,108 @@ def make_batch() -> Batch:
         "tokens": np.arange(LENGTH), "loss_mask": np.arange(LENGTH) >= PROMPT,
         "advantages": np.ones(LENGTH, np.float32), "sampler_logprobs": np.zeros(LENGTH, np.float32),
     }  # fmt: skip
-    groups = [n // 8 for n in range(SEQUENCES)]
+    groups = [n // GROUP for n in range(SEQUENCES)]
     return from_sequences([columns] * SEQUENCES, prompt_lengths=[PROMPT] * SEQUENCES, group=groups)
 
 
-def measure(workers_wanted: int, steps: int) -> tuple[float, float, int]:
-    """Give seconds of processor time and of the clock for a step, and threads of the driver."""
-    pairs = [socket.socketpair() for _ in range(workers_wanted)]
-    theirs = [str(there.fileno()) for _, there in pairs]
-    helper = subprocess.Popen([sys.executable, __file__, "--play", *theirs], pass_fds=[int(n) for n in theirs])
+@contextmanager
+def played(wanted: int) -> Iterator[list[socket.socket]]:
+    """Give the driver's ends of so many workers."""
+    pairs = [socket.socketpair() for _ in range(wanted)]
+    theirs = [there.fileno() for _, there in pairs]
+    troupes = [theirs[n::HELPERS] for n in range(HELPERS) if theirs[n::HELPERS]]
+    helpers = [
+        subprocess.Popen([sys.executable, __file__, "--play", *map(str, troupe)], pass_fds=troupe) for troupe in troupes
+    ]
     for _, there in pairs:
         there.close()
-    requests = [Request(str(n), np.arange(PROMPT), Sampling(), n) for n in range(SEQUENCES)]
-    shards = [(shard, Spec("x:Y")) for shard in make_batch().shard(workers_wanted)]
-    with tempfile.TemporaryDirectory() as logs, Cluster(Stage([here for here, _ in pairs]), Path(logs)) as cluster:
-        workers = cluster.slice("backend", workers_wanted).spawn("x:Y", {})
+    try:
+        yield [here for here, _ in pairs]
+    finally:
+        for helper in helpers:
+            helper.kill()
+            helper.wait()
+
+
+def measure(wanted: int, steps: int, fan_out: int) -> tuple[dict[str, float], float, float, int]:
+    """Give seconds of processor time of a step by part, of the clock, of processor time at rest, and threads."""
+    sampling = Sampling(max_tokens=LENGTH - PROMPT)
+    requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
+    batch, loss = make_batch(), Spec("x:Y")
+    with (
+        played(wanted) as ends,
+        tempfile.TemporaryDirectory() as logs,
+        Cluster(Stage(ends), Path(logs), DeadlinesSection(heartbeat=0.0), fan_out=fan_out) as cluster,
+    ):
+        workers = cluster.slice("backend", wanted).spawn("x:Y", {})
 
         async def generate() -> None:
-            async def one(rank: int) -> None:
-                async for _ in workers.stream(rank, "generate", requests[rank::workers_wanted], phase="generate"):
-                    pass
+            dispatcher = RequestDispatcher(workers)
+            await asyncio.gather(*map(dispatcher.generate, requests))
 
-            await asyncio.gather(*(one(rank) for rank in range(workers_wanted)))
+        def train() -> None:
+            workers.scatter_metrics("train", RankArguments((batch.shard(wanted), loss, None)), phase="train")
+
+        def send_weights(version: int) -> None:
+            workers.start("send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="refit").result()
+
+        spent = dict.fromkeys(("train", "refit", "generate"), 0.0)
 
         def step(version: int) -> None:
-            workers.scatter("train", shards, phase="train")
-            workers.call("send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="refit")
-            asyncio.run(generate())
+            parts = {
+                "train": train,
+                "refit": lambda: send_weights(version),
+                "generate": lambda: asyncio.run(generate()),
+            }
+            for name, part in parts.items():
+                begin = time.process_time()
+                part()
+                spent[name] += (time.process_time() - begin) / steps
 
         step(0)
-        clock, processor = time.perf_counter(), time.process_time()
+        spent.update(dict.fromkeys(spent, 0.0))
+        clock = time.perf_counter()
         for version in range(1, steps + 1):
             step(version)
-        spent = (time.process_time() - processor) / steps, (time.perf_counter() - clock) / steps
-        threads = threading.active_count()
-    helper.kill()
-    helper.wait()
-    return *spent, threads
+        clock = (time.perf_counter() - clock) / steps
+        return spent, clock, rest(cluster, wanted), threading.active_count()
+
+
+def rest(cluster: Cluster, workers: int) -> float:
+    """Give seconds of processor time in a second of waiting while all workers say that they live."""
+    for rank in range(workers):
+        cluster.connection(f"backend-{rank}").expect_heartbeats(DeadlinesSection().heartbeat, workers)
+    time.sleep(1.0)
+    processor = time.process_time()
+    time.sleep(REST_SECONDS)
+    return (time.process_time() - processor) / REST_SECONDS
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--fan-out", type=int, default=FAN_OUT, help="most ranks that are asked one by one")
     parser.add_argument("--play", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.play:
-        play(arguments.play)
-        os._exit(0)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(f"{'workers':>8} {'driver cpu/step':>16} {'clock/step':>12} {'threads':>8}")
+    if arguments.play:
+        Troupe(arguments.play).run()
+        os._exit(0)
+    print(
+        f"{'workers':>8} {'driver cpu/step':>16} {'train':>10} {'refit':>10} {'generate':>10} {'clock/step':>12} "
+        f"{'at rest':>11} {'threads':>8}"
+    )
     for wanted in arguments.workers:
-        processor, clock, threads = measure(wanted, arguments.steps)
-        print(f"{wanted:8} {processor * 1e3:13.1f} ms {clock * 1e3:9.1f} ms {threads:8}")
+        spent, clock, resting, threads = measure(wanted, arguments.steps, arguments.fan_out)
+        parts = " ".join(f"{seconds * 1e3:7.1f} ms" for seconds in spent.values())
+        print(
+            f"{wanted:8} {sum(spent.values()) * 1e3:13.1f} ms {parts} {clock * 1e3:9.1f} ms "
+            f"{resting * 1e3:6.1f} ms/s {threads:8}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

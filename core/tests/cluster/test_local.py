@@ -214,6 +214,7 @@ class SlowLine:
     """Stands for a process at the end of a slow network: an answer of 20 parts, each a moment after the last."""
 
     pid = 0
+    node = ""
 
     def start(self) -> socket.socket:
         here, self._there = socket.socketpair()

@@ -85,3 +85,15 @@ def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray
 
 def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
     assert "ray" not in os.environ.get("PYTHONBREAKPOINT", "")
+
+
+def test_ranks_of_a_node_are_called_through_leaders(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path, fan_out=2) as cluster:
+        workers = cluster.slice("actor", 4).spawn(TARGET, {})
+        assert [branch.ranks for branch in workers._branches] == [(0, 1), (2, 3)]
+        pids = [state["pid"] for state in workers.call("state")]
+        assert len(set(pids)) == 4
+        pending = workers.start("hang", phase="train")
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="actor rank 2 failed in train: its process was killed by SIGKILL"):
+            pending.result()

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.data.batch import Batch, concatenate, from_sequences
+from whet.data.batch import Batch, Shards, concatenate, from_sequences
 
 lengths = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
@@ -89,6 +89,51 @@ def test_shards_hold_every_sequence_once_and_never_part_a_unit(sizes, parts, pai
     assert sorted(row for shard in shards for row in rows(shard)) == sorted(rows(make(sizes)))
     homes = [set(shard["unit"].tolist()) for shard in shards]
     assert sum(map(len, homes)) == len(set(unit))
+
+
+def sharded_by_hand(batch: Batch, parts: int) -> list[list[int]]:
+    """Positions of the sequences of each rank: each unit goes where the middle of its tokens falls."""
+    units = sorted(batch.units(), key=lambda unit: int(batch["group"][unit[0]]))
+    tokens = [int(batch["lengths"][unit].sum()) for unit in units]
+    homes: list[list[int]] = [[] for _ in range(parts)]
+    for number, unit in enumerate(units):
+        middle = sum(tokens[:number]) + tokens[number] / 2
+        homes[min(int(middle * parts / max(sum(tokens), 1)), parts - 1)] += unit.tolist()
+    return homes
+
+
+@given(st.data(), st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(2, 40))
+def test_shards_are_contiguous_in_order_of_group_whatever_the_order_of_the_batch(data, sizes, parts):
+    unit = data.draw(st.lists(st.integers(0, 8), min_size=len(sizes), max_size=len(sizes)))
+    batch = make(sizes, unit)
+    batch = batch.with_columns(group=np.array(data.draw(st.lists(st.integers(0, 3), min_size=9, max_size=9)))[unit])
+    shards = batch.shard(parts)
+    for rank, (chosen, shard) in enumerate(zip(sharded_by_hand(batch, parts), shards, strict=True)):
+        expected = batch.take(np.array(chosen, np.int64))
+        for name in batch.columns:
+            assert shard[name].dtype == expected[name].dtype
+            assert shard[name].tolist() == expected[name].tolist() == shards[rank][name].tolist()
+
+
+@given(lengths, st.integers(2, 9), st.data())
+def test_shards_of_neighbouring_ranks_are_shards(sizes, parts, data):
+    shards = make(sizes).shard(parts)
+    begin = data.draw(st.integers(0, parts))
+    end = data.draw(st.integers(begin, parts))
+    some = shards[begin:end]
+    assert [rows(shard) for shard in some] == [rows(shard) for shard in list(shards)[begin:end]]
+    assert rows(shards[-1]) == rows(list(shards)[-1])
+
+
+def test_shards_must_be_of_all_sequences():
+    with pytest.raises(ValueError, match="3 sequences in all of a batch of 2"):
+        Shards(make([1, 1]), (1, 2))
+    with pytest.raises(ValueError, match="no neighbours"):
+        make([1, 1, 1]).shard(3)[::2]
+
+
+def test_an_empty_batch_has_empty_shards():
+    assert [shard.sequences for shard in from_sequences([], prompt_lengths=[]).shard(3)] == [0, 0, 0]
 
 
 def test_shards_are_balanced_by_tokens():

@@ -31,6 +31,8 @@ _STOOD_STILL_SECONDS = 1.0
 """A clock that is so late stood still, with the driver: what processes said meanwhile was not heard."""
 _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
 _SLOWEST_BEAT_SECONDS = 5.0
+_MOST_BEATS_A_SECOND = 32
+"""Of all processes together, where their deadline allows that."""
 _IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
 """Where a thread of a worker process waits for something to do."""
 
@@ -68,6 +70,33 @@ class Call:
         return WorkerLost(self.role, self.rank, self.phase, cause, words)
 
 
+class Lender(Protocol):
+    """Knows calls that were not made of a process through its own connection, such as `whet.cluster.branch.Branch`.
+
+    Each method gets the connection of the process.
+    """
+
+    def take(self, connection: "Connection", number: int, kind: str, value: Any) -> Call | None:
+        """Take what the process said about one of them; give its share where it failed."""
+        ...
+
+    def owed(self, connection: "Connection") -> list[Call]:
+        """Give its share in those that it may not have answered."""
+        ...
+
+    def lost(self, connection: "Connection") -> list[Call]:
+        """Give those, for it has ended."""
+        ...
+
+    def expires(self, connection: "Connection") -> float:
+        """Give the first of their deadlines."""
+        ...
+
+    def inquire(self, connection: "Connection", latest: float) -> None:
+        """Find out about those whose deadlines are not later than that time."""
+        ...
+
+
 @frozen
 class UnderWay:
     """What a worker process was asked and has not answered yet."""
@@ -95,6 +124,11 @@ class HostProcess(Protocol):
     @property
     def pid(self) -> int:
         """On its machine; 0 before it is started."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """Name the machine that it is on, once it has been heard of."""
         ...
 
     def start(self) -> socket.socket:
@@ -167,7 +201,8 @@ class Clock:
                         connection.excuse(late)
             for connection in connections:
                 connection.end_if_deaf()
-            _end_overdue(sorted((c for c in connections if c.overdue), key=lambda c: c.name))
+                connection.inquire()
+            _end_overdue(sorted((c for c in connections if c.overdue), key=lambda c: (len(c.name), c.name)))
 
 
 def _end_overdue(connections: "Sequence[Connection]") -> None:
@@ -217,7 +252,8 @@ class Connection:
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
         self._slots: set[int] = set()
-        self._line = Line(traffic, self._take, self._broken, self._hear)
+        self._lenders: tuple[Lender, ...] = ()
+        self._line = Line(traffic, self._take, self.doubt, self._hear)
         self._lock = threading.Lock()
         self._gone = threading.Event()
         self._exited = False
@@ -255,19 +291,39 @@ class Connection:
         else:
             self._clock.watch(self, call.expires)
 
-    def expect_heartbeats(self, seconds: float) -> None:
-        """Hold the process for hung once it has been silent for so long after its first sign of life."""
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send a message whose answer a lender waits for."""
+        self._line.send(buffers)
+
+    def watch(self, expires: float) -> None:
+        """Look at its deadlines at that time, at the latest."""
+        self._clock.watch(self, expires)
+
+    def join(self, lender: Lender) -> None:
+        """Owe answers to a lender's calls as well."""
+        with self._lock:
+            self._lenders += (lender,)
+
+    def part(self, lender: Lender) -> None:
+        """Owe it nothing any more."""
+        with self._lock:
+            self._lenders = tuple(one for one in self._lenders if one is not lender)
+
+    def expect_heartbeats(self, seconds: float, processes: int = 1) -> None:
+        """Hold it for hung once it has been silent for so long after its first sign of life; it is one of so many."""
         self._heartbeat_seconds = seconds
-        self.tell({"do": "beat", "every": min(seconds / 4, _SLOWEST_BEAT_SECONDS)})
+        self.tell(
+            {"do": "beat", "every": min(seconds / 4, max(_SLOWEST_BEAT_SECONDS, processes / _MOST_BEATS_A_SECOND))}
+        )
 
     def under_way(self) -> "list[UnderWay]":
         """Say what the process was asked and has not answered: the oldest call of each phase first."""
         now = time.monotonic()
         with self._lock:
-            calls = sorted(self._calls.values(), key=lambda call: call.began)
+            own = list(self._calls.values())
             heard, (doing, since) = self._heard, self._said
         oldest: dict[tuple[str, int, str], Call] = {}
-        for call in calls:
+        for call in sorted([*own, *self._owed()], key=lambda call: call.began):
             oldest.setdefault((call.role, call.rank, call.phase), call)
         silence = now - heard if heard else 0.0
         return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
@@ -277,6 +333,15 @@ class Connection:
         with self._lock:
             self._heard += seconds if self._heard else 0.0
             self._deaf_until += seconds
+
+    def doubt(self, cause: str) -> None:
+        """Give the process a while to end, which tells more than that a connection of it did, and then end it."""
+        with self._lock:
+            if self._exited:
+                return
+            self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
+            self._deaf_cause = cause
+        self._clock.watch(self, at)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""
@@ -290,7 +355,8 @@ class Connection:
     def busy(self, role: str | None = None) -> bool:
         """Whether calls of a role, or any, are under way."""
         with self._lock:
-            return any(role in (None, call.role) for call in self._calls.values())
+            own = list(self._calls.values())
+        return any(role in (None, call.role) for call in [*own, *self._owed()])
 
     def enter(self, slot: int) -> None:
         """Note that workers of a spawn live here."""
@@ -333,7 +399,8 @@ class Connection:
     def next_deadline(self) -> float:
         """Give the time at which the first of the calls under way must have been answered, or a sign of life heard."""
         with self._lock:
-            return min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
+            own = min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
+        return min([own, *(lender.expires(self) for lender in self._lenders)])
 
     @property
     def overdue(self) -> bool:
@@ -348,6 +415,11 @@ class Connection:
             self._deaf_until = math.inf
             self._cause = self._cause or self._deaf_cause
         self._kill()
+
+    def inquire(self) -> None:
+        """Find out more about calls whose deadlines have passed."""
+        for lender in self._lenders:
+            lender.inquire(self, time.monotonic() + _MOMENT_SECONDS)
 
     def standstill(self) -> str:
         """Say why the process cannot even be scheduled, where it cannot."""
@@ -367,6 +439,7 @@ class Connection:
             silence = f"no sign of life for {self._heartbeat_seconds:g} s{standstill}"
             if silent:
                 self._cause = self._cause or f"its process gave {silence}"
+        calls += [call for call in self._owed() if silent or call.expires <= latest]
         for call in calls:
             error = call.lost(silence if silent else f"no answer within {call.timeout_seconds:g} s{standstill}", words)
             call.done(None, error)
@@ -380,6 +453,9 @@ class Connection:
         if not self._heard or not self._heartbeat_seconds or self._cause:
             return math.inf
         return self._heard + self._heartbeat_seconds
+
+    def _owed(self) -> list[Call]:
+        return [call for lender in self._lenders for call in lender.owed(self)]
 
     def _kill(self) -> None:
         self.process.kill()
@@ -420,21 +496,13 @@ class Connection:
             self._cause = self._cause or cause
             calls, self._calls = list(self._calls.values()), {}
         self._clock.forget(self)
+        calls += [call for lender in self._lenders for call in lender.lost(self)]
         for call in calls:
             call.done(None, self._ended(call))
         self._gone.set()
 
     def _ended(self, call: Call) -> WorkerError:
         return (call.error if self._left else call.lost)(self._cause, self._words())
-
-    def _broken(self, cause: str) -> None:
-        """Give the process a while to end, which tells more than that its connection did."""
-        with self._lock:
-            if self._exited:
-                return
-            self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
-            self._deaf_cause = cause
-        self._clock.watch(self, at)
 
     def _hear(self) -> None:
         """Note a sign of life: a part of a message that takes long to come."""
@@ -454,7 +522,10 @@ class Connection:
         with self._lock:
             call = self._calls.get(number) if kind == "part" else self._calls.pop(number, None)
         if call is None:
-            return  # a late answer
+            shares = (lender.take(self, number, kind, value) for lender in self._lenders)
+            call = next((share for share in shares if share is not None), None)
+        if call is None:
+            return  # a late answer, or one that others wait for
         if kind == "part":
             call.renew()
             call.part(value)

@@ -1,7 +1,7 @@
 """The program of a worker process: builds worker objects, runs their methods and answers the driver.
 
     main thread     the compute thread: sync methods of all roles in this process, one after the other
-    reader          takes messages from the driver
+    reader          takes messages from the driver; where there are many ranks, others take those from a leader
     loop            coroutine methods and async generators; their heavy work belongs on `compute_thread()`
 
 One compute thread for a process keeps it at one pool of OpenMP threads, and lets roles that share it take turns.
@@ -26,6 +26,8 @@ from typing import Any, NoReturn, TypeVar
 
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
+from whet.cluster.relay import Leader, Route, Sibling
+from whet.cluster.traffic import Traffic
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
@@ -112,6 +114,9 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
+        self._traffic = Traffic()
+        self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
+        self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -156,8 +161,53 @@ class Host:
                 self._compute.submit(_import, message["modules"])
             case "beat":
                 threading.Thread(target=self._beat, args=(message["every"],), name="whet-heart", daemon=True).start()
+            case "relay":
+                self._relay(message)
+            case "waits" | "gone":
+                self._tell_leader(message)
+            case "lead":
+                self._attempt(number, lambda: self._say(number, "done", self._lead(message)))
+            case "join":
+                self._attempt(number, lambda: self._join(message))
             case "exit":
                 self._compute.shutdown()
+
+    def _attempt(self, number: int, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._fail(number, error)
+
+    def _relay(self, message: dict[str, Any]) -> None:
+        leaders = self._leaders.get(message["slot"])
+        if leaders:
+            leaders[max(leaders)].relay(message)
+        else:
+            self._fail(message["number"], RuntimeError("the worker is closed"))
+
+    def _tell_leader(self, message: dict[str, Any]) -> None:
+        leader = self._leaders.get(message["slot"], {}).get(message["branch"])
+        if leader is not None and message["do"] == "gone":
+            leader.gone(message["rank"])
+        elif leader is not None:
+            leader.waits(message["number"])
+
+    def _lead(self, message: dict[str, Any]) -> str:
+        branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
+        leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._obey, self._say)
+        name = leader.listen()
+        for before in leaders.values():
+            before.retire()
+        leaders[branch] = leader
+        return name
+
+    def _join(self, message: dict[str, Any]) -> None:
+        Sibling(message["name"], message["rank"], self._obey, lambda: self._say(message["number"], "done", None))
+
+    def _obey(self, message: dict[str, Any], route: Route) -> None:
+        """Do what came through a leader, who gets the answer."""
+        self._routes[message["number"]] = route
+        self._take(message)
 
     def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -187,6 +237,8 @@ class Host:
 
     def _close(self, slot: int) -> None:
         worker = self._workers.pop(slot, None)
+        for leader in self._leaders.pop(slot, {}).values():
+            leader.close()
         if hasattr(worker, "close"):
             worker.close()
 
@@ -236,11 +288,17 @@ class Host:
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})
+        route = self._routes.pop(number, None) if kind in ("done", "failed") else None
+        if route is not None and kind == "done":
+            route(buffers)
+            return
         try:
             with self._sending:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
+        if route is not None:  # the driver has heard it first, and the leader waits no longer
+            route(encode({"number": number, "say": "failed", "value": None}))
 
 
 def _import_from(path: list[str], add: list[str]) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 from attrs import field, frozen
 
+from whet import metrics
 from whet.cluster.slices import WorkerRank
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
 from whet.errors import WhetError, WorkerError, in_words
+from whet.metrics import Metric
 
 
 @frozen
@@ -108,6 +110,17 @@ class InlineWorkers:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
         sent = [_crossed(tuple(args)) for args in arguments]
         return [self._call(rank, method, args, phase or method) for rank, args in enumerate(sent)]
+
+    def scatter_metrics(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        phase: str = "",
+        timeout_seconds: float | None = None,
+    ) -> dict[str, Metric]:
+        """Call rank i with arguments[i], one after the other, and merge their metrics."""
+        return metrics.merge(self.scatter(method, arguments, phase=phase, timeout_seconds=timeout_seconds))
 
     async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Iterate an async-generator method of one rank in the caller's event loop."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
 from attrs import frozen
@@ -26,6 +26,7 @@ from whet.cluster.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, Terms
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError
 
+FAN_OUT: Final = 32
 _NO_PHASES = ("heartbeat", "notice")
 
 
@@ -81,18 +82,22 @@ class Cluster:
         share: Sequence[Sequence[str]] = (),
         *,
         grace_seconds: float = 3.0,
+        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster.
 
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
-        processes. `grace_seconds` is how long `close` waits before it kills.
+        processes. `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than
+        `fan_out` are called through leaders, each of about so many ranks of its node.
         """
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share = [tuple(roles) for roles in share]
         self._deadlines = deadlines or DeadlinesSection()
-        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds)
+        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds, fan_out)
         self.clock, self.traffic = Clock(), Traffic()
         self._slices: dict[str, ProcessSlice] = {}
+        self._groups: dict[str, list[Host]] = {}
+        """Of processes, by the role that names them."""
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -104,6 +109,7 @@ class Cluster:
             raise ConfigError(f"the slice of {role} has {size} ranks and {len(devices)} devices; give each rank one")
         made = ProcessSlice(self, role, size, threads, devices, tuple(self._process_name(role, r) for r in range(size)))
         self._slices[role] = made
+        self._groups.clear()
         for name in made.host_groups:
             self._host(name)  # roles that share a process must agree on it
         return made
@@ -129,7 +135,7 @@ class Cluster:
                 found = Connection(name, log, process, self.clock, self.traffic)
                 found.tell(self._launcher.import_folders())
                 if self._deadlines.heartbeat:
-                    found.expect_heartbeats(self._deadlines.heartbeat)
+                    found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
                 self._connections[name] = found
             return found
 
@@ -203,9 +209,12 @@ class Cluster:
         return Host(name, tuple(devices), threads, tuple(gpus))
 
     def _group(self, name: str) -> list[Host]:
-        roles = self._sharing(name.rpartition("-")[0])
-        parts = [part for part in self._slices.values() if part.role in roles]
-        return [self._host(name) for name in max((part.host_groups for part in parts), key=len, default=(name,))]
+        first = name.rpartition("-")[0]
+        if first not in self._groups:  # made once: a thousand processes would make it a thousand times
+            parts = [part for part in self._slices.values() if part.role in self._sharing(first)]
+            names = max((part.host_groups for part in parts), key=len, default=(name,))
+            self._groups[first] = [self._host(name) for name in names]
+        return self._groups[first]
 
     def _log_file(self, name: str) -> Path:
         self._logs.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.cluster.connection import HostProcess
-from whet.cluster.launcher import Cluster, Host
+from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.process import Child, describe_end, import_folders, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.config.sections import DeadlinesSection
@@ -29,9 +29,11 @@ class LocalCluster(Cluster):
         *,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
+        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster, as `Cluster` says. `environment` is added to that of the workers."""
-        super().__init__(LocalLauncher(environment or {}), log_folder, deadlines, share, grace_seconds=grace_seconds)
+        launcher = LocalLauncher(environment or {})
+        super().__init__(launcher, log_folder, deadlines, share, grace_seconds=grace_seconds, fan_out=fan_out)
 
 
 class LocalLauncher:
@@ -79,6 +81,9 @@ class LocalLauncher:
 
 class LocalProcess:
     """A child of the driver. See `HostProcess`."""
+
+    node = ""
+    """That of the driver."""
 
     def __init__(self, name: str, environment: Mapping[str, str], log: Path) -> None:
         self._name, self._environment, self._log = name, environment, log

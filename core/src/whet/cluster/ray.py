@@ -21,7 +21,7 @@ from whet.cluster.channel import receive, send
 from whet.cluster.connection import HostProcess
 from whet.cluster.door import Door, Expected
 from whet.cluster.keeper import Keeper, versions
-from whet.cluster.launcher import Cluster, Host
+from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.local import LocalLauncher
 from whet.cluster.process import foreign_folders
 from whet.cluster.ray_places import Bundle, Places
@@ -52,6 +52,7 @@ class RayCluster(Cluster):
         resources: Mapping[str, Mapping[str, float]] | None = None,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
+        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster, as `Cluster` says; Ray starts in the background.
 
@@ -61,7 +62,7 @@ class RayCluster(Cluster):
         launcher = RayLauncher(
             address, placement or {}, resources or {}, environment or {}, (deadlines or DeadlinesSection()).start
         )
-        super().__init__(launcher, log_folder, deadlines, share, grace_seconds=grace_seconds)
+        super().__init__(launcher, log_folder, deadlines, share, grace_seconds=grace_seconds, fan_out=fan_out)
 
 
 class RayLauncher:
@@ -139,6 +140,11 @@ class RayProcess:
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
         """What the keeper has not answered, by its number."""
+
+    @property
+    def node(self) -> str:
+        """Name its machine by the address from which its keeper came; empty once it has left."""
+        return "" if self._control is None else str(self._control.getpeername()[0])
 
     def start(self) -> socket.socket:
         """Find it a place, start a keeper there, and let that start it."""

@@ -5,18 +5,55 @@ Driver-side handles of backends and generators see only what is here; launchers 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from attrs import frozen
+from attrs import field, frozen
+
+from whet.data.batch import Shards
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from whet.errors import WorkerLost
     from whet.interfaces.logger import RunInfo
+    from whet.metrics import Metric
     from whet.model import ModelInfo
     from whet.refit.link import Link
+
+
+def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> None:
+    """Refuse what does not say for how many ranks it is."""
+    sizes = {len(column) for column in columns if isinstance(column, Shards)}
+    if len(sizes) != 1:
+        raise ValueError(f"found shards for {sorted(sizes)} ranks, wanted those of one or more batches for one number")
+
+
+@frozen(eq=False)
+class RankArguments(Sequence[tuple[Any, ...]]):
+    """What each rank is called with: of `Shards` its own batch, of anything else the same.
+
+    It stands for a list of tuples; where there are many ranks, batches are not cut out one by one by the driver.
+    """
+
+    columns: tuple[Any, ...] = field(validator=_with_shards)
+
+    def __len__(self) -> int:
+        return next(len(column) for column in self.columns if isinstance(column, Shards))
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return zip(*(c if isinstance(c, Shards) else repeat(c, len(self)) for c in self.columns), strict=True)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Any, ...]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> "RankArguments": ...
+
+    def __getitem__(self, rank: int | slice) -> "tuple[Any, ...] | RankArguments":
+        chosen = tuple(column[rank] if isinstance(column, Shards) else column for column in self.columns)
+        return RankArguments(chosen) if isinstance(rank, slice) else chosen
 
 
 class Pending(Protocol):
@@ -75,6 +112,17 @@ class Workers(Protocol):
         timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Call rank i with arguments[i] and wait; results in rank order."""
+        ...
+
+    def scatter_metrics(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        phase: str = "",
+        timeout_seconds: float | None = None,
+    ) -> "dict[str, Metric]":
+        """Call rank i with arguments[i], wait, and merge the metrics that all give."""
         ...
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:

@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Final
 
@@ -43,12 +44,14 @@ RECORDS: Final = {
     "Episode": "whet.data.records",
     "Group": "whet.data.records",
     "Batch": "whet.data.batch",
+    "Shards": "whet.data.batch",
     "Metric": "whet.metrics",
     "Span": "whet.spans",
     "Spec": "whet.component",
     "Link": "whet.refit.link",
     "ModelInfo": "whet.model",
     "WorkerRank": "whet.cluster.slices",
+    "RankArguments": "whet.cluster.slices",
 }
 """The records that cross, each with its module, which is imported when the first one does."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -135,11 +138,9 @@ class _Writer:
         return {TAG: "array", "at": self.append(value)}
 
     def append(self, value: np.ndarray[Any, Any]) -> int:
-        dtype = DTYPES.get(value.dtype.name)
-        if dtype is None:
-            raise _UnsendableError
+        dtype, name = _known_dtype(value.dtype)
         value = np.asarray(value, dtype, order="C")
-        self.arrays.append([dtype.name, *value.shape])
+        self.arrays.append([name, *value.shape])
         self.buffers.append(value.reshape(-1).view(np.uint8).data)
         return len(self.arrays) - 1
 
@@ -272,6 +273,14 @@ class _Reader:
                 f"a message holds the record {name!r:.60}, which {'may' if self.records else 'must'} not cross"
             )
         return _record(name)[0]
+
+
+@cache
+def _known_dtype(found: np.dtype[Any]) -> tuple[np.dtype[Any], str]:
+    """Give the dtype that crosses for one, and its name, which NumPy takes longer to make than all else."""
+    if found.name not in DTYPES:
+        raise _UnsendableError
+    return DTYPES[found.name], found.name
 
 
 _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {}

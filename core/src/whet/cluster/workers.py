@@ -1,6 +1,7 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
     ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
+                     └─ call, scatter of many ranks ──> one `Branch` for each group of them on a node
 
 Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call (an
 exception, a death, a deadline) ends it at once for all ranks, with a `WorkerError`.
@@ -9,19 +10,27 @@ exception, a death, a deadline) ends it at once for all ranks, with a `WorkerErr
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
+from whet import metrics
+from whet.cluster.branch import MERGED, Branch, Deadline, Relayed
 from whet.cluster.connection import Call, Connection, HostProcess
+from whet.cluster.slices import RankArguments
 from whet.cluster.wire import encode
 from whet.errors import WorkerError, WorkerLost
+from whet.metrics import Metric
 
 _PATIENCE_FOR_A_DEATH = 1.0
+_MOST_LEADERS = 16
+"""Of one node: what more there are would cost the driver, larger groups cost each leader."""
 BUSY_GRACE_SECONDS = 0.3
 """Who closes in the middle of a call does not want to wait for it."""
 
@@ -52,6 +61,19 @@ class Gathering:
             if error is not None:
                 self._future.set_exception(error)
             elif not self._missing:
+                self._future.set_result(self._results)
+
+    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
+        """Take the answers of several ranks."""
+        with self._lock:
+            for rank, result in zip(ranks, results, strict=True):
+                self._results[rank] = result
+            self._missing -= len(ranks)
+            if self._missing:
+                return
+            if not self._death.done():
+                self._death.set_result(None)
+            if not self._future.done():
                 self._future.set_result(self._results)
 
     def result(self) -> list[Any]:
@@ -85,6 +107,8 @@ class Terms:
     """Seconds that a phase may take."""
     grace_seconds: float
     """How long closing waits before it kills."""
+    fan_out: int
+    """The most ranks of a role that are asked one by one, and the usual size of a branch."""
 
 
 class ConnectedWorkers:
@@ -96,6 +120,12 @@ class ConnectedWorkers:
         self._slot, self._connect, self._terms = slot, list(connect), terms
         self._connections = [process() for process in connect]
         self._building: list[dict[str, Any]] = []
+        self._groups: list[list[int]] = []
+        self._branches: list[Branch] = []
+        self._retired: list[Branch] = []
+        """Whose place others have taken, until the calls under way are over."""
+        self._forming = threading.Lock()
+        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = WeakKeyDictionary()
         self._closed = False
         for connection in self._connections:
             connection.enter(slot)
@@ -108,7 +138,11 @@ class ConnectedWorkers:
     def build(self, messages: Sequence[dict[str, Any]]) -> None:
         """Have one worker built on each rank, and wait for them under the deadline `start`."""
         self._building = list(messages)
-        self._ask(range(self.size), messages, "start", None).result()
+        self._ask(self._asking(range(self.size), "start", None), messages).result()
+        if self.size > self._terms.fan_out:
+            most = max(self._terms.fan_out, -(-self.size // _MOST_LEADERS))
+            self._groups = node_groups([process.node for process in self.processes], most)
+            self._form(self._groups)
 
     @property
     def alone(self) -> bool:
@@ -126,7 +160,8 @@ class ConnectedWorkers:
         lost.exit(self._slot)
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].enter(self._slot)
-        self._ask([rank], [self._building[rank]], "start", None).result()
+        self._ask(self._asking([rank], "start", None), [self._building[rank]]).result()
+        self._form([ranks for ranks in self._groups if rank in ranks])
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call on every rank with the same arguments and wait."""
@@ -134,15 +169,13 @@ class ConnectedWorkers:
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Gathering:
         """Start a call on every rank. Leave the arguments' arrays as they are until it is done."""
-        message = {"do": "call", "slot": self._slot, "method": method, "args": args}
-        return self._ask(range(self.size), [message] * self.size, phase or method, timeout_seconds)
+        return self._start(range(self.size), method, args, None, phase, timeout_seconds)
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Gathering:
         """Start a call on one rank; its result is a list of one."""
-        message = {"do": "call", "slot": self._slot, "method": method, "args": args}
-        return self._ask([rank], [message], phase or method, timeout_seconds)
+        return self._start([rank], method, args, None, phase, timeout_seconds)
 
     def scatter(
         self,
@@ -153,10 +186,19 @@ class ConnectedWorkers:
         timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Call rank i with arguments[i] and wait."""
-        if len(arguments) != self.size:
-            raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
-        messages = [{"do": "call", "slot": self._slot, "method": method, "args": tuple(args)} for args in arguments]
-        return self._ask(range(self.size), messages, phase or method, timeout_seconds).result()
+        return self._scatter(method, arguments, phase, timeout_seconds, merge=False)
+
+    def scatter_metrics(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        phase: str = "",
+        timeout_seconds: float | None = None,
+    ) -> dict[str, Metric]:
+        """Call rank i with arguments[i], wait, and merge the metrics that all give."""
+        found = self._scatter(method, arguments, phase, timeout_seconds, merge=True)
+        return metrics.merge(part for part in found if part is not MERGED)
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Iterate an async-generator method of one rank, in the process that it has now."""
@@ -165,11 +207,12 @@ class ConnectedWorkers:
     async def _stream(
         self, connection: Connection, rank: int, method: str, args: tuple[Any, ...], phase: str
     ) -> AsyncGenerator[Any, None]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Any]]()
+        arrived, loop = asyncio.Queue[tuple[str, Any]](), asyncio.get_running_loop()
+        mailbox = self._mailboxes.setdefault(loop, _Mailbox())
 
         def deliver(kind: str, value: Any) -> None:
             try:
-                loop.call_soon_threadsafe(arrived.put_nowait, (kind, value))
+                mailbox.put(loop, arrived, (kind, value))
             except RuntimeError:  # the loop was closed, and nobody waits any more
                 connection.drop(number)
 
@@ -179,8 +222,8 @@ class ConnectedWorkers:
         number = next(self._terms.numbers)
         message = {"do": "stream", "number": number, "slot": self._slot, "method": method, "args": args}
         buffers = encode(message)
-        missed = partial(_missed, [connection])
-        connection.ask(number, buffers, self._new_call(rank, phase, None, missed, finish, partial(deliver, "part")))
+        missed, seconds = partial(_missed, [connection]), self._terms.deadline(phase)
+        connection.ask(number, buffers, Call(self.role, rank, phase, seconds, finish, partial(deliver, "part"), missed))
         ended = False
         try:
             while True:
@@ -201,6 +244,8 @@ class ConnectedWorkers:
         if self._closed:
             return
         self._closed = True
+        for branch in self._branches:
+            branch.retire()
         busy = any(connection.busy(self.role) for connection in self._connections)
         grace = BUSY_GRACE_SECONDS if busy else self._terms.grace_seconds
         deadline, closing, number = time.monotonic() + grace, Gathering(self.size), next(self._terms.numbers)
@@ -212,28 +257,141 @@ class ConnectedWorkers:
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
         for connection in ending:
             connection.end(deadline)
+        for branch in [*self._branches, *self._retired]:
+            branch.close()
 
-    def _ask(
-        self, ranks: Sequence[int], messages: Sequence[dict[str, Any]], phase: str, timeout_seconds: float | None
+    def _scatter(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str, seconds: float | None, merge: bool
+    ) -> list[Any]:
+        if len(arguments) != self.size:
+            raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
+        return self._start(range(self.size), method, (), arguments, phase, seconds, merge).result()
+
+    def _start(
+        self,
+        ranks: Sequence[int],
+        method: str,
+        args: tuple[Any, ...],
+        rows: Sequence[tuple[Any, ...]] | None,
+        phase: str,
+        timeout_seconds: float | None,
+        merge: bool = False,
     ) -> Gathering:
-        """Send one message to each of some ranks."""
+        """Call a method with the same arguments, or with a row of them for each of the ranks."""
+        asking = self._asking(ranks, phase or method, timeout_seconds)
+        head = {"number": asking.number, "slot": self._slot, "method": method}
+        relay, relayed = {"do": "relay", **head, "args": args, "merge": merge}, []
+        everywhere = encode(relay) if self._branches and rows is None and len(ranks) == self.size else None
+        for branch in self._branches:
+            share = {rank: asking.places[rank] for rank in branch.ranks if rank in asking.places}
+            if share:
+                only = {} if rows is None else {"rows": _rows(rows, list(share.values()))}
+                relayed.append((branch, share, everywhere or encode({**relay, "ranks": list(share), **only})))
+        deadline = Deadline(asking.seconds)
+        for branch, share, buffers in relayed:
+            if branch.ask(asking.number, buffers, self._relayed(asking, share, deadline)):
+                for rank in share:
+                    del asking.places[rank]
+        each = {"do": "call", **head, "args": args}
+        left = asking.places.values()
+        self._ask(asking, [each] * len(left) if rows is None else [{**each, "args": tuple(rows[at])} for at in left])
+        return asking.gathering
+
+    def _asking(self, ranks: Sequence[int], phase: str, timeout_seconds: float | None) -> "_Asking":
         if self._closed:
             raise WorkerError(self.role, None, phase, "the workers are closed")
-        gathering, number = Gathering(len(ranks)), next(self._terms.numbers)
-        same = all(message is messages[0] for message in messages)
-        sent = [encode({"number": number, **message}) for message in (messages[:1] if same else messages)]
-        asked = [self._connections[rank] for rank in ranks]
-        for place, (rank, connection) in enumerate(zip(ranks, asked, strict=True)):
-            done, missed = partial(gathering.finish, place), partial(_missed, asked)
-            call = self._new_call(rank, phase, timeout_seconds, missed, done)
-            connection.ask(number, sent[0 if same else place], call)
-        return gathering
-
-    def _new_call(
-        self, rank: int, phase: str, timeout_seconds: float | None, missed: Any, done: Any, part: Any = None
-    ) -> Call:
         seconds = self._terms.deadline(phase) if timeout_seconds is None else timeout_seconds
-        return Call(self.role, rank, phase, seconds, done, part or (lambda item: None), missed)
+        places = {rank: place for place, rank in enumerate(ranks)}
+        missed = partial(_missed, [self._connections[rank] for rank in ranks])
+        return _Asking(next(self._terms.numbers), Gathering(len(places)), places, phase, seconds, missed)
+
+    def _relayed(self, asking: "_Asking", share: dict[int, int], deadline: Deadline) -> Relayed:
+        answered, failed = asking.gathering.finish_many, asking.gathering.finish
+        return Relayed(asking.phase, asking.seconds, deadline, share, answered, failed, asking.missed)
+
+    def _ask(self, asking: "_Asking", messages: Sequence[dict[str, Any]]) -> Gathering:
+        """Send one message to each rank that has a place left."""
+        same = all(message is messages[0] for message in messages)
+        sent = [encode({"number": asking.number, **message}) for message in (messages[:1] if same else messages)]
+        for at, (rank, place) in enumerate(asking.places.items()):
+            done = partial(asking.gathering.finish, place)
+            call = Call(self.role, rank, asking.phase, asking.seconds, done, missed=asking.missed)
+            self._connections[rank].ask(asking.number, sent[0 if same else at], call)
+        return asking.gathering
+
+    def _form(self, groups: Sequence[Sequence[int]]) -> None:
+        """Let the first of each group lead it. A group that cannot be led is asked one by one."""
+        with self._forming:
+            made, numbers = [], self._terms.numbers
+            for ranks in groups:
+                connections = {rank: self._connections[rank] for rank in ranks}
+                branch = Branch(next(numbers), self._slot, self.role, connections)
+                made.append((branch, branch.form(numbers)))
+            formed = [branch for branch, future in made if future.result()]
+            again = {rank for ranks in groups for rank in ranks}
+            kept = [branch for branch in self._branches if again.isdisjoint(branch.ranks)]
+            self._retired += {*self._branches, *(branch for branch, _ in made)} - {*kept, *formed}
+            self._branches = sorted([*kept, *formed], key=lambda branch: branch.ranks)
+            for branch in self._retired:
+                branch.retire()
+            for branch in [branch for branch in self._retired if branch.idle]:
+                branch.close()
+                self._retired.remove(branch)
+
+
+class _Mailbox:
+    """Brings what a thread has for the streams of an event loop to it: all that has come, in one turn of the loop."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._lock = threading.Lock()
+        self._awaited = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
+        """Raises `RuntimeError` where the loop is closed."""
+        with self._lock:
+            if not self._awaited:
+                loop.call_soon_threadsafe(self._empty)
+                self._awaited = True
+            self._items.append((queue, item))
+
+    def _empty(self) -> None:
+        with self._lock:
+            items, self._items, self._awaited = self._items, deque(), False
+        for queue, item in items:
+            queue.put_nowait(item)
+
+
+@frozen
+class _Asking:
+    """What the messages of one call have in common."""
+
+    number: int
+    gathering: Gathering
+    places: dict[int, int]
+    """Of the ranks that are still to be asked: where their answers belong."""
+    phase: str
+    seconds: float
+    missed: Callable[[WorkerError], None]
+
+
+def node_groups(nodes: Sequence[str], most: int) -> list[list[int]]:
+    """Group ranks, each given by the name of its node, into neighbours of a node: at most so many, and nearly equal."""
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    groups = []
+    for ranks in by_node.values():
+        parts = -(-len(ranks) // most)
+        groups += [ranks[len(ranks) * n // parts : len(ranks) * (n + 1) // parts] for n in range(parts)]
+    return [group for group in groups if len(group) > 1]
+
+
+def _rows(rows: Sequence[tuple[Any, ...]], places: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+    neighbours = list(places) == list(range(places[0], places[0] + len(places)))
+    if neighbours and isinstance(rows, RankArguments):
+        return rows[places[0] : places[-1] + 1]
+    return [tuple(rows[place]) for place in places]
 
 
 def _missed(asked: Sequence[Connection], error: WorkerError) -> None:

@@ -7,8 +7,8 @@ On the driver columns are NumPy arrays, in a worker torch tensors; the same clas
 (a preference pair, else one sequence) are never separated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -132,22 +132,74 @@ class Batch:
             order = randomness.generator(seed, "minibatches").permutation(order)
         return [self.take(np.concatenate([units[i] for i in part])) for part in np.array_split(order, parts)]
 
-    def shard(self, parts: int) -> "list[Batch]":
+    def shard(self, parts: int) -> "Shards":
         """Split into one batch for each rank: whole units, contiguous in order of group, balanced by tokens.
 
         A rank may get no sequence where there are fewer units than ranks.
         """
         if parts == 1:
-            return [self]
-        lengths = np.asarray(self.per_sequence["lengths"])
-        units = sorted(self.units(), key=lambda u: int(self.per_sequence["group"][u[0]]))
-        cost = np.cumsum([lengths[u].sum() for u in units])
-        middle = cost - np.array([lengths[u].sum() for u in units]) / 2
-        owner = np.minimum((middle * parts / max(cost[-1], 1)).astype(int), parts - 1)
-        return [
-            self.take(np.concatenate([u for u, o in zip(units, owner, strict=True) if o == part] or [np.zeros(0, int)]))
-            for part in range(parts)
-        ]
+            return Shards(self, (self.sequences,))
+        lengths, group = np.asarray(self.per_sequence["lengths"]), np.asarray(self.per_sequence["group"])
+        _, first, unit = np.unique(np.asarray(self.per_sequence["unit"]), return_index=True, return_inverse=True)
+        place = np.argsort(np.lexsort((first, group[first])))[unit]  # of each sequence's unit, in order of group
+        cost = np.zeros(len(first), np.int64)
+        np.add.at(cost, place, lengths)
+        until = np.cumsum(cost)
+        middle = until - cost / 2
+        owner = np.minimum((middle * parts / max(cost.sum(), 1)).astype(int), parts - 1)
+        order = np.argsort(place, kind="stable")
+        ordered = self if np.array_equal(order, np.arange(len(order))) else self.take(order)
+        return Shards(ordered, tuple(np.bincount(owner[place], minlength=parts).tolist()))
+
+
+@frozen(eq=False)
+class Shards(Sequence[Batch]):
+    """One batch for each rank, cut out of one that holds them all, without copying, when it is asked for."""
+
+    batch: Batch
+    """All sequences, those of a rank together, in order of rank."""
+    counts: tuple[int, ...]
+    """Sequences of each rank."""
+
+    def __attrs_post_init__(self) -> None:
+        if sum(self.counts) != self.batch.sequences:
+            raise ValueError(f"shards of {sum(self.counts)} sequences in all of a batch of {self.batch.sequences}")
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        ends = np.cumsum(np.asarray(self.counts, np.int64))
+        tokens = np.concatenate([[0], np.cumsum(self.batch.per_sequence["lengths"])])
+        cuts = np.concatenate([[0], ends])
+        for bounds in zip(cuts, ends, tokens[cuts], tokens[ends], strict=False):
+            yield self._cut(*map(int, bounds))
+
+    @overload
+    def __getitem__(self, rank: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> "Shards": ...
+
+    def __getitem__(self, rank: int | slice) -> "Batch | Shards":
+        ranks = range(len(self.counts))[rank]
+        if isinstance(ranks, int):
+            return self[ranks : ranks + 1].batch
+        if ranks.step != 1:
+            raise ValueError("ranks that are no neighbours do not lie together")
+        begin = sum(self.counts[: ranks.start])
+        end = begin + sum(self.counts[ranks.start : ranks.stop])
+        lengths = self.batch.per_sequence["lengths"]
+        first = int(lengths[:begin].sum())
+        cut = self._cut(begin, end, first, first + int(lengths[begin:end].sum()))
+        return Shards(cut, self.counts[ranks.start : ranks.stop])
+
+    def _cut(self, begin: int, end: int, first: int, last: int) -> Batch:
+        return evolve(
+            self.batch,
+            per_token={name: column[first:last] for name, column in self.batch.per_token.items()},
+            per_sequence={name: column[begin:end] for name, column in self.batch.per_sequence.items()},
+        )
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

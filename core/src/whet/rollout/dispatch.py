@@ -12,6 +12,7 @@ that one is given up, and not those that were only near it.
 """
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -122,8 +123,10 @@ class RequestDispatcher:
             held, self._suspects = self._suspects, []
             return self._fail(outbox + held, failure)
         messages: dict[int, list[_Waiting]] = {}
+        there, least = frozenset(present), [(self._loads[rank], rank) for rank in present]
+        heapq.heapify(least)
         for waiting in self._hold_suspects(outbox):
-            waiting.rank = self._place(waiting, present)
+            waiting.rank = self._place(waiting, there, least)
             messages.setdefault(waiting.rank, []).append(waiting)
         for rank, batch in messages.items():
             self._spawn(self._serve(rank, batch))
@@ -140,11 +143,14 @@ class RequestDispatcher:
         self._suspects = [w for w in suspects if w not in self._on_trial]
         return free
 
-    def _place(self, waiting: _Waiting, present: list[int]) -> int:
+    def _place(self, waiting: _Waiting, there: frozenset[int], least: list[tuple[int, int]]) -> int:
+        """Choose a replica. `least` is a heap of the loads and ranks of those there, as they were or lower."""
         prefix = waiting.request.prefix
-        least = min(present, key=self._loads.__getitem__)
-        rank, count = self._prefixes.get(prefix, (least, 0)) if prefix else (least, 0)
-        rank = rank if rank in present else least
+        rank, count = self._prefixes.get(prefix, (-1, 0)) if prefix else (-1, 0)
+        if rank not in there:
+            while least[0][0] != self._loads[least[0][1]]:
+                heapq.heapreplace(least, (self._loads[least[0][1]], least[0][1]))
+            rank = least[0][1]
         if prefix:
             self._prefixes[prefix] = rank, count + 1
         self._loads[rank] += waiting.load

@@ -247,7 +247,8 @@ class WorkersContract:
         assert own_workers.alone
         own_workers.call("remember", "before")
         own_workers.restart(1)
-        assert [state["seen"] for state in own_workers.call("state")] == [["before"], []]
+        seen = [state["seen"] for state in own_workers.call("state")]
+        assert seen == [[] if rank == 1 else ["before"] for rank in range(self.ranks)]
         assert own_workers.call("add", 1) == [4] * self.ranks
         assert collect(own_workers.stream(1, "count", 2)) == [(1, 0), (1, 1)]
         assert [place.rank for place in own_workers.call("place")] == list(range(self.ranks))
@@ -330,7 +331,8 @@ class ProcessWorkersContract(WorkersContract):
 
     def test_a_crash_is_told_with_its_last_words(self, own_workers: Workers) -> None:
         with pytest.raises(WorkerError) as caught:
-            own_workers.scatter("die", [(signal.SIGSEGV, "here I lie"), (0, "")][: self.ranks], phase="train")
+            arguments = [(signal.SIGSEGV, "here I lie"), *[(0, "")] * (self.ranks - 1)]
+            own_workers.scatter("die", arguments, phase="train")
         assert caught.value.rank == 0
         assert "here I lie" in caught.value.last_words
 

@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from whet import metrics
-from whet.cluster.slices import Pending, Site
+from whet.cluster.slices import Pending, RankArguments, Site
 from whet.component import Spec
 from whet.data.batch import Batch
 from whet.interfaces.backend import Weights
@@ -39,34 +38,23 @@ class Fsdp2Backend:
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         """Take one optimizer step; counts are those of `count_over` where given."""
         ranks = self._workers.size
-        whole = [None] * ranks if count_over is None or count_over is batch else count_over.shard(ranks)
-        arguments = [(part, loss, counted) for part, counted in zip(batch.shard(ranks), whole, strict=True)]
-        return metrics.merge(self._workers.scatter("train", arguments, phase="train"))
+        whole = None if count_over is None or count_over is batch else count_over.shard(ranks)
+        arguments = RankArguments((batch.shard(ranks), loss, whole))
+        return self._workers.scatter_metrics("train", arguments, phase="train")
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
         """Compute the loss and its metrics without gradient."""
-        arguments = [(part, loss) for part in batch.shard(self._workers.size)]
-        return metrics.merge(self._workers.scatter("evaluate", arguments, phase="evaluate"))
+        arguments = RankArguments((batch.shard(self._workers.size), loss))
+        return self._workers.scatter_metrics("evaluate", arguments, phase="evaluate")
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Compute outputs without gradient: NumPy, [N] or [N, K] each, in the batch's order."""
-        rows = np.arange(batch.sequences)
-        parts = batch.with_columns(**{_ROW: rows}).shard(self._workers.size)
-        found = self._workers.scatter("score", [(part, outputs, weights) for part in parts], phase="score")
-        order = np.argsort(np.concatenate([part[_ROW] for part in parts]), kind="stable")
-        joined = attrs.evolve(
-            batch,
-            per_token={
-                "tokens": np.concatenate([part["tokens"] for part in parts]),
-                "loss_mask": np.concatenate([part["loss_mask"] for part in parts]),
-                **{f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs},
-            },
-            per_sequence={
-                name: np.concatenate([part[name] for part in parts])
-                for name in ("lengths", "prompt_lengths", "group", "episode", "unit")
-            },
-        ).take(order)
-        return {name: joined[f"output:{name}"] for name in outputs}
+        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._workers.size)
+        found = self._workers.scatter("score", RankArguments((shards, outputs, weights)), phase="score")
+        columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
+        joined = attrs.evolve(shards.batch, per_token={**shards.batch.per_token, **columns})
+        restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
+        return {name: restored[f"output:{name}"] for name in outputs}
 
     def send_weights(self, link: Link) -> Pending:
         """Start to send the policy's weights over a link."""

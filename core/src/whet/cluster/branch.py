@@ -1,0 +1,274 @@
+"""The driver's end of a group of ranks on one node: calls go to a leader, which passes them on and joins the answers.
+
+    ConnectedWorkers ── Branch ──> the leader's `Connection` ──> Leader ──> siblings        `whet.cluster.relay`
+
+Every process keeps its own `Connection`: streams, failures, signs of life and ends are told there. So that a death or a
+deadline is told of the rank that it befell, a branch lends each connection the calls that this one owes an answer to.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final
+
+from attrs import define, field
+
+from whet.cluster.connection import Call, Connection
+from whet.cluster.relay import JOIN_SECONDS
+from whet.cluster.wire import Buffer, encode
+from whet.errors import WorkerError, WorkerLost
+
+_PATIENCE_FOR_A_LEADER: Final = 1.0
+"""Past a deadline, until a leader has said who has not answered."""
+
+MERGED: Final = object()
+"""Stands for the answer of a rank that was merged into that of one before it."""
+
+
+class Deadline:
+    """Of one call through any number of leaders. Past it they are asked who is missing, and have a moment to say so."""
+
+    def __init__(self, seconds: float) -> None:
+        self.expires = time.monotonic() + seconds
+        self.passed = False
+        self._unsettled: set[Relayed] = set()
+
+    def wait_for(self, share: "Relayed") -> None:
+        """Wait for what a leader says."""
+        self._unsettled.add(share)
+
+    def extend(self) -> None:
+        """Give leaders that moment, once."""
+        if not self.passed:
+            late = time.monotonic() + _PATIENCE_FOR_A_LEADER / 2
+            self.passed, self.expires = True, max(self.expires + _PATIENCE_FOR_A_LEADER, late)
+
+    def settle(self, share: "Relayed") -> bool:
+        """Wait for that leader no more; whether it was the last, and the moment is over."""
+        self._unsettled.discard(share)
+        if not self.passed or self._unsettled:
+            return False
+        self.expires = min(self.expires, time.monotonic())
+        return True
+
+
+@define(eq=False)
+class Relayed:
+    """The share of a branch in a call under way."""
+
+    phase: str
+    timeout_seconds: float
+    deadline: Deadline
+    places: Mapping[int, int]
+    """Of the ranks that it is for: where their answers belong."""
+    answered: Callable[[Sequence[int], Sequence[Any]], None]
+    """Called with places and what belongs there."""
+    failed: Callable[[int, Any, WorkerError | None], None]
+    """Called with a place, nothing, and what went wrong there."""
+    missed: Callable[[WorkerError], None]
+    """Called when the deadline has passed."""
+    missing: set[int] = field(init=False)
+    """Ranks whose answers are not known to be there."""
+    began: float = field(factory=time.monotonic, init=False)
+    inquired: bool = field(default=False, init=False)
+    """Whether the leader was asked who is missing, and `told`: whether it has said so."""
+    told: bool = field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.missing = set(self.places)
+        self.deadline.wait_for(self)
+
+
+class Branch:
+    """One leader and its siblings, of one spawn."""
+
+    def __init__(self, id: int, slot: int, role: str, connections: Mapping[int, Connection]) -> None:
+        """Make one of the connections of ranks, the leader's first. It is of use once `form` has said so."""
+        self.ranks = tuple(connections)
+        self._id, self._slot, self._role, self._connections = id, slot, role, dict(connections)
+        self._leader = self.ranks[0]
+        self._rank_of = {connection: rank for rank, connection in connections.items()}
+        self._calls: dict[int, Relayed] = {}
+        self._lock = threading.Lock()
+        self._whole = True
+        """Whether no rank was lost; those that are left are asked one by one."""
+
+    def form(self, numbers: Iterator[int]) -> "Future[bool]":
+        """Let the siblings go to the leader; gives whether all are there."""
+        formed, left = Future[bool](), set(self.ranks[1:])
+
+        def joined(rank: int, result: Any, error: WorkerError | None) -> None:
+            with self._lock:
+                left.discard(rank)
+                if formed.done() or (left and error is None):
+                    return
+                formed.set_result(error is None and self._whole)
+
+        def listening(name: Any, error: WorkerError | None) -> None:
+            if error is not None:
+                formed.set_result(False)
+                return
+            for rank in self.ranks[1:]:
+                self._ask(rank, next(numbers), {"do": "join", "rank": rank, "name": name}, partial(joined, rank))
+
+        for connection in self._connections.values():
+            connection.join(self)
+        self._ask(self._leader, next(numbers), {"do": "lead", "rank": self._leader, "ranks": self.ranks}, listening)
+        return formed
+
+    def ask(self, number: int, buffers: Sequence[Buffer], call: Relayed) -> bool:
+        """Send a message for the leader to pass on; say whether it was, or the ranks must be asked one by one."""
+        leader = self._connections[self._leader]
+        with self._lock:
+            whole = self._whole
+            if whole:
+                self._calls[number] = call
+                leader.send(buffers)
+        if whole:
+            leader.watch(call.deadline.expires)
+        else:
+            self._settle(call)
+        return whole
+
+    def retire(self) -> None:
+        """Pass on nothing more."""
+        with self._lock:
+            self._whole = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        with self._lock:
+            return not self._calls
+
+    def close(self) -> None:
+        """Be of no use any more; what is still under way fails."""
+        with self._lock:
+            self._whole = False
+            calls, self._calls = list(self._calls.values()), {}
+        for connection in self._connections.values():
+            connection.part(self)
+        for call in calls:
+            self._settle(call)
+            error = WorkerError(self._role, None, call.phase, "the workers were closed")
+            call.failed(min(call.places.values()), None, error)
+
+    # What follows is for connections.
+
+    def take(self, connection: Connection, number: int, kind: str, value: Any) -> Call | None:
+        """Take what a process said about a call; give the call where it failed."""
+        rank = self._rank_of[connection]
+        if kind == "unreachable":
+            self._doubt(value)
+            return None
+        with self._lock:
+            call = self._calls.get(number)
+            if call is None:
+                return None
+            if kind == "failed":
+                return self._lent(number, call, rank)
+            if kind == "waits":
+                call.missing &= set(value)
+                call.told = True
+            else:
+                del self._calls[number]
+        self._settle(call)
+        if kind == "waits":
+            return None
+        ranks = value["ranks"]
+        values = [*value["values"], *[MERGED] * (len(ranks) - len(value["values"]))]
+        call.answered([call.places[rank] for rank in ranks], values)
+        return None
+
+    def lost(self, connection: Connection) -> list[Call]:
+        """Note the end of a process; give the calls that end with it."""
+        rank = self._rank_of[connection]
+        with self._lock:
+            self._whole = False
+            owed = self._owed(rank)
+            ended = list(self._calls.values()) if rank == self._leader else []
+            if ended:
+                self._calls.clear()  # nobody will say more of them
+        for call in ended:
+            self._settle(call)
+        if rank != self._leader:
+            self._tell({"do": "gone", "rank": rank})
+        return owed
+
+    def owed(self, connection: Connection) -> list[Call]:
+        """Give the calls that a process may not have answered. The leader owes all, until it said who does."""
+        with self._lock:
+            return self._owed(self._rank_of[connection])
+
+    def expires(self, connection: Connection) -> float:
+        """Give the first deadline of the calls that a process owes an answer to."""
+        rank = self._rank_of[connection]
+        with self._lock:
+            return min((self._expiry(rank, c) for c in self._calls.values() if self._owes(rank, c)), default=math.inf)
+
+    def inquire(self, connection: Connection, latest: float) -> None:
+        """Where deadlines of calls through this process have passed, ask it who is missing."""
+        if self._rank_of[connection] != self._leader:
+            return
+        with self._lock:
+            due = {n: c for n, c in self._calls.items() if not c.inquired and self._due(c, latest)}
+            for call in due.values():
+                call.inquired = True
+                call.deadline.extend()
+        for number, call in due.items():
+            self._tell({"do": "waits", "number": number})
+            for rank in call.missing:
+                self._connections[rank].watch(call.deadline.expires)
+
+    def _due(self, call: Relayed, latest: float) -> bool:
+        return call.deadline.passed or call.deadline.expires <= latest
+
+    def _settle(self, call: Relayed) -> None:
+        if call.deadline.settle(call):
+            self._connections[self._leader].watch(call.deadline.expires)
+
+    def _doubt(self, value: Mapping[str, Any]) -> None:
+        """A rank is gone from its leader: if its process is not about to end, it is ended."""
+        with self._lock:
+            closed = not self._whole
+        if value["branch"] == self._id and not closed:
+            self._connections[value["rank"]].doubt(f"its process closed the connection to rank {self._leader}")
+
+    def _owed(self, rank: int) -> list[Call]:
+        return [self._lent(n, call, rank) for n, call in self._calls.items() if self._owes(rank, call)]
+
+    def _owes(self, rank: int, call: Relayed) -> bool:
+        return rank in call.missing or (rank == self._leader and not call.told)
+
+    def _expiry(self, rank: int, call: Relayed) -> float:
+        return call.deadline.expires if call.inquired or rank == self._leader else math.inf
+
+    def _lent(self, number: int, call: Relayed, rank: int) -> Call:
+        """Give the share of one rank in a call, with the lock held."""
+        done, phase = partial(self._end, number, call, rank), call.phase
+        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=call.missed)
+        lent.began, lent.expires = call.began, self._expiry(rank, call)
+        return lent
+
+    def _end(self, number: int, call: Relayed, rank: int, result: Any, error: WorkerError | None) -> None:
+        with self._lock:
+            call.missing.discard(rank)
+            call.told = call.told or (rank == self._leader and isinstance(error, WorkerLost))
+            if not call.missing:
+                self._calls.pop(number, None)
+            over = call.told or not call.missing
+        if over:
+            self._settle(call)
+        call.failed(call.places.get(rank, min(call.places.values())), None, error)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._connections[self._leader].tell({**message, "branch": self._id, "slot": self._slot})
+
+    def _ask(
+        self, rank: int, number: int, message: dict[str, Any], done: Callable[[Any, WorkerError | None], None]
+    ) -> None:
+        buffers = encode({**message, "number": number, "branch": self._id, "slot": self._slot})
+        self._connections[rank].ask(number, buffers, Call(self._role, rank, "start", JOIN_SECONDS, done))

@@ -1,0 +1,241 @@
+"""Calls through leaders: the ranks of a role in groups, played at a size of a few processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet import metrics
+from whet.cluster.launcher import Cluster
+from whet.cluster.local import LocalCluster
+from whet.cluster.slices import RankArguments, Slice, Workers
+from whet.cluster.workers import ConnectedWorkers, node_groups
+from whet.config.sections import DeadlinesSection
+from whet.data.batch import Batch, from_sequences
+from whet.errors import WorkerError, WorkerLost
+from whet.testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
+from whet.testing.obedient import TARGET
+
+pytestmark = pytest.mark.usefixtures("no_orphans")
+
+COUNTING = f"file:{Path(__file__).with_name('counting.py')}:CountingWorker"
+SIX, LEADERS = 6, (0, 3)
+"""Ranks, in two groups of three, and who leads those."""
+
+
+class TestThroughLeaders(ProcessWorkersContract):
+    """Four ranks in two groups of two."""
+
+    ranks = 4
+
+    @contextmanager
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+        with LocalCluster(folder, fan_out=3) as cluster:
+            yield cluster.slice
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Iterator[ConnectedWorkers]:
+    with LocalCluster(tmp_path, fan_out=3) as cluster:
+        yield cluster.slice("actor", SIX).spawn(TARGET, {})
+
+
+def pids(workers: Workers) -> list[int]:
+    return [state["pid"] for state in workers.call("state")]
+
+
+def messages_to(workers: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note which processes the driver sends anything to from now on."""
+    sent: list[str] = []
+    for connection in workers._connections:
+        send = connection._line.send
+        monkeypatch.setattr(
+            connection._line,
+            "send",
+            lambda buffers, send=send, name=connection.name: (sent.append(name), send(buffers)),
+        )
+    return sent
+
+
+def batch() -> Batch:
+    lengths = [5, 3, 8, 1, 1, 4, 7, 2, 6, 9, 3]
+    rows = [{"tokens": np.arange(n) + 10 * n, "loss_mask": np.ones(n, bool)} for n in lengths]
+    return from_sequences(rows, prompt_lengths=[1] * len(rows), group=[n // 2 for n in range(len(rows))])
+
+
+def asked(cluster: Cluster) -> dict[str, Any]:
+    """What six ranks give to calls of all kinds."""
+    workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
+    arguments = RankArguments((batch().shard(SIX), "all"))
+    tuples = [(part, str(rank)) for rank, part in enumerate(batch().shard(SIX))]
+    return {
+        "call": workers.call("shares", {"a": np.arange(3)}),
+        "shards": workers.scatter("tokens", arguments),
+        "tuples": workers.scatter("tokens", tuples),
+        "metrics": workers.scatter_metrics("count", arguments),
+        "metrics of tuples": workers.scatter_metrics("count", tuples),
+        "one": workers.start_on(4, "tokens", *tuples[4]).result(),
+        "streamed": collect(workers.stream(5, "count_up", 3)),
+    }
+
+
+def test_answers_are_those_of_ranks_that_are_asked_one_by_one(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path / "one") as cluster:
+        alone = asked(cluster)
+    with LocalCluster(tmp_path / "two", fan_out=2) as cluster:
+        led = asked(cluster)
+    assert [answer["rank"] for answer in led["shards"]] == list(range(SIX))
+    assert np.array_equal(np.concatenate([answer["tokens"] for answer in led["shards"]]), batch()["tokens"])
+    np.testing.assert_equal(led, alone)
+    assert metrics.plain(led["metrics"]) == {"tokens": batch().tokens, "longest": 9.0, "mean": batch().tokens / 11}
+
+
+def test_the_driver_speaks_to_leaders_alone(six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = messages_to(six, monkeypatch)
+    assert six.call("add", 1) == [1] * SIX
+    assert six.scatter("add", [(rank,) for rank in range(SIX)]) == list(range(SIX))
+    assert six.start_on(4, "add", 1).result() == [1]
+    assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-3"]
+
+
+def test_few_ranks_are_asked_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("actor", 3).spawn(TARGET, {})
+        sent = messages_to(workers, monkeypatch)
+        workers.call("add", 1)
+        assert sent == ["actor-0", "actor-1", "actor-2"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 5])
+def test_a_killed_process_fails_the_call_under_way_and_is_named(six: ConnectedWorkers, rank: int) -> None:
+    pid = pids(six)[rank]
+    pending = six.start("hang", phase="train")
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in train: its process was killed by SIGKILL"):
+        pending.result()
+    with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in add: its process was killed by SIGKILL"):
+        six.call("add", 1)
+    assert six.start_on((rank + 1) % SIX, "add", 1)
+
+
+@pytest.mark.parametrize("rank", LEADERS)
+def test_ranks_whose_leader_died_are_asked_one_by_one_until_it_is_back(
+    six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    os.kill(pids(six)[rank], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=f"rank {rank} failed in add"):
+        six.call("add", 1)
+    assert six.start_on(rank + 1, "add", 1).result() == [1]
+    six.restart(rank)
+    sent = messages_to(six, monkeypatch)
+    assert six.call("add", 1) == [1] * SIX
+    assert sent == ["actor-0", "actor-3"]
+
+
+def test_a_call_under_way_outlives_the_restart_of_another_rank_of_its_group(six: ConnectedWorkers) -> None:
+    slow = six.start_on(1, "hang", 4.0)
+    six.restart(2)
+    assert six.start_on(2, "add", 1).result() == [1]
+    assert slow.result() == [None]
+    assert six.call("add", 1) == [1] * SIX
+
+
+def test_after_a_death_those_that_have_answered_owe_nothing(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        pid = pids(workers)[4]
+        pending = workers.start("hang", 1.0, phase="train")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="actor rank 4"):
+            pending.result()
+        wait_until(lambda: cluster.under_way() == [], "all others have answered")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_rank_that_misses_the_deadline_is_named_and_not_those_that_have_answered(
+    six: ConnectedWorkers, rank: int
+) -> None:
+    arguments = [(1000.0 if one == rank else 0.0,) for one in range(SIX)]
+    with pytest.raises(WorkerLost, match=rf"actor rank {rank} failed in train: no answer within 1 s") as caught:
+        six.scatter("hang", arguments, phase="train", timeout_seconds=1.0)
+    assert "in hang" in caught.value.last_words
+    assert "actor-" not in caught.value.last_words  # as is said where there are several
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(six: ConnectedWorkers, rank: int) -> None:
+    os.kill(pids(six)[rank], signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match=rf"rank {rank} failed in hang: .* its process is stopped"):
+        six.call("hang", timeout_seconds=0.5)
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_a_process_that_stands_still_is_found_by_its_silence(tmp_path: Path, rank: int) -> None:
+    with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.5), fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        stopped = pids(workers)[rank]
+        pending = workers.start("hang", phase="train")
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match=rf"rank {rank} failed in train: no sign of life for 1\.5 s; .* stopped"):
+            pending.result()
+        wait_until(lambda: not alive(stopped), "the process is gone")
+
+
+def test_who_owes_an_answer_is_known(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        pending = workers.start("hang", 1.0, phase="train")
+        assert {(u.role, u.rank, u.phase) for u in cluster.under_way()} == {("actor", n, "train") for n in range(SIX)}
+        assert pending.result() == [None] * SIX
+        assert cluster.under_way() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_fails_the_call_at_once_and_the_next_one_passes(six: ConnectedWorkers, rank: int) -> None:
+    with pytest.raises(WorkerError, match=rf"rank {rank} failed in fail: ValueError: as told") as caught:
+        six.call("fail", (rank,))
+    assert "raise ValueError(message)" in caught.value.details
+    assert six.call("add", 1) == [1] * SIX
+
+
+def test_a_rank_that_died_is_named_rather_than_those_that_noticed(six: ConnectedWorkers) -> None:
+    with pytest.raises(WorkerLost, match=r"rank [1-5] failed in fail_or_die: its process exited with code 3") as caught:
+        six.call("fail_or_die", 0)
+    assert "rank 0 failed in fail_or_die: ConnectionError" in str(caught.value.__cause__)
+
+
+def test_what_a_leader_does_to_its_arguments_is_not_for_its_siblings(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
+        assert workers.call("overwrite", np.zeros(3_000_000)) == [0.0] * SIX
+
+
+def test_metrics_that_cannot_be_merged_are_complained_of_as_ever(six: ConnectedWorkers) -> None:
+    with pytest.raises(AttributeError):
+        six.scatter_metrics("add", [(1,)] * SIX)
+
+
+def test_a_role_that_leaves_ends_no_process_that_another_one_lives_in(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, share=[["backend", "generator"]], fan_out=3) as cluster:
+        first, second = (cluster.slice(role, SIX) for role in ("backend", "generator"))
+        one, two = first.spawn(TARGET, {}), second.spawn(TARGET, {})
+        before = pids(one)
+        assert pids(two) == before
+        one.close()
+        assert two.call("add", 1) == [1] * SIX
+        time.sleep(0.3)
+        assert pids(two) == before
+
+
+def test_ranks_are_grouped_by_node_and_nearly_equally() -> None:
+    assert node_groups(["a"] * 5, 3) == [[0, 1], [2, 3, 4]]
+    assert node_groups(["a", "b"] * 3, 3) == [[0, 2, 4], [1, 3, 5]]
+    assert node_groups(["a", "a", "b"], 3) == [[0, 1]]
+    assert [len(group) for group in node_groups([""] * 1000, 63)] == [62, 63] * 8
