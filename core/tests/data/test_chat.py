@@ -378,6 +378,18 @@ def test_plain_text_gets_begin_and_end_tokens_and_no_loss_on_the_first(load):
     assert trainable.prompt_length == 1
 
 
+@pytest.mark.parametrize(("kind", "begin"), [("llama", "<|begin_of_text|>"), ("bytes", "")])
+def test_a_plain_completion_stands_between_begin_and_end_tokens_and_alone_has_loss(load, kind, begin):
+    chat, _ = load(kind, LLAMA)
+    trainable = chat.training_completion("What is", " 6*7")
+    end = text_of(chat, trainable.tokens[-1:])
+    assert text_of(chat, trainable.tokens) == f"{begin}What is 6*7{end}"
+    assert text_of(chat, trainable.tokens[trainable.loss_mask]) == f" 6*7{end}"
+    assert trainable.prompt_length == int(trainable.loss_mask.argmax())
+    prompt = trainable.tokens[: trainable.prompt_length]
+    assert prompt.tolist() == [*chat.encode(begin), *chat.encode("What is")]
+
+
 def test_decoding_leaves_special_tokens_out_where_asked(load):
     chat, reference = load("bytes", CHATML)
     tokens = chat.prompt(TALK[:1])

@@ -144,6 +144,20 @@ class ChatTokenizer:
         # the first token has nothing before it that could predict it
         return Trainable(np.array(tokens, np.int64), np.arange(len(tokens)) > 0, min(1, len(tokens)))
 
+    def training_completion(self, prompt: str, completion: str) -> Trainable:
+        """Tokenise text that goes on after other text, without a template: the loss is on what goes on.
+
+        Around both are the tokenizer's own begin and end tokens; the prompt's tokens are those it has by itself.
+        """
+        text = prompt + completion
+        found = self._masked(text, [(len(prompt), len(text))])
+        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        begin = self._begin
+        end = [] if eos is None or found.tokens[-1] == eos else [eos]
+        tokens = np.concatenate([np.array(begin, np.int64), found.tokens, np.array(end, np.int64)])
+        mask = np.concatenate([np.zeros(len(begin), np.bool_), found.loss_mask, np.ones(len(end), np.bool_)])
+        return Trainable(tokens, mask, len(begin) + found.prompt_length)
+
     def _turn(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
         """Find one turn of the assistant in the text of its conversation: (begin, end) in characters."""
         asked = self.template.render(conversation[:index], generation_prompt=True)
@@ -216,6 +230,12 @@ class ChatTokenizer:
     def _stop_texts(self) -> tuple[str, ...]:
         texts = [self._tokenizer.id_to_token(i) for i in self.stop_tokens]
         return tuple(sorted((text for text in texts if text), key=len, reverse=True))
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text."""
+        whole, bare = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
 
     @cached_property
     def _anchor(self) -> str:

@@ -56,6 +56,27 @@ def test_plain_text_is_trained_on_without_a_template(chat):
     assert trained(chat, {"text": "6*7=42"}) == "*7=42<|im_end|>"
 
 
+def test_a_plain_completion_follows_its_prompt_without_a_template(chat):
+    record = {"prompt": "6*7=", "completion": "42"}
+    assert text(chat, record, plain=True) == "6*7=42<|im_end|>"
+    assert trained(chat, record, plain=True) == "42<|im_end|>"
+    (sequence,) = encode(record, chat, SftConfig(plain=True))
+    assert sequence["tokens"][: sequence["prompt_length"]].tolist() == chat.encode("6*7=").tolist()
+
+
+def test_a_template_that_rewrites_history_is_refused_and_the_last_turn_can_still_be_learned(tiny_model_folder):
+    forgets = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if loop.last else m['content'].split('.')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = ChatTokenizer(tiny_model_folder, forgets)
+    thinks = {"role": "assistant", "content": "6*7 is 42.42"}
+    with pytest.raises(DataError, match="the chat template rewrites history"):
+        encode({"messages": [USER, thinks, MORE, TWO]}, chat, SftConfig())
+    assert trained(chat, {"messages": [USER, thinks, MORE, TWO]}, train_on="last") == "48<|im_end|>"
+
+
 def test_fields_may_have_other_names(chat):
     record = {"question": "6*7?", "answer": "42", "prompt": 7}
     assert trained(chat, record, fields={"prompt": "question", "completion": "answer"}) == "42<|im_end|>"
@@ -82,6 +103,12 @@ def test_fields_may_have_other_names(chat):
 def test_records_that_will_not_do_are_refused(chat, record, complaint):
     with pytest.raises(DataError, match=complaint):
         encode(record, chat, SftConfig())
+
+
+@pytest.mark.parametrize("record", [{"prompt": [USER], "completion": "y"}, {"prompt": "", "completion": "y"}])
+def test_plain_prompts_are_text(chat, record):
+    with pytest.raises(DataError, match="must be a string that is not empty"):
+        encode(record, chat, SftConfig(plain=True))
 
 
 def test_unknown_fields_in_the_config_are_refused():

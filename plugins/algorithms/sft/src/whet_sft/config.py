@@ -29,6 +29,9 @@ class SftConfig:
     fields: dict[str, str] = field(factory=dict, validator=_known_fields)
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`; e.g.
     `{prompt: question, completion: answer}`."""
+    plain: bool = False
+    """Take `prompt` and `completion` as text that goes on without a chat template, as models that are not tuned for
+    chat have it."""
     loss: Selection = selection("losses", "nll")
     """What is minimised."""
     validate_every: int = field(default=0, validator=validators.ge(0))

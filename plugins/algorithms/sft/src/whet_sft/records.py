@@ -17,12 +17,15 @@ def encode(record: Mapping[str, Any], chat: ChatTokenizer, config: SftConfig) ->
 
 def trainable(record: Mapping[str, Any], chat: ChatTokenizer, config: SftConfig) -> Trainable:
     """Tokenise `{"messages": ...}`, `{"prompt": ..., "completion": ...}` (the loss is on the completion alone) or
-    `{"text": ...}` (on all of it). `config.fields` says what these are called in the data.
+    `{"text": ...}` (on all of it, without a template; with `config.plain` completions have none either).
+    `config.fields` says what these are called in the data.
     """
     names = {name: config.fields.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in names.items() if record.get(own) is not None}
     if "messages" in given:
         return chat.training(conversation(given["messages"]), config.train_on)
+    if "prompt" in given and "completion" in given and config.plain:
+        return chat.training_completion(_string(given["prompt"]), _string(given["completion"]))
     if "prompt" in given and "completion" in given:
         prompt = conversation(given["prompt"])
         return chat.training((*prompt, *_completion(given["completion"])), config.train_on, first=len(prompt))
