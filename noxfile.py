@@ -77,6 +77,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure a GRPO step against TRL's, in turn, and print ratios."""
+    """Measure a GRPO step and a DPO step against TRL's, in turn, and print ratios."""
     install(session, "trl==1.16.0", "datasets")
-    session.run("python", "benchmarks/grpo_step.py", *session.posargs)
+    for script in ("grpo_step", "dpo_step"):
+        session.run("python", f"benchmarks/{script}.py", *session.posargs)

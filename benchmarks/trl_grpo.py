@@ -4,38 +4,18 @@ import argparse
 import json
 import logging
 import os
-import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from step_timer import StepTimer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from whet_env_math.arithmetic import Arithmetic
 from whet_env_math.arithmetic import correct as graded
 from whet_env_math.config import ArithmeticConfig
-
-
-class StepTimer(TrainerCallback):
-    """Wall seconds of each optimizer step, from one step's end to the next's."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.first = 0.0
-        """When the first step ended, in seconds since the epoch."""
-
-    def on_train_begin(self, *args: object, **kwargs: object) -> None:
-        """Start the clock."""
-        self._begin = time.perf_counter()
-
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        """Note a step."""
-        now = time.perf_counter()
-        self.seconds.append(now - self._begin)
-        self.first = self.first or time.time()
-        self._begin = now
 
 
 def main() -> None:
