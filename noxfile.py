@@ -17,7 +17,7 @@ def install(session: nox.Session, *extra: str) -> None:
     session.install(*CONSTRAINTS, "--no-build-isolation", *editable, *extra)
 
 
-def learn(session: nox.Session, recipe: str, task: str) -> str:
+def warm_up_and_sharpen(session: nox.Session, recipe: str, task: str) -> str:
     """Warm a model up with SFT and sharpen it with GRPO, seed from the command line; give the run folder."""
     install(session)
     seed = session.posargs[0] if session.posargs else "0"
@@ -37,14 +37,21 @@ def learn(session: nox.Session, recipe: str, task: str) -> str:
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Warm a small model up with SFT and sharpen it with GRPO on arithmetic; `-- 1` takes seed 1."""
-    folder = learn(session, "quickstart", "arithmetic")
+    folder = warm_up_and_sharpen(session, "quickstart", "arithmetic")
     session.run("python", "examples/quickstart/ask.py", f"{folder}/model")
 
 
 @nox.session
 def calculator(session: nox.Session) -> None:
     """The same with a calculator that is called over two turns; `-- 1` takes seed 1."""
-    learn(session, "calculator", "calculator")
+    warm_up_and_sharpen(session, "calculator", "calculator")
+
+
+@nox.session
+def learn(session: nox.Session) -> None:
+    """Learn by each recipe from a saved start; table and plot in runs/learn; `-- grpo dapo` takes these alone."""
+    install(session)
+    session.run("python", "benchmarks/learn.py", *session.posargs)
 
 
 @nox.session

@@ -1,0 +1,97 @@
+"""On a real model, each loss of a policy has one value, one gradient and one set of metrics, however it is computed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.cluster.local import LocalCluster
+from whet.component import Selection
+from whet.config.build import to_spec
+from whet.config.policy import CorrectionSection
+from whet.config.structure import structure
+from whet.data.batch import Batch, concatenate
+from whet.plugins import load_plugins
+from whet.stages import correct_gap
+from whet.testing.batches import random_batch
+from whet.testing.site import make_site
+from whet_fsdp2.backend import Fsdp2Backend
+from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+
+PENALTY = {"weight": 0.1, "importance": "ratio"}
+LOSSES: list[dict[str, Any]] = [
+    {"use": "clipped-pg", "clip_dual": 3.0},
+    {"use": "clipped-pg", "aggregation": "sequence", "kl": PENALTY, "entropy": True},
+    {"use": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+    {"use": "gspo", "level": "token", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant", "max_length": 9},
+    {"use": "cispo", "kl": {"weight": 0.1, "straight_through": True}},
+    {"use": "reinforce", "aggregation": "constant", "max_length": 9},
+]
+COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")
+
+
+def spec(document: dict[str, Any]) -> Any:
+    registry = load_plugins()
+    offer = registry.find("losses", document["use"])
+    keys = {key: value for key, value in document.items() if key != "use"}
+    config: Any = structure(keys, offer.component.config, registry)
+    return to_spec(Selection("losses", offer.component, config, offer.distribution))
+
+
+def batch_for(number: int, backend: Fsdp2Backend) -> Batch:
+    """Give a batch near the policy, one sequence of it all masked; every other one with advantages of tokens."""
+    batch = random_batch(number, columns=COLUMNS, vocabulary=200)
+    scores = backend.score(batch, ("logprobs",))["logprobs"]
+    draw = np.random.default_rng(number)
+    for name in COLUMNS[1:]:
+        noise = np.where(batch["loss_mask"], 0.3 * draw.normal(size=batch.tokens), 0)
+        batch = batch.with_columns(**{name: (scores + noise).astype(np.float32)})
+    hidden = np.repeat(np.arange(batch.sequences) == 5, batch["lengths"])
+    batch = batch.with_columns(loss_mask=batch["loss_mask"] & ~hidden)
+    token_wise = CorrectionSection(weights="token", max_token_gap=1.0)
+    return correct_gap(batch, token_wise)[0] if number % 2 else batch
+
+
+def numbers(found: Any) -> dict[str, float]:
+    left_out = ("seconds/", "tokens")
+    return {name: metric.number() for name, metric in found.items() if not name.startswith(left_out)}
+
+
+@pytest.fixture
+def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
+    """Give a function that builds a backend on ranks of its own, or on one in this process."""
+    built: list[Any] = []
+    with LocalCluster(tmp_path / "logs") as cluster:
+
+        def make(ranks: int = 1, **config: Any) -> Fsdp2Backend:
+            place = cluster.slice("backend", ranks) if ranks > 1 else None
+            site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
+            built.append(Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config), site))
+            return built[-1]
+
+        yield make
+        for backend in built:
+            backend.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": "packed", "micro_batch_tokens": 30},
+        {"layout": "padded", "micro_batch_tokens": 25},
+        pytest.param({"ranks": 2, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["packed", "padded", "two-ranks"],
+)
+def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(build: Any, other: dict[str, Any]) -> None:
+    whole, cut = build(layout="shared"), build(**other)
+    for number, document in enumerate(LOSSES):
+        batch, loss = (
+            batch_for(number if "level" in document or document["use"] != "gspo" else 2, whole),
+            spec(document),
+        )
+        expected = numbers(whole.train(batch, loss))
+        shuffled = concatenate(batch.split(len(batch.units()), seed=number))
+        found = numbers(cut.train(shuffled, loss))
+        assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), document
+        assert expected["grad_norm"] > 1e-3
