@@ -163,3 +163,22 @@ def test_gdpo_leaves_out_rewards_that_are_not_there() -> None:
 def test_gdpo_of_nothing_and_of_one_is_nothing() -> None:
     assert gdpo({"a": np.zeros(0)}, np.zeros(0, int), {"a": 1}).shape == (0,)
     assert gdpo({"a": np.ones(1)}, np.zeros(1, int), {"a": 1}).tolist() == [0]
+
+
+def nemo_rl(rewards: list[float]) -> list[float]:
+    """The estimate of NeMo RL for one group, written again from its formula: each sample against the others."""
+    found = []
+    for i, reward in enumerate(rewards):
+        others = torch.tensor(rewards[:i] + rewards[i + 1 :], dtype=torch.float64)
+        deviation = float(others.std(unbiased=False))
+        found.append((reward - float(others.mean())) / (deviation + 1e-6 if deviation > 0 else 1.0))
+    return found
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7))
+def test_against_the_others_it_is_what_nemo_rl_computes(rewards: list[float]) -> None:
+    ours = group_mean(
+        np.array(rewards), np.zeros(len(rewards), int),
+        leave_one_out=True, deviation_of="others", unbiased=False, epsilon=1e-6,
+    )  # fmt: skip
+    np.testing.assert_allclose(ours, nemo_rl(rewards), rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ def group_mean(
     unbiased: bool = True,
     epsilon: float = 1e-4,
     leave_one_out: bool = False,
+    deviation_of: Literal["group", "others"] = "group",
 ) -> NDArray[np.float32]:
     """Centre rewards in their group, and scale them. rewards [B], group [B] -> [B] float32, computed in float64.
 
@@ -25,7 +26,9 @@ def group_mean(
     `scale` says of what the deviation is: of the sample's `group` (Shao et al. 2024, arXiv:2402.03300, section
     4.1), of all rewards of the `batch` (Liu et al. 2025, arXiv:2508.08221), or of nothing (`none`; Liu et al.
     2025, "Dr. GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean
-    of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740).
+    of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `deviation_of` `others` the
+    deviation of a group leaves the sample itself out, too, and a sample whose others are all equal is not divided; NeMo
+    RL does so, with n in the denominator and epsilon 1e-6.
 
     The defaults are those of TRL; verl has epsilon 1e-6. A group of one, and a group whose rewards are all equal,
     get exactly 0, so that nobody computes a gradient from rounding errors.
@@ -45,11 +48,24 @@ def group_mean(
     advantages = centred * (size / np.maximum(size - 1, 1))[owner] if leave_one_out else centred
     if scale == "group":
         squares = np.bincount(owner, centred**2)
-        advantages = _divide(advantages, np.sqrt(squares / np.maximum(size - unbiased, 1))[owner] + epsilon)
+        if deviation_of == "others":
+            of_others = _of_others(centred, squares[owner], size[owner] - 1, unbiased)
+            advantages = _divide(advantages, np.where(of_others > 0, of_others + epsilon, 1.0))
+        else:
+            advantages = _divide(advantages, np.sqrt(squares / np.maximum(size - unbiased, 1))[owner] + epsilon)
     elif scale == "batch":
         deviation = rewards.std(ddof=1 if unbiased else 0) if len(rewards) > 1 else 0.0
         advantages = _divide(advantages, np.full(len(rewards), deviation + epsilon))
     return advantages.astype(np.float32)
+
+
+def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any], unbiased: bool) -> NDArray[Any]:
+    """Give the deviation of each sample's others. centred, squares of its group, their number: [B] each -> [B]."""
+    number = np.maximum(others, 1)
+    variance = (squares - centred**2) / number - (centred / number) ** 2
+    # What is left of equal others is a rounding error, which must not be divided by.
+    variance = np.where(variance > 1e-12 * squares, variance, 0.0)
+    return np.asarray(np.sqrt(variance * (number / np.maximum(number - 1, 1) if unbiased else 1.0)))
 
 
 def whiten(
@@ -67,7 +83,7 @@ def whiten(
     if total <= 0 or seen.min() == seen.max():
         return np.zeros(len(values))
     # In units of the largest, so that squares of huge numbers stay finite and those of tiny ones do not vanish.
-    unit = np.abs(seen).max()
+    unit = max(float(np.abs(seen).max()), 1e-150)
     scaled = values.astype(np.float64) / unit
     average = float((scaled * weights).sum()) / total
     variance = float(((scaled - average) ** 2 * weights).sum()) / total

@@ -114,6 +114,12 @@ class TestGroupMeanOfTheBatch(AdvantagesContract):
         return GroupMean(GroupMeanConfig(scale="batch", epsilon=0.0))
 
 
+class TestGroupMeanOfTheOthers(AdvantagesContract):
+    def make(self) -> GroupMean:
+        config = GroupMeanConfig(leave_one_out=True, deviation_of="others", unbiased=False, epsilon=1e-6)
+        return GroupMean(config)
+
+
 class TestRloo(AdvantagesContract):
     def make(self) -> Rloo:
         return Rloo(RlooConfig())

@@ -51,6 +51,7 @@ class GroupMean:
             unbiased=config.unbiased,
             epsilon=config.epsilon,
             leave_one_out=config.leave_one_out,
+            deviation_of=config.deviation_of,
         )
         return np.asarray(advantages[episodes.owner])
 

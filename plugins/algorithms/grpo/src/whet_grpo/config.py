@@ -145,6 +145,8 @@ class GroupMeanConfig:
     """Added to the standard deviation."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""
+    deviation_of: Literal["group", "others"] = "group"
+    """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
 
 
 @frozen
