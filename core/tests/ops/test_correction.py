@@ -40,6 +40,12 @@ def test_sequences_stay_by_the_geometric_mean_over_trained_tokens() -> None:
     assert within(GAPS, LENGTHS, MASK, "sequence", 0.4, 1.4).tolist() == [False, True]
 
 
+def test_sequences_stay_by_the_product_too() -> None:
+    # 4 * .5 = 2, .25 * 1 = .25
+    assert within(GAPS, LENGTHS, MASK, "product", 0.0, 1.9).tolist() == [False, True]
+    assert within(GAPS, LENGTHS, MASK, "product", 0.3, 2.1).tolist() == [True, False]
+
+
 def test_the_guard_looks_at_the_worst_token_and_at_the_mean() -> None:
     assert trusted(GAPS, LENGTHS, MASK).tolist() == [True, True]
     assert trusted(GAPS, LENGTHS, MASK, max_token=1.385).tolist() == [False, False]

@@ -118,6 +118,14 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
     assert found.tolist() == pytest.approx([math.exp(0.1)] * 3 + [math.exp(-0.2)] * 2)
 
 
+def test_the_ratio_of_whole_sequences_is_the_product() -> None:
+    logprobs = NEW.clone().requires_grad_()
+    found = sequence_ratio(logprobs, OLD, MASK, LENGTHS, product=True)
+    assert found.tolist() == pytest.approx([math.exp(0.2)] * 3 + [math.exp(-0.4)] * 2)
+    (gradient,) = torch.autograd.grad(found[0] + found[3], logprobs)
+    assert gradient.tolist() == pytest.approx([math.exp(0.2), 0, math.exp(0.2), math.exp(-0.4), math.exp(-0.4)])
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_both_forms_of_gspo_have_the_gradient_of_the_paper(per_token: bool) -> None:
     logprobs = NEW.clone().requires_grad_()

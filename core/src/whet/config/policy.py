@@ -51,9 +51,9 @@ class CorrectionSection:
     """Largest weight."""
     floor: float = field(default=0.0, validator=ge(0))
     """Smallest weight."""
-    mask: Literal["none", "token", "sequence"] = "none"
+    mask: Literal["none", "token", "sequence", "product"] = "none"
     """Take out what is outside `low` to `high`: tokens by their own ratio (IcePop), sequences by the geometric mean of
-    their tokens' ratios."""
+    their tokens' ratios, or by the product."""
     low: float = field(default=0.5, validator=ge(0))
     """Smallest ratio that stays."""
     high: float = field(default=5.0, validator=gt(0))

@@ -20,6 +20,7 @@ from whet.ops.kl import MAX_LOG_RATIO, log_ratio
 from whet.ops.reductions import segment_mean, segment_sum
 
 Level = Literal["none", "token", "sequence"]
+Mask = Literal["none", "token", "sequence", "product"]
 
 
 def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
@@ -42,12 +43,21 @@ def importance_weights(
 
 
 def within(
-    gaps: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Level, low: float, high: float
+    gaps: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Mask, low: float, high: float
 ) -> NDArray[Any]:
-    """Say what may stay: k, or for `sequence` G, in [low, high]. -> bool, [N] by token, [B] by sequence."""
+    """Say what may stay: k, for `sequence` G, for `product` K, in [low, high]. -> bool, [N] by token, else [B].
+
+    G is NeMo RL's, K that of TRL and of verl's `sequence`.
+    """
     if level == "none":
         return np.ones(len(lengths), np.bool_)
-    ratio = np.exp(gaps if level == "token" else segment_mean(gaps, lengths, mask))
+    if level == "token":
+        exponent = gaps
+    elif level == "sequence":
+        exponent = segment_mean(gaps, lengths, mask)
+    else:
+        exponent = segment_sum(gaps, lengths).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = np.exp(exponent)
     return np.asarray((low <= ratio) & (ratio <= high))
 
 

@@ -5,7 +5,7 @@ from attrs import frozen
 from torch import Tensor
 
 from whet.ops.kl import MAX_LOG_RATIO, log_ratio
-from whet.ops.reductions import expand, segment_mean
+from whet.ops.reductions import expand, segment_mean, segment_sum
 
 LEAST_LOGPROB = -1.0e4
 """Where a logprob itself is in a loss, one below this stands at this, without gradient: -inf would be no number."""
@@ -72,7 +72,12 @@ def clip_ratio(
 
 
 def sequence_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, lengths: Tensor, per_token: bool = False
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    per_token: bool = False,
+    product: bool = False,
 ) -> Tensor:
     """Give the ratio of GSPO at each token of its sequence. logprobs, old_logprobs, mask [N], lengths [B] -> [N].
 
@@ -80,13 +85,19 @@ def sequence_ratio(
 
     Zheng et al. 2025, equation 7 (arXiv:2507.18071). `per_token`: the ratio of GSPO-token, equation 14: the value is
     s, and the gradient that of each token's own logprob. Where all tokens of a sequence have one advantage and weight
-    both have the same gradient. Only tokens under the mask count; each one's log-ratio is clamped to plus or minus 20.
+    both have the same gradient. `product`: the sum in place of the mean, so that s is the ratio of the probabilities of
+    whole sequences, as in TRL's RLOO; the longer they are, the further it strays from 1. Only tokens under the mask
+    count; each one's log-ratio is clamped to plus or minus 20.
     """
     change = log_ratio(logprobs, old_logprobs)
-    mean = expand(segment_mean(change, lengths, mask), lengths)
+    if product:
+        whole = segment_sum(torch.where(mask, change, 0.0), lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    else:
+        whole = segment_mean(change, lengths, mask)
+    exponent = expand(whole, lengths)
     if per_token:
-        mean = mean.detach() + change - change.detach()
-    ratio: Tensor = mean.exp()
+        exponent = exponent.detach() + change - change.detach()
+    ratio: Tensor = exponent.exp()
     return ratio
 
 

@@ -62,6 +62,7 @@ MAKERS = {
     "clipped-pg": lambda **shared: losses.ClippedPg(ClippedPgConfig(clip_high=0.28, clip_dual=3.0, **shared)),
     "gspo": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.3, clip_high=0.4, **shared)),
     "gspo-token": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.3, clip_high=0.4, level="token", **shared)),
+    "whole sequences": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.9, clip_high=9.0, ratio="product", **shared)),
     "cispo": lambda **shared: losses.Cispo(CispoConfig(clip_low=0.8, clip_high=0.3, **shared)),
     "reinforce": lambda **shared: losses.Reinforce(ReinforceConfig(**shared)),
 }

@@ -106,6 +106,18 @@ def test_importance_weights_are_those_of_trl(loss: Any, value: float, gradient: 
     assert found[1] == pytest.approx(gradient, abs=2e-6)
 
 
+def test_whole_sequences_are_those_of_trls_rloo() -> None:
+    """Its loss written again in float64: the ratio of summed logprobs, clipped, and the mean over sequences."""
+    batch = inputs()
+    ends = np.cumsum(batch["lengths"])
+    change = batch["new"].astype(np.float64) - batch["old_logprobs"]
+    sums = np.array([change[end - length : end].sum() for end, length in zip(ends, batch["lengths"], strict=True)])
+    ratio, advantages = np.exp(sums), ADVANTAGES.astype(np.float64)
+    expected = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages).mean()
+    found, _ = objective(Gspo(GspoConfig(ratio="product", clip_low=0.2, clip_high=0.2)), batch)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def nemo_seq_mask_tis(batch: Batch, low: float, high: float) -> float:
     """NeMo RL's clipped loss with `seq-mask-tis` and k3, written again from its formula in float64."""
     total, kl, tokens = 0.0, 0.0, 0

@@ -104,6 +104,9 @@ class GspoConfig(PolicyLossConfig):
     """As in other losses; `sequence` is that of the paper."""
     level: Literal["sequence", "token"] = "sequence"
     """`token`: GSPO-token, which lets tokens of one sequence have different advantages."""
+    ratio: Literal["mean", "product"] = "mean"
+    """`mean`: the geometric mean of the tokens' ratios. `product`: their product, the ratio of whole sequences, as
+    RLOO in TRL; it needs much wider bounds."""
     clip_low: float = field(default=3.0e-4, validator=[ge(0), le(1)])
     """A ratio below 1 minus this is no longer pushed down. Ratios of whole sequences stay much closer to 1."""
     clip_high: float = field(default=4.0e-4, validator=ge(0))

@@ -117,7 +117,9 @@ class Gspo(PolicyLoss):
 
     def __init__(self, config: GspoConfig) -> None:
         def formula(a: Answers) -> PolicyGradient:
-            ratio = sequence_ratio(a.logprobs, a.old_logprobs, a.mask, a.lengths, per_token=config.level == "token")
+            ratio = sequence_ratio(
+                a.logprobs, a.old_logprobs, a.mask, a.lengths, config.level == "token", config.ratio == "product"
+            )
             return clip_ratio(ratio, a.advantages.float(), config.clip_low, config.clip_high)
 
         super().__init__(config, formula)
