@@ -63,6 +63,10 @@ class WatchedSteps:
         """Whether no step follows this one."""
         return number >= self._last
 
+    def record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
+        """Note it."""
+        self._watch.note("record", value=number)
+
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """Note it."""
         self._watch.note("finish", batch, step.number)

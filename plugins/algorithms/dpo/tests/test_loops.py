@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from whet.component import Component, Selection, Spec
+from whet.component import Selection, Spec
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.data.offline import OfflineData
@@ -15,10 +15,9 @@ from whet.metrics import mean, plain
 from whet.model import ModelInfo
 from whet.testing.fakes import FakeBackend
 from whet.testing.steps import Watch, WatchedSteps
-from whet_dpo import config as sections
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo
-from whet_dpo.hooks import whet_check_config, whet_losses
+from whet_dpo.hooks import whet_losses
 from whet_dpo.kto import Kto, with_margins
 from whet_dpo.validation import validate
 
@@ -70,7 +69,11 @@ def run(tmp_path, tiny_model_folder):
             refit=lambda version: None,
         )
         algorithm.run(parts)
-        return SimpleNamespace(backend=backend, metrics=[plain(step) for step in parts.steps.metrics])
+        return SimpleNamespace(
+            backend=backend,
+            metrics=[plain(step) for step in parts.steps.metrics],
+            recorded=[event.value for event in watch.named("record")],
+        )
 
     return run
 
@@ -117,7 +120,7 @@ def test_other_data_are_scored_anew(run, tmp_path):
 
 def test_on_the_fly_each_batch_is_scored_by_the_reference(run):
     found = run(Dpo(DpoConfig(batch_size=4, reference="on-the-fly", loss=loss("dpo"))))
-    assert found.backend.asked == [("reference", 8), ("reference", 8), ("reference", 6)]
+    assert found.backend.asked == [("reference", 6), ("reference", 8), ("reference", 8), ("reference", 6)]
     assert np.array_equal(found.backend.trained[1]["reference_logprobs"], reference_of(found.backend.trained[1]))
 
 
@@ -130,9 +133,10 @@ def test_losses_without_reference_have_nothing_scored(run, name):
 
 def test_kto_estimates_its_baseline_over_each_whole_batch(run):
     found = run(Kto(KtoConfig(batch_size=4, loss=loss("kto"))), steps=1)
-    # the data, then policy and reference on borrowed answers: of the batch and of the validation data
+    # the data, then policy and reference on borrowed answers: of the validation data, of the batch, and once more
     assert found.backend.asked[:4] == [("policy", 8), ("policy", 8), ("policy", 4), ("policy", 6)]
-    assert found.backend.asked[4:] == [("policy", 8), ("reference", 8), ("policy", 6), ("reference", 6)]
+    borrowed = [(weights, size) for size in (6, 8, 6) for weights in ("policy", "reference")]
+    assert found.backend.asked[4:] == borrowed
     (batch,) = found.backend.trained
     assert batch["kl_baseline"].tolist() == [0] * 8
     assert batch["desirable"].tolist() == [True, False] * 4
@@ -140,11 +144,13 @@ def test_kto_estimates_its_baseline_over_each_whole_batch(run):
 
 def test_kto_without_baseline_scores_nothing_more(run):
     found = run(Kto(KtoConfig(batch_size=4, baseline="none", reference="on-the-fly", loss=loss("kto"))), steps=1)
-    assert found.backend.asked == [("reference", 8), ("reference", 6)]
+    assert found.backend.asked == [("reference", 6), ("reference", 8), ("reference", 6)]
 
 
-def test_validation_comes_when_due_and_after_the_last_step(run):
+def test_validation_comes_before_the_first_step_when_due_and_after_the_last(run):
     found = run(Dpo(DpoConfig(batch_size=4, validate_every=2, loss=loss("simpo"))), steps=5)
+    assert found.recorded == [0]
+    assert run(Dpo(DpoConfig(batch_size=4, loss=loss("simpo"))), steps=5, done=2).recorded == []
     assert ["validation/loss" in metrics for metrics in found.metrics] == [False, True, False, True, True]
 
 
@@ -184,16 +190,3 @@ def test_facts_of_kto_say_that_its_baseline_needs_the_reference(baseline, needed
     facts = kto_facts(KtoConfig(baseline=baseline, loss=loss("kto")), MODEL)
     assert facts.weights_needed == needed
     assert facts.columns_written == {"desirable", "kl_baseline", "reference_logprobs"}
-
-
-def test_a_loss_that_cannot_tell_good_from_bad_is_a_problem():
-    def problems(algorithm):
-        config = SimpleNamespace(algorithm=SimpleNamespace(config=algorithm), model=SimpleNamespace(path="model"))
-        return [str(problem) for problem in whet_check_config(config)]
-
-    blind = Selection("losses", Component("nll", sections.SftTerm, "x:Y"), sections.SftTerm())
-    assert problems(DpoConfig(loss=loss("ipo"))) == problems(KtoConfig(loss=loss("kto"))) == problems(object()) == []
-    (problem,) = problems(DpoConfig(loss=blind))
-    assert problem.startswith("algorithm.loss: nll does not read the column 'chosen'")
-    (problem,) = problems(KtoConfig(loss=loss("dpo")))
-    assert "'desirable'" in problem

@@ -198,10 +198,11 @@ def test_rewards_are_beta_times_what_is_compared(case: Case, name: str) -> None:
     assert metrics == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_policy_that_is_its_reference_is_right_about_no_pair(case: Case) -> None:
+def test_a_policy_that_is_its_reference_is_right_by_halves(case: Case) -> None:
     value, _, metrics = computed(CASES["dpo"][0], case.batch, case.reference)
     assert value == pytest.approx(math.log(2))
-    assert metrics["rewards/accuracies"] == metrics["rewards/margins"] == 0
+    assert metrics["rewards/margins"] == 0
+    assert metrics["rewards/accuracies"] == 0.5
 
 
 def test_a_single_pair_is_enough_and_one_without_tokens_counts_nothing(case: Case) -> None:

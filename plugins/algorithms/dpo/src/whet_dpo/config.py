@@ -45,7 +45,7 @@ class DpoConfig:
     loss: Selection = selection("losses", "dpo")
     """What is minimised."""
     validate_every: int = field(default=0, validator=validators.ge(0))
-    """Steps between validations; 0: only after the last step."""
+    """Steps between validations; 0: only before the first and after the last step."""
 
 
 @frozen
@@ -67,7 +67,7 @@ class KtoConfig:
     loss: Selection = selection("losses", "kto")
     """What is minimised."""
     validate_every: int = field(default=0, validator=validators.ge(0))
-    """Steps between validations; 0: only after the last step."""
+    """Steps between validations; 0: only before the first and after the last step."""
 
 
 @frozen
@@ -186,6 +186,7 @@ def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
         inputs=frozenset({"data"}),
         data_format="pairs",
         columns_written=frozenset({"chosen"} if chosen == "none" else {"chosen", REFERENCE}),
+        columns_essential=frozenset({"chosen"}),
         weights_needed=frozenset({"reference"} if chosen == "on-the-fly" else ()),
     )
 
@@ -198,6 +199,7 @@ def kto_facts(config: KtoConfig, model: ModelInfo) -> Facts:
         inputs=frozenset({"data"}),
         data_format="labelled",
         columns_written=frozenset({"desirable", "kl_baseline", *({REFERENCE} if chosen != "none" else ())}),
+        columns_essential=frozenset({"desirable"}),
         weights_needed=frozenset({"reference"} if held else ()),
     )
 

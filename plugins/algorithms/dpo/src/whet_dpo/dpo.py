@@ -40,6 +40,8 @@ class Dpo:
                 return batch
             return batch.with_columns(**{REFERENCE: backend.score(batch, ("logprobs",), "reference")["logprobs"]})
 
+        if validation and parts.steps.done == 0:
+            parts.steps.record(0, validate(backend, validation, parts.loss, prepare))
         for step in parts.steps:
             batch = prepare(data.batch(step.number, config.batch_size))
             step.log(backend.train(batch, parts.loss))

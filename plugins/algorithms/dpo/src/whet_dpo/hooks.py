@@ -1,16 +1,10 @@
 """What whet-dpo offers: the algorithms `dpo` and `kto`, and the losses that fit them."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, Problem
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.component import Component
 from whet_dpo import config as sections
-
-if TYPE_CHECKING:
-    from whet.config.sections import Config
 
 _LOSSES: tuple[tuple[str, type, str, str], ...] = (
     ("dpo", sections.DpoLossConfig, "losses:Dpo", "referenced"),
@@ -38,17 +32,3 @@ def whet_losses() -> Iterable[Component]:
     """Offer the losses on pairs, with a reference and without, and KTO's."""
     for name, config, target, facts in _LOSSES:
         yield Component(name, config, f"whet_dpo.{target}", f"whet_dpo.config:{facts}_facts")
-
-
-@hookimpl
-def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Find losses that would learn both answers of a pair alike."""
-    chosen = config.algorithm.config
-    tells = {sections.DpoConfig: "chosen", sections.KtoConfig: "desirable"}.get(type(chosen))
-    if tells and isinstance(chosen, sections.DpoConfig | sections.KtoConfig):
-        read = facts_of(chosen.loss, ModelInfo(config.model.path, {})).columns_read
-        if tells not in read:
-            words = (
-                f"{chosen.loss.name} does not read the column {tells!r}, so it would learn good and bad answers alike"
-            )
-            yield Problem("algorithm.loss", f"{words}; choose a loss that does")

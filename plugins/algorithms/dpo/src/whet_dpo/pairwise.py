@@ -112,17 +112,22 @@ class PairLoss(Generic[Config]):
 
 
 def _metrics(found: Answers, chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Metric]:
-    """Give means over pairs. A reward is beta times the score that the loss compares; a tie is not right."""
+    """Give means over pairs. A reward is beta times the score that the loss compares."""
     rewards, count = beta * found.score.detach(), len(chosen)
     margins = rewards[chosen] - rewards[rejected]
     return {
         "rewards/chosen": mean(rewards[chosen].sum(), count),
         "rewards/rejected": mean(rewards[rejected].sum(), count),
         "rewards/margins": mean(margins.sum(), count),
-        "rewards/accuracies": mean((margins > 0).sum(), count),
+        "rewards/accuracies": mean(right(margins).sum(), count),
         "logps/chosen": mean(found.logprob[chosen].sum(), count),
         "logps/rejected": mean(found.logprob[rejected].sum(), count),
     }
+
+
+def right(margins: Tensor) -> Tensor:
+    """Give 1 where the chosen answer is ahead, 0 where it is behind, and a half where they are level. -> float32."""
+    return (margins > 0).float() + 0.5 * (margins == 0).float()
 
 
 def _likelihood(logprobs: Tensor, batch: Batch, sft: SftTerm) -> tuple[Tensor, Metric]:

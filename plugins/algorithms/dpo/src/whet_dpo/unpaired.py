@@ -12,7 +12,7 @@ from whet.metrics import Metric, mean
 from whet.ops.reductions import segment_sum
 from whet_dpo import formulas
 from whet_dpo.config import REFERENCE, KtoLossConfig
-from whet_dpo.pairwise import Answers, answers
+from whet_dpo.pairwise import Answers, answers, right
 
 
 class Kto:
@@ -57,8 +57,8 @@ class Kto:
         chosen, rejected = _pairs(batch["unit"], batch["desirable"])
         counted = alive[chosen] | alive[rejected]
         if len(chosen):
-            right = counted & (rewards[chosen] > rewards[rejected])
-            metrics["rewards/accuracies"] = mean(right.sum(), counted.sum())
+            margins = (rewards[chosen] - rewards[rejected])[counted]
+            metrics["rewards/accuracies"] = mean(right(margins).sum(), counted.sum())
         return metrics
 
 
