@@ -34,6 +34,20 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             [sys.executable, "-m", "whet.cli", "run", "recipes/quickstart-sft.yaml", "run.folder=models/start-0"],
         ],
     ),
+    "teacher": (
+        "models/teacher-0/model",
+        [
+            [
+                sys.executable,
+                "-m",
+                "whet.cli",
+                "run",
+                "recipes/quickstart-grpo.yaml",
+                "model.path=models/start-0/model",
+                "run.folder=models/teacher-0",
+            ]
+        ],
+    ),
 }
 """What recipes begin from: what is there once it is made, and the commands that make it."""
 
@@ -53,7 +67,7 @@ class Entry:
     rises: bool = True
     """Whether more of it is better."""
     start: str = "arithmetic"
-    """Of `STARTS`; empty: it needs none."""
+    """Of `STARTS`; several that build on each other joined by `+`; empty: it needs none."""
 
 
 ENTRIES = (
@@ -63,6 +77,7 @@ ENTRIES = (
     Entry("cispo", "recipes/learn-cispo.yaml"),
     Entry("rloo", "recipes/learn-rloo.yaml"),
     Entry("reinforce-plus-plus", "recipes/learn-reinforce-plus-plus.yaml"),
+    Entry("distill", "recipes/learn-distill.yaml", start="arithmetic+teacher"),
 )
 
 
@@ -106,8 +121,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def learn(entry: Entry) -> Result:
     """Make the start where it is missing, run the recipe anew, and read how it went."""
-    if entry.start:
-        made, commands = STARTS[entry.start]
+    for start in filter(None, entry.start.split("+")):
+        made, commands = STARTS[start]
         for command in commands if not Path(made).exists() else ():
             subprocess.run(command, check=True)
     folder = RUNS / entry.name

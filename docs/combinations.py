@@ -2,27 +2,31 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from whet.component import resolve
+from whet.config.structure import structure
 from whet.plugins import Registry
 from whet.testing.combinations import Combination, combinations, reasons
+from whet.testing.contracts.component import MODEL
 
 BASE = {
     "run": {"folder": "run", "steps": 2},
     "model": {"path": "model"},
-    "backend": {"use": "fsdp2", "reference": True},
+    "backend": {"use": "fsdp2", "reference": True, "teacher": "model"},
     "generator": {"use": "hf"},
     "rollout": {"max_tokens": 16},
     "environments": [{"use": "arithmetic"}],
     "data": {"train": [{"path": "data.jsonl"}]},
 }
-"""All else of the config: a backend that holds a reference, so that what needs one is not refused for that."""
+"""All else of the config: a backend that holds a reference and a teacher, so that none is refused for lack of one."""
 EXTRA: Mapping[str, Mapping[str, object]] = {}
 """Further sections that an algorithm cannot do without, by its name."""
 HEAD = """\
 # Combinations
 
 What can stand beside what, as each part's facts say: found by asking the plan about every pair, with all other settings
-at their defaults and a backend that holds a reference. `tests/test_combinations.py` takes two steps with combinations
-in which every pair that fits occurs. What does not fit is refused by `whet check` with the reason given here."""
+at their defaults, a backend that holds a reference and a teacher, and the roles that the algorithm asks for.
+`tests/test_combinations.py` takes two steps with combinations in which every pair that fits occurs. What does not fit
+is refused by `whet check` with the reason given here."""
 
 
 def page(registry: Registry, algorithms: Sequence[str]) -> str:
@@ -32,7 +36,17 @@ def page(registry: Registry, algorithms: Sequence[str]) -> str:
 
 def problems_of(one: Combination, registry: Registry) -> list[str]:
     """Say what does not fit in a combination."""
-    return reasons(one, {**BASE, **EXTRA.get(one.algorithm, {})}, registry)
+    return reasons(one, {**BASE, **further(one, registry)}, registry)
+
+
+def further(one: Combination, registry: Registry) -> dict[str, object]:
+    """Give the sections that a combination cannot do without: the roles that its algorithm asks for, and `EXTRA`."""
+    component = registry.find("algorithms", one.algorithm).component
+    keys = {key: value for key, value in one.section().items() if key != "use"}
+    facts = resolve(component.facts)(structure(keys, component.config, registry), MODEL)
+    head = {True: {"head": "value"}, False: {}}
+    roles = {name: {"use": "fsdp2", **head["values" in need.outputs]} for name, need in facts.roles.items()}
+    return {**({"roles": roles} if roles else {}), **EXTRA.get(one.algorithm, {})}
 
 
 def one_algorithm(registry: Registry, name: str) -> str:

@@ -67,11 +67,11 @@ def test_what_fits_takes_two_steps(one: Combination, tmp_path: Path, tiny_model_
     component = registry().find("algorithms", one.algorithm).component
     keys = {key: value for key, value in SMALL.items() if key in component.config.__annotations__}
     document = {
-        **page().EXTRA.get(one.algorithm, {}),
+        **page().further(one, registry()),
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "export": False},
         "model": {"path": str(tiny_model_folder)},
         "algorithm": {**one.section(), **keys},
-        "backend": {"use": "fsdp2", "reference": True},
+        "backend": {"use": "fsdp2", "reference": True, "teacher": str(tiny_model_folder)},
         "rollout": {"max_tokens": 4},
         "cluster": {"workers": "inline", "threads": {"backend": 1}},
         "plugins": [str(Path(__file__).parent / "even_digits.py")],

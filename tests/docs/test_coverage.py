@@ -41,7 +41,7 @@ def test_a_section_is_in_the_reference_and_in_a_guide(path):
     top, *inner = path.split(".")
     page = (DOCS / "reference" / "config.md").read_text()
     assert f"## `{top}`" in page
-    assert not inner or re.search("`" + re.escape(path).replace(r"\.", r"\.(?:N\.)?"), page)
+    assert not inner or re.search("`" + re.escape(path).replace(r"\.", r"\.(?:N\.|NAME\.)?"), page)
     assert re.search(rf"\b{top}\b[:.`]", GUIDES), f"no guide says anything of `{top}:`"
 
 

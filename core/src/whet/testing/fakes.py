@@ -206,6 +206,15 @@ def _ruling(rule: str | Sequence[str] | Rule) -> Rule:
     return following
 
 
+def _columns(name: str, batch: Batch, values: Any) -> Any:
+    """Mask what a fake backend gives, and repeat it where the output is of several tokens at each place."""
+    kept = np.where(batch["loss_mask"], values, np.float32(0))
+    kind, _, k = name.partition(":")
+    width = int(k or (batch["topk_ids"].shape[1] if kind == "logprobs_at" else 0))
+    wide = np.repeat(kept[:, None], width, 1) if width else kept
+    return np.tile(np.arange(width, dtype=np.int32), (batch.tokens, 1)) if kind == "topk_ids" else wide
+
+
 class FakeBackend:
     """A backend that trains nothing: it counts steps, remembers what it was given and scores by a rule."""
 
@@ -230,8 +239,8 @@ class FakeBackend:
         return {"loss": metrics.mean(1.0 / (1 + self.step)), "tokens": metrics.total(int(batch["loss_mask"].sum()))}
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Score by the rule; 0 where `loss_mask` is false."""
-        return {name: np.where(batch["loss_mask"], self._score(name, batch), np.float32(0)) for name in outputs}
+        """Score by the rule; 0 where `loss_mask` is false. Outputs of K numbers for each token have K equal ones."""
+        return {name: _columns(name, batch, self._score(name, batch)) for name in outputs}
 
     def send_weights(self, link: Link) -> Done:
         """Remember the link."""

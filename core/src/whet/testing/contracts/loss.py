@@ -39,7 +39,7 @@ class LossContract:
         return random_batch(seed, columns=columns, unit_size=self.unit_size, makers=dict(self.makers))
 
     def outputs(self, batch: Batch, seed: int = 0) -> dict[str, Any]:
-        """Give the model outputs that the loss declares: NumPy float32 [N], 0 where `loss_mask` is false."""
+        """Give the model outputs that the loss declares: NumPy float32 [N] or [N, K], 0 where `loss_mask` is false."""
         rng = np.random.default_rng(seed)
         negative = {name: name == "logprobs" or name.endswith("_logprobs") for name in self.make().outputs}
         made = {name: rng.exponential(size=batch.tokens) * (-1 if down else 1) for name, down in negative.items()}
@@ -100,7 +100,7 @@ class LossContract:
         loss, batch = self.make(), self._numbered()
         value, gradient = self._value_and_gradient(loss, batch, self.outputs(batch))
         counts = _numbers(loss.counts(_torch(batch)))
-        summed, pieces = 0.0, {name: np.zeros(batch.tokens) for name in gradient}
+        summed, pieces = 0.0, {name: np.zeros(whole.shape) for name, whole in gradient.items()}
         for part in batch.split(4, seed=1):
             mine = np.asarray(part["position"])
             part_value, part_gradient = self._value_and_gradient(loss, *self._cut(batch, mine), counts=counts)
@@ -132,9 +132,9 @@ class LossContract:
         hidden = ~np.asarray(batch["loss_mask"])
         outputs = self.outputs(batch)
         expected = self._value_and_gradient(loss, batch, outputs)
-        shifted = {name: np.where(hidden, np.float32(-3), values) for name, values in outputs.items()}
+        shifted = {name: _filled(values, hidden, -3) for name, values in outputs.items()}
         floats = [name for name, column in batch.per_token.items() if column.dtype.kind == "f"]
-        columns = {name: np.where(hidden, np.float32(-5), batch[name]) for name in floats}
+        columns = {name: _filled(batch[name], hidden, -5) for name in floats}
         found = self._value_and_gradient(loss, batch.with_columns(**columns), shifted)
         assert found[0] == expected[0]
         assert _equal(found[1], expected[1])
@@ -148,11 +148,11 @@ class LossContract:
     def test_extreme_log_ratios_stay_finite(self, log_ratio: float) -> None:
         loss, batch = self.make(), self.batch()
         mask = np.asarray(batch["loss_mask"])
-        low, high = (np.where(mask, np.float32(p), np.float32(0)) for p in (-abs(log_ratio) - 0.01, -0.01))
-        others = {name: low if log_ratio > 0 else high for name in batch.per_token if name.endswith("logprobs")}
-        outputs = self.outputs(batch) | {
-            name: high if log_ratio > 0 else low for name in loss.outputs if name.endswith("logprobs")
-        }
+        low, high = (-abs(log_ratio) - 0.01, -0.01)
+        before, now = (low, high) if log_ratio > 0 else (high, low)
+        outputs, names = self.outputs(batch), [name for name in batch.per_token if name.endswith("logprobs")]
+        others = {name: _filled(np.zeros_like(batch[name]), mask, before) for name in names}
+        outputs |= {name: _filled(0 * outputs[name], mask, now) for name in loss.outputs if "logprobs" in name}
         result, _ = self._result(loss, batch.with_columns(**others), outputs)
         value, gradient = self._value_and_gradient(loss, batch.with_columns(**others), outputs)
         assert np.isfinite(value)
@@ -216,8 +216,15 @@ class LossContract:
         result, leaves = self._result(loss, batch, outputs)
         objective = sum(loss.weights[name] * term / max(counts[name], 1) for name, term in result.terms.items())
         objective.backward()
-        gradient = {n: np.zeros(batch.tokens) if x.grad is None else x.grad.numpy() for n, x in leaves.items()}
+        gradient = {n: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for n, x in leaves.items()}
         return float(objective.detach()), gradient
+
+
+def _filled(values: Any, where: Any, number: float) -> Any:
+    """Put a number where a mask [N] is true, into values [N] or [N, K]."""
+    filled = np.array(values)
+    filled[where] = number
+    return filled
 
 
 def _torch(batch: Batch) -> Batch:

@@ -1,21 +1,11 @@
 """The sections of SFT and its loss, and what planning needs to know of them."""
 
-from typing import Any, Literal
-
 from attrs import field, frozen, validators
 
 from whet.component import Facts, Selection
 from whet.config.sections import selection
+from whet.data.demonstrations import FIELDS, TrainOn, known_fields
 from whet.model import ModelInfo
-
-FIELDS = ("messages", "prompt", "completion", "text")
-"""What a record may have: `messages`, or `prompt` and `completion`, or `text`."""
-
-
-def _known_fields(instance: object, attribute: Any, value: dict[str, str]) -> None:
-    unknown = [name for name in value if name not in FIELDS]
-    if unknown:
-        raise ValueError(f"names {', '.join(unknown)}, wanted {', '.join(FIELDS)}: what a field is, then its name")
 
 
 @frozen
@@ -24,9 +14,9 @@ class SftConfig:
 
     batch_size: int = field(default=64, validator=validators.ge(1))
     """Records that one step consumes."""
-    train_on: Literal["all", "last"] = "all"
+    train_on: TrainOn = "all"
     """Which of the assistant's turns: `all`, or only the `last`."""
-    fields: dict[str, str] = field(factory=dict, validator=_known_fields)
+    fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`; e.g.
     `{prompt: question, completion: answer}`."""
     plain: bool = False

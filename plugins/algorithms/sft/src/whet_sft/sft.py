@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from whet.data.demonstrations import encode
 from whet.metrics import Metric, mean, merge
 from whet_sft.config import SftConfig
-from whet_sft.records import encode
 
 if TYPE_CHECKING:
     from whet.component import Spec
@@ -29,7 +29,7 @@ class Sft:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare(partial(encode, config=config))
+        data = parts.data.prepare(partial(encode, names=config.fields, train_on=config.train_on, plain=config.plain))
         validation = data.validation(config.batch_size)
 
         for step in parts.steps:

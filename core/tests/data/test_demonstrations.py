@@ -2,10 +2,9 @@ import pytest
 
 from whet.config.sections import DataFile
 from whet.data.chat import ChatTokenizer
+from whet.data.demonstrations import FIELDS, encode, known_fields
 from whet.data.readers import read
 from whet.errors import DataError
-from whet_sft.config import SftConfig
-from whet_sft.records import encode
 
 USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}
@@ -17,13 +16,13 @@ def chat(tiny_model_folder):
 
 
 def trained(chat, record, **options) -> str:
-    (sequence,) = encode(record, chat, SftConfig(**options))
+    (sequence,) = encode(record, chat, options.pop("fields", {}), **options)
     assert sequence["prompt_length"] == sequence["loss_mask"].argmax()
     return chat.decode(sequence["tokens"][sequence["loss_mask"]], skip_special=False)
 
 
 def text(chat, record, **options) -> str:
-    (sequence,) = encode(record, chat, SftConfig(**options))
+    (sequence,) = encode(record, chat, options.pop("fields", {}), **options)
     return chat.decode(sequence["tokens"], skip_special=False)
 
 
@@ -60,7 +59,7 @@ def test_a_plain_completion_follows_its_prompt_without_a_template(chat):
     record = {"prompt": "6*7=", "completion": "42"}
     assert text(chat, record, plain=True) == "6*7=42<|im_end|>"
     assert trained(chat, record, plain=True) == "42<|im_end|>"
-    (sequence,) = encode(record, chat, SftConfig(plain=True))
+    (sequence,) = encode(record, chat, {}, plain=True)
     assert sequence["tokens"][: sequence["prompt_length"]].tolist() == chat.encode("6*7=").tolist()
 
 
@@ -73,7 +72,7 @@ def test_a_template_that_rewrites_history_is_refused_and_the_last_turn_can_still
     chat = ChatTokenizer(tiny_model_folder, forgets)
     thinks = {"role": "assistant", "content": "6*7 is 42.42"}
     with pytest.raises(DataError, match="the chat template rewrites history"):
-        encode({"messages": [USER, thinks, MORE, TWO]}, chat, SftConfig())
+        encode({"messages": [USER, thinks, MORE, TWO]}, chat, {})
     assert trained(chat, {"messages": [USER, thinks, MORE, TWO]}, train_on="last") == "48<|im_end|>"
 
 
@@ -102,23 +101,23 @@ def test_fields_may_have_other_names(chat):
 )
 def test_records_that_will_not_do_are_refused(chat, record, complaint):
     with pytest.raises(DataError, match=complaint):
-        encode(record, chat, SftConfig())
+        encode(record, chat, {})
 
 
 @pytest.mark.parametrize("record", [{"prompt": [USER], "completion": "y"}, {"prompt": "", "completion": "y"}])
 def test_plain_prompts_are_text(chat, record):
     with pytest.raises(DataError, match="must be a string that is not empty"):
-        encode(record, chat, SftConfig(plain=True))
+        encode(record, chat, {}, plain=True)
 
 
 def test_unknown_fields_in_the_config_are_refused():
     with pytest.raises(ValueError, match="names question, wanted messages, prompt, completion, text"):
-        SftConfig(fields={"question": "prompt"})
+        known_fields(FIELDS)(None, None, {"question": "prompt"})
 
 
 def test_gsm8k_can_be_trained_on(chat, shared_data):
-    config = SftConfig(fields={"prompt": "question", "completion": "answer"})
+    names = {"prompt": "question", "completion": "answer"}
     rows = list(read(DataFile(str(shared_data / "gsm8k_train.jsonl"), limit=50)))
     for row in rows:
-        (sequence,) = encode(row.record, chat, config)
+        (sequence,) = encode(row.record, chat, names)
         assert chat.decode(sequence["tokens"][sequence["loss_mask"]]) == row.record["answer"]

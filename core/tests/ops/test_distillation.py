@@ -1,0 +1,90 @@
+"""Divergences over a few tokens, against sums over whole distributions in double precision."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from whet.ops.distillation import topk_divergences  # noqa: E402
+
+
+def distributions(seed=0, places=5, vocabulary=11):
+    draw = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(places, vocabulary, generator=draw, dtype=torch.float64) for _ in range(2))
+    return torch.log_softmax(2 * p, -1), torch.log_softmax(2 * q, -1)
+
+
+def kl(log_a, log_b):
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+def at_top(log_p, log_q, k):
+    ids = log_q.topk(k).indices
+    return log_p.gather(1, ids), log_q.gather(1, ids)
+
+
+@pytest.mark.parametrize("outside", ["renormalise", "ignore", "rest"])
+def test_all_tokens_give_the_divergence_of_whole_distributions(outside):
+    log_p, log_q = distributions()
+    forward, reverse = topk_divergences(*at_top(log_p, log_q, 11), outside)
+    torch.testing.assert_close(forward.double(), kl(log_q, log_p), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(reverse.double(), kl(log_p, log_q), atol=2e-5, rtol=1e-5)
+
+
+def test_the_rest_is_left_out_renormalised_or_one_more_token():
+    log_p, log_q = distributions(1)
+    p, q = at_top(log_p, log_q, 4)
+    cases = {
+        "ignore": (p, q),
+        "renormalise": (torch.log_softmax(p, -1), torch.log_softmax(q, -1)),
+        "rest": tuple(torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q)),
+    }
+    for outside, (one, other) in cases.items():
+        forward, reverse = topk_divergences(p, q, outside)
+        torch.testing.assert_close(forward.double(), kl(other, one), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(reverse.double(), kl(one, other), atol=1e-5, rtol=1e-5)
+
+
+def test_zero_takes_the_rest_of_the_student_against_nearly_nothing():
+    log_p, log_q = distributions(2)
+    ids = log_q.topk(4).indices
+    teacher = torch.full_like(log_q, -100.0).scatter(1, ids, torch.log_softmax(log_q.gather(1, ids), -1))
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    forward, reverse = topk_divergences(*at_top(log_p, log_q, 4), "zero", entropy)
+    torch.testing.assert_close(reverse.double(), (log_p.exp() * (log_p - teacher)).sum(-1), atol=1e-3, rtol=1e-5)
+    inside = teacher.gather(1, ids)
+    expected = (inside.exp() * (inside - log_p.gather(1, ids))).sum(-1)
+    torch.testing.assert_close(forward.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_the_rest_divergences_are_between_0_and_that_of_all_tokens(seed):
+    log_p, log_q = distributions(seed)
+    for k in (1, 3, 8):
+        forward, reverse = topk_divergences(*at_top(log_p, log_q, k), "rest")
+        for found, whole in ((forward, kl(log_q, log_p)), (reverse, kl(log_p, log_q))):
+            assert (found >= -1e-6).all()
+            assert (found <= whole + 1e-5).all()
+
+
+@pytest.mark.parametrize("outside", ["renormalise", "zero", "ignore", "rest"])
+def test_certain_and_impossible_tokens_stay_finite_with_their_gradients(outside):
+    student = torch.tensor([[0.0, -50.0, -math.inf], [-math.inf, -50.0, 0.0], [-40.0, -50.0, -60.0]])
+    teacher = torch.tensor([[-math.inf, 0.0, -50.0], [0.0, -50.0, -math.inf], [0.0, -1e-9, -50.0]])
+    student.requires_grad_()
+    entropy = torch.tensor([0.0, 1e-3, 5.0], requires_grad=True)
+    forward, reverse = topk_divergences(student, teacher, outside, entropy)
+    assert torch.isfinite(forward).all()
+    assert torch.isfinite(reverse).all()
+    (slope,) = torch.autograd.grad((forward + reverse).sum(), [student])
+    assert torch.isfinite(slope).all()
+
+
+def test_equal_distributions_have_none_and_shapes_must_agree():
+    log_p, _ = distributions(3)
+    for outside in ("renormalise", "ignore", "rest"):
+        forward, reverse = topk_divergences(log_p, log_p, outside)
+        torch.testing.assert_close(forward + reverse, torch.zeros(5), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"wanted student and teacher \[M, K\]"):
+        topk_divergences(log_p, log_p[:, :3])

@@ -1,0 +1,1 @@
+"""Distillation: learn to say what a teacher would say."""

@@ -1,0 +1,147 @@
+"""The sections of distillation and its losses, and what planning needs to know of them."""
+
+from typing import Any, Literal
+
+from attrs import field, frozen, validators
+
+from whet.component import Facts, RoleNeed, Selection
+from whet.config.sections import selection
+from whet.data.demonstrations import FIELDS, TrainOn, known_fields
+from whet.model import ModelInfo
+from whet.plan import facts_of
+
+TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
+TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})
+"""What losses read of a teacher: its opinion of the likeliest tokens, or of the tokens that were said."""
+
+
+@frozen(kw_only=True)
+class TaughtConfig:
+    """What both ways of distillation have in common."""
+
+    topk: int = field(default=64, validator=validators.ge(1))
+    """Tokens at each place of which teacher and student are compared; of losses that read them."""
+    topk_of: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest tokens these are. `student` costs a forward pass of the student."""
+    loss: Selection = selection("losses", "topk-kl")
+    """What is minimised."""
+
+
+@frozen(kw_only=True)
+class DistillConfig(TaughtConfig):
+    """On-policy distillation: the student answers, and teachers say what they would have said."""
+
+    prompts_per_step: int = field(default=32, validator=validators.ge(1))
+    """Groups that one step consumes."""
+    group_size: int = field(default=1, validator=validators.ge(1))
+    """Answers to each prompt."""
+    minibatches: int = field(default=1, validator=validators.ge(1))
+    """Optimizer steps taken on each batch."""
+    teachers: dict[str, str] = field(factory=dict)
+    """The role of the teacher for each environment, by the environment's name; `teacher` for those that are not
+    named."""
+
+
+@frozen(kw_only=True)
+class DistillDataConfig(TaughtConfig):
+    """Off-policy distillation: a teacher says what it would have said in the place of a data set's answers."""
+
+    batch_size: int = field(default=64, validator=validators.ge(1))
+    """Records that one step consumes."""
+    train_on: TrainOn = "all"
+    """Which of the assistant's turns: `all`, or only the `last`."""
+    fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
+    """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`."""
+    validate_every: int = field(default=0, validator=validators.ge(0))
+    """Steps between validation losses; 0: only after the last step."""
+
+
+def _share(instance: object, attribute: Any, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"is {value:g}, wanted a share between 0 and 1")
+
+
+@frozen
+class TopkKlConfig:
+    """The divergence of student and teacher over a few tokens at each place, as the mean over all trained tokens."""
+
+    forward: float = field(default=1.0, validator=_share)
+    """Share of the forward divergence KL(teacher || student); the rest is the reverse. 1: forward alone, 0: reverse
+    alone."""
+    outside: Literal["renormalise", "zero", "ignore", "rest"] = "renormalise"
+    """What becomes of tokens that are not compared; see Numerics."""
+    likelihood: float = field(default=0.0, validator=validators.ge(0))
+    """Weight of the negative log-likelihood of the tokens themselves, beside."""
+
+
+@frozen
+class FullKlConfig:
+    """The divergence over the whole vocabulary. The student's workers must hold the teacher: `backend.teacher`."""
+
+    forward: float = field(default=1.0, validator=_share)
+    """Share of the forward divergence KL(teacher || student); the rest is the reverse."""
+    likelihood: float = field(default=0.0, validator=validators.ge(0))
+    """Weight of the negative log-likelihood of the tokens themselves, beside."""
+
+
+@frozen
+class TeacherPgConfig:
+    """A policy gradient whose advantage at each token is by how much the teacher likes it more than the student did."""
+
+    clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
+    """A ratio below 1 minus this is no longer pushed down."""
+    clip_high: float = field(default=0.2, validator=validators.ge(0))
+    """A ratio above 1 plus this is no longer pushed up."""
+    clip_advantages: float = field(default=0.0, validator=validators.ge(0))
+    """Advantages are clamped to plus or minus so many nats; 0: not at all."""
+
+
+def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loop on rollouts."""
+    return Facts(
+        inputs=frozenset({"rollouts"}),
+        columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | {"old_logprobs"},
+        group_size=config.group_size,
+        groups_per_step=config.prompts_per_step,
+        roles=dict.fromkeys(sorted({"teacher", *config.teachers.values()}), need(config, model))
+        if need(config, model).outputs else {},
+    )  # fmt: skip
+
+
+def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loop on data."""
+    wanted = need(config, model)
+    return Facts(
+        inputs=frozenset({"data"}),
+        data_format="conversations",
+        columns_written=TOPK_COLUMNS | {"teacher_logprobs"},
+        roles={"teacher": wanted} if wanted.outputs else {},
+    )
+
+
+def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
+    """Say what the loss wants of a teacher: nothing where the student's workers hold it."""
+    read = facts_of(config.loss, model).columns_read
+    outputs = set[str]()
+    if read & TOPK_COLUMNS:
+        outputs |= {"logprobs_at"} if config.topk_of == "student" else {"topk_ids", "topk_logprobs"}
+    if read & TOKEN_COLUMNS:
+        outputs.add("logprobs")
+    return RoleNeed(frozenset(outputs))
+
+
+def topk_kl_facts(config: TopkKlConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loss."""
+    entropy = {"entropy"} if config.outside == "zero" and config.forward < 1 else set()
+    return Facts(outputs_needed=frozenset({"logprobs", "logprobs_at", *entropy}), columns_read=TOPK_COLUMNS)
+
+
+def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loss."""
+    return Facts(outputs_needed=frozenset({"logprobs", "kl_forward", "kl_reverse"}))
+
+
+def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loss."""
+    columns = frozenset({"advantages", "sampler_logprobs"})
+    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)

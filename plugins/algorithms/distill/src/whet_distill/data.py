@@ -1,0 +1,51 @@
+"""Off-policy distillation: learn what a teacher would have said in the place of a data set's answers.
+
+Hinton et al. 2015 (arXiv:1503.02531), per token of a language model; the data may have been written by anybody.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from whet.data.demonstrations import encode
+from whet.metrics import Metric, mean, merge
+from whet.model import read_model
+from whet_distill.config import DistillDataConfig
+from whet_distill.teaching import Teaching
+
+if TYPE_CHECKING:
+    from whet.data.batch import Batch
+    from whet.parts import Parts
+
+
+class DistillData:
+    """The loop: read, ask the teacher, learn, and now and then look at data that is not learned from."""
+
+    def __init__(self, config: DistillDataConfig) -> None:
+        self.config = config
+
+    def run(self, parts: "Parts") -> None:
+        """Run from the first step that is left to the last."""
+        config, backend = self.config, parts.backend
+        assert parts.data is not None  # what feeds on data gets it
+        data = parts.data.prepare(partial(encode, names=config.fields, train_on=config.train_on))
+        validation = data.validation(config.batch_size)
+        teach = Teaching(config, parts, read_model(parts.chat.folder))
+
+        for step in parts.steps:
+            step.log(backend.train(teach(data.batch(step.number, config.batch_size)), parts.loss))
+            step.log({"epoch": mean(data.epoch(step.number, config.batch_size))})
+            if validation and step.due(config.validate_every):
+                step.log(validate(parts, validation, teach))
+            if step.due(parts.config.evaluation.every):
+                parts.refit(version=step.number)  # the generator plays the evaluation's episodes
+            step.finish(data.batch(step.number, config.batch_size))
+
+
+def validate(parts: "Parts", batches: "Iterable[Batch]", teach: Teaching) -> dict[str, Metric]:
+    """Give `validation/loss` and what else the loss gives, as means over all trained tokens of all batches."""
+    found = []
+    for batch in batches:
+        metrics, tokens = parts.backend.evaluate(teach(batch), parts.loss), float(batch["loss_mask"].sum())
+        found.append({**metrics, "loss": mean(metrics["loss"].number() * tokens, tokens)})
+    return {f"validation/{name}": metric for name, metric in merge(found).items() if name != "tokens"}

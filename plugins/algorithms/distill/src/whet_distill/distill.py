@@ -1,0 +1,50 @@
+"""On-policy distillation: the student answers, and teachers say token by token what they would have said.
+
+Agarwal et al. 2024, "On-policy distillation of language models" (arXiv:2306.13649), with the student's data alone. With
+advantages from the teacher: Lu et al. 2025, "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).
+Left out on purpose: rewards, which are reported and teach nothing here.
+"""
+
+from typing import TYPE_CHECKING
+
+from whet.data.batch import Batch
+from whet.model import read_model
+from whet_distill.config import DistillConfig
+from whet_distill.teaching import Teaching
+
+if TYPE_CHECKING:
+    from whet.parts import Parts
+
+
+class Distill:
+    """The loop: sample, ask the teachers, learn, hand the weights over."""
+
+    def __init__(self, config: DistillConfig) -> None:
+        self.config = config
+
+    def run(self, parts: "Parts") -> None:
+        """Run from the first step that is left to the last."""
+        config, rollouts, backend = self.config, parts.rollouts, parts.backend
+        assert rollouts is not None  # what feeds on rollouts gets them
+        teach = Teaching(config, parts, read_model(parts.chat.folder), config.teachers)
+        moves = config.minibatches > 1 or parts.config.rollout.max_staleness > 0
+
+        for step in parts.steps:
+            batch = with_advantages(teach(rollouts.take(config.prompts_per_step)), moves)
+            for part in batch.split(config.minibatches, seed=step.seed):
+                step.log(backend.train(part, parts.loss))
+            parts.refit(version=step.number)
+            step.finish(batch)
+
+
+def with_advantages(batch: Batch, moves: bool) -> Batch:
+    """Add as advantages by how many nats the teacher likes a token more than who sampled it did.
+
+    `moves`: the student is no longer who sampled, at least from the second minibatch on, so the ratio is against
+    `old_logprobs`, the sampler's; else it is 1 by construction.
+    """
+    if "teacher_logprobs" not in batch:
+        return batch
+    sampled = batch["sampler_logprobs"]
+    batch = batch.with_columns(advantages=batch["teacher_logprobs"] - sampled)
+    return batch.with_columns(old_logprobs=sampled) if moves else batch

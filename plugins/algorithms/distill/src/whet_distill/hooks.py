@@ -1,0 +1,51 @@
+"""What whet-distill offers: the algorithms `distill` and `distill-data`, and three losses."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from whet import hookimpl
+from whet.component import Component, Problem
+from whet_distill.config import (
+    DistillConfig,
+    DistillDataConfig,
+    FullKlConfig,
+    TeacherPgConfig,
+    TopkKlConfig,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+
+
+@hookimpl
+def whet_algorithms() -> Iterable[Component]:
+    """Offer distillation on the student's own answers and on a data set's."""
+    yield Component("distill", DistillConfig, "whet_distill.distill:Distill", "whet_distill.config:distill_facts")
+    yield Component(
+        "distill-data", DistillDataConfig, "whet_distill.data:DistillData", "whet_distill.config:distill_data_facts"
+    )
+
+
+@hookimpl
+def whet_losses() -> Iterable[Component]:
+    """Offer divergences over a few tokens and over all, and the teacher's opinion as advantages."""
+    yield Component("topk-kl", TopkKlConfig, "whet_distill.losses:TopkKl", "whet_distill.config:topk_kl_facts")
+    yield Component("full-kl", FullKlConfig, "whet_distill.losses:FullKl", "whet_distill.config:full_kl_facts")
+    yield Component(
+        "teacher-pg", TeacherPgConfig, "whet_distill.losses:TeacherPg", "whet_distill.config:teacher_pg_facts"
+    )
+
+
+@hookimpl
+def whet_check_config(config: "Config") -> Iterable[Problem]:
+    """Find environments that are given a teacher and are not there, and more minibatches than answers."""
+    section = config.algorithm.config
+    if not isinstance(section, DistillConfig):
+        return
+    names = [entry.name or entry.component.name for entry in config.environments]
+    for name in section.teachers:
+        if name not in names:
+            yield Problem(f"algorithm.teachers.{name}", f"there is no such environment; there are {', '.join(names)}")
+    answers = section.prompts_per_step * section.group_size
+    if section.minibatches > answers:
+        yield Problem("algorithm.minibatches", f"is {section.minibatches}, more than the {answers} answers of a step")

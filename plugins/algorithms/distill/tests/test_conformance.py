@@ -1,0 +1,82 @@
+import numpy as np
+
+from whet.testing.contracts.algorithm import AlgorithmContract
+from whet.testing.contracts.component import ComponentContract
+from whet.testing.contracts.loss import LossContract
+from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig
+from whet_distill.losses import FullKl, TeacherPg, TopkKl
+
+K = 3
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_distill.hooks"
+
+
+class TestDistillLoop(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "topk": K}
+
+
+class TestDistillLoopOnTheStudentsTokens(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "topk": K, "topk_of": "student", "group_size": 2, "minibatches": 2}
+
+
+class TestDistillLoopWithAdvantages(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "loss": {"use": "teacher-pg"}, "minibatches": 2}
+
+
+class TestDistillLoopOverTheVocabulary(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "loss": {"use": "full-kl"}}
+
+
+class TestDistillDataLoop(AlgorithmContract):
+    use = "distill-data"
+    document = {"batch_size": 4, "topk": K}
+
+
+def _teacher(batch, rng):
+    logits = rng.normal(size=(batch.tokens, K + 2))
+    return (logits - np.log(np.exp(logits).sum(1, keepdims=True)))[:, :K].astype(np.float32)
+
+
+class TopkContract(LossContract):
+    makers = {
+        "topk_ids": lambda batch, rng: np.tile(np.arange(K, dtype=np.int32), (batch.tokens, 1)),
+        "teacher_topk_logprobs": _teacher,
+    }
+
+    def outputs(self, batch, seed=0):
+        made = super().outputs(batch, seed)
+        at = _teacher(batch, np.random.default_rng(seed + 1))
+        return {**made, "logprobs_at": np.where(batch["loss_mask"][:, None], at, 0).astype(np.float32)}
+
+
+class TestTopkKl(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig())
+
+
+class TestMixedTopkKl(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig(forward=0.3, outside="rest", likelihood=0.5))
+
+
+class TestReverseTopkKlAgainstNothing(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig(forward=0.0, outside="zero"))
+
+
+class TestFullKl(LossContract):
+    def make(self):
+        return FullKl(FullKlConfig(forward=0.4, likelihood=0.1))
+
+
+class TestTeacherPg(LossContract):
+    optional_columns = ("old_logprobs",)
+
+    def make(self):
+        return TeacherPg(TeacherPgConfig(clip_advantages=2.0))

@@ -1,0 +1,91 @@
+"""What teachers are asked, and which models can be teachers."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from whet.component import Component, Selection
+from whet.config.sections import ModelSection
+from whet.errors import ConfigError
+from whet.model import read_model
+from whet.testing.batches import random_batch
+from whet.testing.fakes import FakeBackend
+from whet.testing.models import make_model, make_tokenizer
+from whet_distill.config import DistillConfig, TopkKlConfig
+from whet_distill.distill import with_advantages
+from whet_distill.hooks import whet_losses
+from whet_distill.teaching import Teaching
+
+LOSSES: dict[str, Component] = {component.name: component for component in whet_losses()}
+
+
+def parts(folder, **teachers):
+    roles = {name: FakeBackend(lambda output, batch, n=n: np.full(batch.tokens, -n, np.float32))
+             for name, n in teachers.items()}  # fmt: skip
+    return SimpleNamespace(
+        backend=FakeBackend(), roles=roles, config=SimpleNamespace(roles={}), chat=SimpleNamespace(folder=folder)
+    )
+
+
+def config(loss="topk-kl", **options):
+    made = LOSSES[loss]
+    return DistillConfig(loss=Selection("losses", made, made.config(), "whet-distill"), **options)
+
+
+def test_each_environment_is_taught_by_its_own_teacher(tiny_model_folder):
+    batch = random_batch(0, columns=["env"])
+    env = np.arange(batch.sequences) % 3
+    batch = batch.with_columns(env=env)
+    object.__setattr__(batch, "info", {"environments": ("math", "code", "chat")})
+    chosen = {"math": "strong", "code": "coder"}
+    made = config(topk=4, teachers=chosen)
+    teach = Teaching(
+        made, parts(tiny_model_folder, strong=1, coder=2, teacher=3), read_model(tiny_model_folder), chosen
+    )
+    found = teach(batch)
+    assert found["teacher_topk_logprobs"].shape == (batch.tokens, 4)
+    expected = np.where(batch["loss_mask"], -np.array([1.0, 2.0, 3.0])[np.repeat(env, batch["lengths"])], 0)
+    np.testing.assert_array_equal(found["teacher_topk_logprobs"][:, 0], expected)
+    assert found["topk_ids"].dtype == np.int32
+
+
+def test_the_students_own_likeliest_tokens_are_asked_of_the_teacher(tiny_model_folder):
+    batch = random_batch(1)
+    teach = Teaching(
+        config(topk=5, topk_of="student"), parts(tiny_model_folder, teacher=2), read_model(tiny_model_folder)
+    )
+    found = teach(batch)
+    assert found["topk_ids"].shape == found["teacher_topk_logprobs"].shape == (batch.tokens, 5)
+
+
+def test_advantages_are_by_how_much_the_teacher_likes_a_token_more(tiny_model_folder):
+    batch = random_batch(2, columns=["sampler_logprobs"])
+    teach = Teaching(config("teacher-pg"), parts(tiny_model_folder, teacher=2), read_model(tiny_model_folder))
+    found = with_advantages(teach(batch), moves=False)
+    expected = np.where(batch["loss_mask"], -2.0 - batch["sampler_logprobs"], 0)
+    np.testing.assert_allclose(np.where(batch["loss_mask"], found["advantages"], 0), expected, rtol=1e-6)
+    assert "old_logprobs" not in found
+    assert "old_logprobs" in with_advantages(teach(batch), moves=True)
+    assert "topk_ids" not in found
+
+
+@pytest.mark.parametrize("loss", ["topk-kl", "teacher-pg"])
+def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path, tiny_model_folder, loss):
+    folder = make_model(tmp_path, make_tokenizer(["quite other words 99"], vocab_size=280))
+    made = parts(tiny_model_folder, teacher=1)
+    made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
+    with pytest.raises(ConfigError, match=r"has another tokenizer than the student: \d+ tokens differ, e\.g\. "):
+        Teaching(config(loss), made, read_model(tiny_model_folder))
+
+
+def test_a_teacher_of_another_size_with_the_same_tokens_is_taken(tmp_path, tiny_model_folder, tiny_tokenizer):
+    folder = make_model(tmp_path, tiny_tokenizer, hidden=32, layers=1)
+    made = parts(tiny_model_folder, teacher=1)
+    made.config.roles = {"teacher": SimpleNamespace(model=ModelSection(str(folder)))}
+    Teaching(config(), made, read_model(tiny_model_folder))
+
+
+def test_shares_are_between_0_and_1():
+    with pytest.raises(ValueError, match="wanted a share between 0 and 1"):
+        TopkKlConfig(forward=1.5)
