@@ -13,6 +13,7 @@ To add a recipe, add a line to ENTRIES, and if it begins from something new a st
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -26,6 +27,10 @@ from attrs import asdict, frozen
 RUNS = Path("runs/learn")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d3a9b", "#4d4d4d")
 """Told apart by colour-blind readers too (Okabe and Ito 2008)."""
+GRADED = Path(os.environ.get("WHET_SHARED_DATA", "../shared/data")) / "gsm8k_model_solutions.jsonl"
+"""Graded solutions to make preferences of; where there are none, sums are made up."""
+PREFERENCES = [sys.executable, "examples/preference/prepare.py", "models/preference-0"]
+PREFERENCES += ["--solutions", str(GRADED)] * GRADED.is_file()
 STARTS: dict[str, tuple[str, list[list[str]]]] = {
     "arithmetic": (
         "models/start-0/model",
@@ -48,8 +53,18 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             ]
         ],
     ),
+    "demonstrations": ("models/preference-0/validation.jsonl", [PREFERENCES]),
+    "preferences": (
+        "models/start-preference-0/model",
+        [
+            PREFERENCES,
+            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
+        ],
+    ),
 }
 """What recipes begin from: what is there once it is made, and the commands that make it."""
+
+ACCURACY = "validation/rewards/accuracies"
 
 
 @frozen
@@ -78,6 +93,11 @@ ENTRIES = (
     Entry("rloo", "recipes/learn-rloo.yaml"),
     Entry("reinforce-plus-plus", "recipes/learn-reinforce-plus-plus.yaml"),
     Entry("distill", "recipes/learn-distill.yaml", start="arithmetic+teacher"),
+    Entry("sft", "recipes/learn-sft.yaml", "validation/loss", "held-out loss", rises=False, start="demonstrations"),
+    *(
+        Entry(name, f"recipes/learn-{name}.yaml", ACCURACY, "held-out preference accuracy", start="preferences")
+        for name in ("dpo", "ipo", "kto")
+    ),
 )
 
 

@@ -21,13 +21,15 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.
 
 @pytest.fixture(scope="session")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records that fit every recipe fed by data: conversations, and questions with answers."""
+    """Records that fit every recipe fed by data: conversations, questions with answers, pairs, answers with labels."""
     file = tmp_path_factory.mktemp("records") / "records.jsonl"
     lines = []
     for n in range(40):
         question, answer = f"Compute {n}+8-3.", f"{n}+8={n + 8}, {n + 8}-3={n + 5}. #### {n + 5}"
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages, "question": question, "answer": answer}))
+        pair = {"prompt": question, "chosen": answer, "rejected": "no"}
+        labelled = {"completion": answer if n % 2 else "no", "label": bool(n % 2)}
+        lines.append(json.dumps({"messages": messages, "question": question, "answer": answer, **pair, **labelled}))
     file.write_text("\n".join(lines))
     return file
 
@@ -79,6 +81,8 @@ def small(recipe: Path) -> list[str]:
     by_algorithm = {
         "grpo": ["algorithm.prompts_per_step=2", "algorithm.group_size=2"],
         "sft": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
+        "dpo": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
+        "kto": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
     }
     given += by_algorithm[document["algorithm"]["use"]]
     if document["algorithm"].get("filters"):
