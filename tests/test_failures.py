@@ -129,6 +129,47 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, 
     assert (tmp_path / "run" / "metrics.jsonl").exists() is False
 
 
+def test_a_reward_with_a_bug_ends_the_run_after_its_first_groups(tmp_path, small_run, whet):
+    (tmp_path / "shout.py").write_text(MISSPELT)
+    config = small_run(
+        tmp_path,
+        plugins=["./shout.py"],
+        algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 2},
+        environments=["shout"],
+        loggers=["console"],
+    )
+    done = whet("run", config)
+    assert done.error == (
+        "environment 'shout' fails wherever it is played: all 16 episodes of its first 8 groups failed alike; "
+        f"the last: AttributeError: 'str' object has no attribute 'is_upper' ({tmp_path}/shout.py:14, in loud)"
+    )
+    assert "failed after step 0" in done.output
+
+
+MISSPELT = """
+from attrs import frozen
+from whet import hookimpl
+from whet.component import Component
+from whet.data.records import Task
+from whet.interfaces.environment import SingleTurn
+
+@frozen
+class Shout:
+    ...
+
+# Its method is `isupper`.
+def loud(text, data):
+    return float(text.is_upper())
+
+def build(config):
+    return SingleTurn({"train": [Task("Say something loud.")]}, {"loud": loud})
+
+@hookimpl
+def whet_environments():
+    return [Component("shout", Shout, f"{__name__}:build")]
+"""
+
+
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory, small_run, whet) -> Path:
     """The run folder of three environments that each fail for some of their tasks."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import whet
 from whet.rollout.journal import check
 
 STEPS = 12
@@ -183,6 +184,28 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tin
 
 
 def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
-    before = (uninterrupted / "metrics.jsonl").read_bytes()
-    assert "finished 12 steps" in finish(start(uninterrupted.parent / "run.yaml"))
-    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+    before = {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}
+    said = finish(start(uninterrupted.parent / "run.yaml", "loggers=[console]"))
+    assert said.splitlines() == [
+        "this run is finished, all 12 steps of it; nothing was started",
+        f"results: the model is in {uninterrupted}/model, and `whet report {uninterrupted}` makes a page of the run",
+        f"to go on: whet run {uninterrupted.parent}/run.yaml 'loggers=[console]' run.steps=24",
+        "to start afresh: another run.folder",
+    ]
+    assert {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()} == before
+
+
+def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/model")
+    finish(start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run"))
+    same(tmp_path / "run", uninterrupted)
+
+
+def test_a_second_ctrl_c_ends_a_run_that_did_not_fail(tmp_path, tiny_model_folder, capsys):
+    config = write_config(tmp_path, tiny_model_folder)
+    with pytest.raises(KeyboardInterrupt), whet.open(config, "loggers=[console]", "cluster.workers=inline"):
+        raise KeyboardInterrupt
+    assert "run ended at step 0; everything it wrote is in" in capsys.readouterr().out
+    last = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["by"]) == ("closed", "KeyboardInterrupt")

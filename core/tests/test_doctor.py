@@ -69,11 +69,16 @@ def test_a_model_without_weights_is_a_failure(good: Path, tmp_path: Path) -> Non
     assert found.status == "fail"
 
 
-@pytest.mark.parametrize(("text", "status"), [("", "fail"), ("{no json\n", "warn"), ('{"a": 1}\n', "ok")])
+@pytest.mark.parametrize(("text", "status"), [('{no json\n{"a": 1}\n', "warn"), ('{"a": 1}\n', "ok")])
 def test_the_first_record_of_each_file_is_read(good: Path, tmp_path: Path, text: str, status: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
     (found,) = doctor._data(prepare(good))
     assert found.status == status
+
+
+def test_data_without_a_record_is_a_failure(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("")
+    assert [status for status, found in of(examine(str(good)), "config") if "holds no record" in found] == ["fail"]
 
 
 def test_a_ray_cluster_that_does_not_answer_is_a_failure(good: Path) -> None:

@@ -18,7 +18,7 @@ from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
 from whet.config.evaluation import scoring
-from whet.config.structure import unstructure
+from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
 from whet.identity import identity_of, versions
 from whet.interfaces.logger import RunInfo
@@ -128,6 +128,11 @@ class Builder:
         parts.refit(version=done)
         return parts
 
+    def refuse_another(self) -> None:
+        """Raise `CheckpointError` where the run folder holds another run. Starts no role and writes nothing."""
+        chat = self.chat()
+        self._own_identity(self._data(chat), self.routes(self.config.environments, "train"))
+
     def _watch_waits(self) -> Waits:
         def episodes() -> list[str]:
             return [f"episodes: {', '.join(places)}"] if self._episodes and (places := self._episodes.where()) else []
@@ -184,6 +189,24 @@ class Builder:
 
     def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
         config, folder = self.config, self.folder
+        identity = self._own_identity(data, routes, again)
+        saved = checkpoint.latest(folder)
+        if saved:
+            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+        folder.rewind(saved.step if saved else -1)
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        folder.scratch.mkdir(parents=True, exist_ok=True)
+        folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
+        folder.write_json("identity.json", identity)
+        folder.write_json("versions.json", versions())
+        folder.write_json("plan.json", self.plan.to_dict())
+        folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
+        self.opened = True
+        return saved
+
+    def _own_identity(self, data: "OfflineData | None", routes: "list[Route]", again: bool = False) -> dict[str, Any]:
+        """Give the run's identity. Raises `CheckpointError` where the folder's run is not to be gone on with."""
+        config, folder = self.config, self.folder
         identity = identity_of(config, self.prepared.model, data, routes, self.prepared.models)
         before = folder.read_json("identity.json") if folder.has_steps() else None
         if before is not None and config.run.resume == "never" and not again:
@@ -192,19 +215,7 @@ class Builder:
             raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
         if before is not None:
             self._refuse_another(f"{folder.path} holds", before, identity)
-        saved = checkpoint.latest(folder)
-        if saved:
-            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
-        folder.rewind(saved.step if saved else -1)
-        shutil.rmtree(folder.scratch, ignore_errors=True)
-        folder.scratch.mkdir(parents=True, exist_ok=True)
-        folder.write_text("config.yaml", to_text(unstructure(config)))
-        folder.write_json("identity.json", identity)
-        folder.write_json("versions.json", versions())
-        folder.write_json("plan.json", self.plan.to_dict())
-        folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
-        self.opened = True
-        return saved
+        return identity
 
     def _refuse_another(self, found: str, before: Any, identity: dict[str, Any]) -> None:
         different = checkpoint.differences(before, identity, self.config.run.allow_changed)

@@ -69,6 +69,11 @@ def prune(run: RunFolder, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def newest(run: RunFolder) -> int:
+    """Give the step of the newest complete checkpoint, which is not read; 0 where there is none."""
+    return max((step for step, _ in _folders(run)), default=0)
+
+
 def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
     """Find the newest complete checkpoint, or that of a step. A damaged one raises `CheckpointError`."""
     for number, folder in _folders(run):

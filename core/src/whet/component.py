@@ -54,6 +54,9 @@ class Facts:
     """Of an algorithm: what it feeds on, of `rollouts` and `data`."""
     data_format: str = ""
     """Of an algorithm that feeds on `data`: the records it reads, e.g. `conversations` or `pairs`."""
+    record_fields: tuple[tuple[str, ...], ...] = ()
+    """Of an algorithm that feeds on `data`: fields of which a record has all of one tuple, as they are called in the
+    data; `whet check` looks for them. None: it does not look."""
     outputs_needed: frozenset[str] = frozenset()
     """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
     outputs_given: frozenset[str] = frozenset()

@@ -37,6 +37,8 @@ class Outcome:
     finished: bool
     stopped_by: int | None = None
     """The signal that ended it early."""
+    before: bool = False
+    """Whether it had ended before, so that nothing was left to do and nothing was started."""
 
 
 def run(
@@ -51,7 +53,29 @@ def run(
     `began`: when it was asked for, in seconds since the epoch; the time to the first step counts from there.
     """
     prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
-    with _opened(prepared) as sittings:
+    with _claimed(prepared.config.run.folder) as folder:
+        if (done := _finished(prepared, folder)) is not None:
+            return Outcome(folder.path, done, finished=True, before=True)
+        return _sittings(prepared, folder)
+
+
+def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
+    """Give the steps of a run of which nothing is left to do; None of any other. Nothing is started or written.
+
+    Raises `CheckpointError` where the folder holds another run.
+    """
+    section, done = prepared.config.run, checkpoint.newest(folder)
+    left = done < section.steps or (section.export and not _exported(folder))
+    if left or not (folder.path / "identity.json").exists():
+        return None
+    with closing_all([]) as closers:
+        Builder(prepared, folder, closers).refuse_another()
+    return done
+
+
+def _sittings(prepared: Prepared, folder: RunFolder) -> Outcome:
+    """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
+    with _opened(prepared, folder) as sittings:
         while True:
             try:
                 with sittings.sit() as parts:
@@ -82,10 +106,9 @@ def _sit(parts: Parts) -> Outcome:
 
 def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     """Write the final model whole, once; a sitting that failed to leaves it to the next."""
-    target, partial = folder.path / "model", folder.path / "model.partial"
-    journal = [row.get("event") for row in read_rows(folder.path / "journal.jsonl")]
-    if target.is_dir() and [event for event in journal if event in ("step", "exported")][-1:] == ["exported"]:
+    if _exported(folder):
         return
+    target, partial = folder.path / "model", folder.path / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
     backend.export(partial)
     with disk_errors(target):
@@ -94,11 +117,23 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
     folder.journal("exported", step=step)
 
 
+def _exported(folder: RunFolder) -> bool:
+    """Whether the model was written whole after the last step."""
+    journal = folder.path / "journal.jsonl"
+    events = [row.get("event") for row in read_rows(journal)] if journal.exists() else []
+    told = [event for event in events if event in ("step", "exported")]
+    return (folder.path / "model").is_dir() and told[-1:] == ["exported"]
+
+
 @contextmanager
 def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
     """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`."""
     prepared = prepare(path, overrides, config_only=False, registry=registry)
-    with _opened(prepared) as sittings, sittings.sit() as parts:
+    with (
+        _claimed(prepared.config.run.folder) as folder,
+        _opened(prepared, folder) as sittings,
+        sittings.sit() as parts,
+    ):
         yield parts
 
 
@@ -148,19 +183,32 @@ class _Sittings:
 
 
 @contextmanager
-def _opened(prepared: Prepared) -> Iterator[_Sittings]:
-    folder = RunFolder(prepared.config.run.folder)
+def _claimed(path: str) -> Iterator[RunFolder]:
+    """Lock a run folder meanwhile."""
+    folder = RunFolder(path)
     with closing_all([]) as closers:
         folder.claim()
+        closers.append(folder.release)
+        yield folder
+
+
+@contextmanager
+def _opened(prepared: Prepared, folder: RunFolder) -> Iterator[_Sittings]:
+    with closing_all([]) as closers:
         watchers = Watchers(prepared.loaded.registry.manager, folder)
-        closers += [folder.release, lambda: shutil.rmtree(folder.scratch, ignore_errors=True), watchers.close]
+        closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), watchers.close]
         sittings = _Sittings(prepared, folder, watchers, Recovery(prepared.config.cluster.recovery, folder))
         try:
             yield sittings
-        except BaseException as error:
+        except Exception as error:
             watchers.failed = True
             if sittings.opened:
                 with suppress(WhetError):  # a full disk must not hide what failed
                     folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
+            raise
+        except BaseException as error:  # a second Ctrl-C: it was ended, and did not fail
+            if sittings.opened:
+                with suppress(WhetError):
+                    folder.journal("closed", by=type(error).__name__)
             raise
         folder.journal("closed")

@@ -355,11 +355,9 @@ def _data_file(file: "DataFile") -> Check:
     try:
         if find_file(file) is None:
             return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
-        row = next(iter(read(file)), None)
+        row = next(iter(read(file)))
     except WhetError as error:
         return Check("data", "fail", str(error), "correct the path, or the file")
-    if row is None:
-        return Check("data", "fail", f"{file.path} holds no record", "correct the path, or the file")
     if row.problem:
         return Check("data", "warn", f"{row.where}: {row.problem}", "look at the file's first record")
     return Check("data", "ok", f"{file.path}: records of {', '.join(row.record)}")

@@ -4,6 +4,11 @@ Each message says what was found, what was wanted, where, and what to change; th
 prints the message alone, without a traceback.
 """
 
+import functools
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class WhetError(Exception):
     """Anything that whet reports to its user in plain words."""
@@ -13,12 +18,23 @@ def in_words(error: BaseException) -> str:
     """Say what was raised: the message alone where it is of whet, else the exception's name, message and place."""
     if isinstance(error, WhetError):
         return str(error)
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    code = None if last is None else last.tb_frame.f_code
-    place = "" if code is None or last is None else f" ({code.co_filename}:{last.tb_lineno}, in {code.co_name})"
-    return f"{type(error).__name__}: {error}{place}"
+    place = place_of(error)
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+
+
+def place_of(error: BaseException) -> str:
+    """Say where an error was raised; where that is in a library, also the last place before it that is not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", *_libraries()))]
+    places = [f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in (*frames[-1:], *own[-1:])]
+    return ", called from ".join(dict.fromkeys(places))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of code that is rarely what its user has to change: Python's own, installed packages, whet."""
+    paths = sysconfig.get_paths()
+    return (str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 class ConfigError(WhetError):

@@ -28,7 +28,7 @@ FREE = {
         "record",
     ),
     "model": ("path", "revision"),
-    "data": ("train", "validation"),  # where files lie; what they hold is hashed
+    "data": ("train", "validation"),
 }
 """Keys of each section that may change between the sittings of a run."""
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")
@@ -45,7 +45,7 @@ def identity_of(
     models: "Mapping[str, ModelInfo] | None" = None,
 ) -> dict[str, Any]:
     """Collect what decides a run's numbers: config, model files (`models` are those of roles), data files and tasks."""
-    plain = unstructure(config)
+    plain = unstructure(config, path=lambda value: None)  # where files lie may change; what they hold is hashed
     chosen = {
         name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
     }

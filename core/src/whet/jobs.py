@@ -83,8 +83,8 @@ def evaluate(
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
-def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> None:
-    """Write a checkpoint of a run as a folder that `transformers` loads."""
+def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> int:
+    """Write a checkpoint of a run as a folder that `transformers` loads; give its step."""
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
@@ -97,21 +97,25 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
     with tempfile.TemporaryDirectory(prefix="whet-export-") as scratch, closing_all([]) as closers:
         builder = _builder(prepared, scratch, closers)
         backend = builder.handle("backend", builder.cluster())
-        _load(backend, run, step)
+        written = _load(backend, run, step)
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
         backend.export(Path(out))
+    return written
 
 
-def _load(backend: "Backend", run: RunFolder, step: int | None) -> None:
-    """Load a checkpoint; of a run that goes on meanwhile, the newest may be another one the next moment."""
+def _load(backend: "Backend", run: RunFolder, step: int | None) -> int:
+    """Load a checkpoint and give its step.
+
+    Of a run that goes on meanwhile, the newest may be another one the next moment.
+    """
     for attempt in range(_ATTEMPTS):
         newest = max(run.checkpoints.glob("step-??????"), default=run.checkpoints)
         try:
             saved = checkpoint.latest(run, step)
             if saved is not None:
                 backend.load(saved.part("backend"))
-                return
+                return saved.step
         except WhetError:
             if newest.exists() or step is not None or attempt + 1 == _ATTEMPTS:
                 raise

@@ -1,9 +1,10 @@
 """How far anyone can go without resources: a config, what is wrong with it, and its plan."""
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
@@ -16,7 +17,7 @@ from whet.plan import Machine, Plan, gather_facts, make_plan
 from whet.spans import Span
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config, ModelSection
+    from whet.config.sections import Config, DataFile, ModelSection
     from whet.plugins import Registry
 
 
@@ -60,10 +61,11 @@ def prepare(
         name: _model(role.model, config_only, f"roles.{name}.")
         for name, role in loaded.config.roles.items() if role.model is not None
     }  # fmt: skip
-    plan, problems = make_plan(loaded.config, model, gather_facts(loaded.config, model, models), machine())
+    facts = gather_facts(loaded.config, model, models)
+    plan, problems = make_plan(loaded.config, model, facts, machine())
     problems += missing_launcher(loaded.config)
     if trains:
-        problems += missing_files(loaded.config)
+        problems += data_problems(loaded.config, facts["algorithm"].record_fields)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
@@ -88,21 +90,50 @@ def missing_launcher(config: "Config") -> list[Problem]:
     return [Problem("cluster.launcher", words)] if needed and (words := without_ray()) else []
 
 
-def missing_files(config: "Config") -> list[Problem]:
-    """Look for the data files that a config names; what is on the hub is left to the run."""
-    from whet.data.readers import find_file
+def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> list[Problem]:
+    """Look at the data files that a config names, and at their first records; what is on the hub is left to the run.
 
+    `fields`: see `Facts.record_fields`.
+    """
     problems = []
     for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
         for i, file in enumerate(files):
-            try:
-                found = find_file(file)
-                message = "" if found is None or found.is_file() else f"there is no file {file.path!r}"
-            except DataError as error:
-                message = str(error)
-            if message:
+            if message := _unusable(file, fields):
                 problems.append(Problem(f"data.{name}.{i}.path", message))
     return problems
+
+
+FIRST_RECORDS = 20
+"""Records of a data file that are looked at. A run may leave some out, but not all."""
+
+
+def _unusable(file: "DataFile", fields: Sequence[Sequence[str]]) -> str:
+    """Say why nothing of a data file can be used, as far as its beginning tells."""
+    from whet.data.readers import find_file, read
+
+    try:
+        found = find_file(file)
+        if found is None:
+            return ""
+        if not found.is_file():
+            return f"there is no file {file.path!r}"
+        rows = list(itertools.islice(read(file), FIRST_RECORDS))
+    except DataError as error:
+        return str(error)
+    reasons = [row.problem or _lacking(row.record, fields) for row in rows]
+    if not rows:
+        return f"{file.path!r} holds no record"
+    if not all(reasons):
+        return ""
+    return f"none of the first {len(rows)} records can be used; {rows[0].where}: {reasons[0]}"
+
+
+def _lacking(record: Mapping[str, Any], fields: Sequence[Sequence[str]]) -> str:
+    """Say which fields a record lacks."""
+    if not fields or any(all(record.get(name) is not None for name in names) for names in fields):
+        return ""
+    wanted = ", or ".join(" and ".join(f"`{name}`" for name in names) for names in fields)
+    return f"it has the fields {', '.join(record) or 'none'}; wanted {wanted}"
 
 
 def machine() -> Machine:

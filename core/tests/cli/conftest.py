@@ -12,10 +12,14 @@ import yaml
 
 @pytest.fixture
 def command(site: Path, tmp_path: Path) -> Any:
-    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` beside the installed ones."""
+    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others."""
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
+    alone = (
+        "import importlib.metadata, whet.plugins; from whet.cli import main;"
+        f"whet.plugins.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]); main()"
+    )
 
-    def run(*arguments: str, code: str = "from whet.cli import main; main()") -> "subprocess.CompletedProcess[str]":
+    def run(*arguments: str, code: str = alone) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, "-c", code, *arguments],
             capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=False,
@@ -29,7 +33,7 @@ def config(offers: Any, tmp_path: Path) -> Path:
     """A config that can be planned: components of `offers`, and a model folder without weights."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 64}')
-    (tmp_path / "data.jsonl").write_text("")
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     document = {
         "run": {"folder": "runs/it", "steps": 1}, "model": {"path": str(tmp_path / "model")}, "algorithm": "loop",
         "backend": "trainer", "loggers": ["screen"], "data": {"train": [{"path": "data.jsonl"}]},

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_a_good_config_is_planned(command: Any, config: Path) -> None:
     done = command("check", str(config))
@@ -49,6 +51,27 @@ def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) 
         "  data.train.0.path: there is no file 'gone.jsonl'",
         "  data.validation.0.path: the folder . has no file for the split 'train'; it has data.jsonl",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "'data.jsonl' holds no record"),
+        ("[1]\n[2]\n", "none of the first 2 records can be used; data.jsonl:1: a list, wanted an object with named"),
+    ],
+)
+def test_the_first_records_of_data_files_are_read(
+    command: Any, config: Path, tmp_path: Path, text: str, problem: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    done = command("check", str(config))
+    assert done.returncode == 1
+    assert f"Error: data.train.0.path: {problem}" in done.stderr
+
+
+def test_one_bad_record_among_good_ones_is_left_to_the_run(command: Any, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('[1]\n{"text": "a"}\n')
+    assert command("check", str(config)).returncode == 0
 
 
 def test_a_broken_plugin_is_a_warning(command: Any, config: Path, install: Any) -> None:

@@ -52,6 +52,11 @@ def test_what_is_printed_is_read_as_it_was_meant(command: Any, config: Path) -> 
     assert done.stdout.startswith("run.folder = a  b\n")
 
 
+def test_an_item_of_a_list_is_meant_by_its_name_too(command: Any, config: Path) -> None:
+    done = command("config", "explain", "it.yaml", "loggers.screen.use")
+    assert done.stdout.splitlines()[0] == "loggers.0.use = screen", done.stderr
+
+
 def test_problems_and_unknown_keys_are_errors(command: Any, config: Path) -> None:
     for words in (["run.sed"], ["run.seed", "run.stesp=3"]):
         done = command("config", "explain", "it.yaml", *words)

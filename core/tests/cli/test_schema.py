@@ -37,6 +37,7 @@ def test_json_holds_the_fields(command: Any, offers: Any) -> None:
         ("rolout", "there is no section or component 'rolout' (did you mean 'rollout'?)"),
         ("trayner", "(did you mean 'trainer'?)"),
         ("losses/clop", "there is no loss 'clop' (did you mean 'clip'?)"),
+        ("mine", "a component of a single file is seen with the config that names it: --config FILE"),
         ("algorithm", "algorithm holds one of the algorithms; ask for one of them: "),
     ],
 )

@@ -54,6 +54,26 @@ def one(tmp_path: Path, offers: Registry, monkeypatch: pytest.MonkeyPatch) -> Ex
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("environments.more.terms", "environments.1.terms"),
+        ("environments.more.use", "environments.1.use"),
+        ("environments.0.use", "environments.0.use"),
+        ("loggers.screen.use", "loggers.0.use"),
+    ],
+)
+def test_an_item_of_a_list_is_meant_by_its_name_too(one: Explain, key: str, meant: str) -> None:
+    assert one(key).key == meant
+
+
+def test_a_name_that_two_items_have_means_neither(one: Explain) -> None:
+    with pytest.raises(
+        ConfigError, match=r"there is no key 'environments\.sums\.terms' \(did you mean 'environments\.0"
+    ):
+        one("environments.sums.terms")
+
+
+@pytest.mark.parametrize(
     ("key", "overrides", "value", "origins"),
     [
         ("run.seed", (), 3, ["base.yaml, line 1", "default"]),

@@ -3,6 +3,7 @@
 import enum
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.component import Selection
-from whet.config.sections import Config, DataSection, EnvironmentSection, selection
-from whet.config.structure import structure, unstructure
+from whet.config.sections import (
+    Config,
+    DataSection,
+    EnvironmentSection,
+    EvaluationSection,
+    ModelSection,
+    RecordSection,
+    RecoverySection,
+    selection,
+)
+from whet.config.structure import absolute, structure, unstructure
 from whet.errors import ConfigError
 from whet.plugins import Registry
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "off"),
+    [
+        (RecordSection, False, "{every: 0}"),
+        (RecoverySection, "off", "{enabled: false}"),
+        (EvaluationSection, None, "{environments: []}"),
+    ],
+)
+def test_switching_a_section_off_is_answered_with_how(section: type, value: object, off: str) -> None:
+    with pytest.raises(ConfigError, match=f"wanted a mapping, found .*; to switch it off: {re.escape(off)}$"):
+        structure(value, section, None)
+    with pytest.raises(ConfigError, match=r"wanted a mapping, found true$"):
+        structure(True, section, None)
+
+
+def test_paths_are_made_absolute_where_something_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    found = [unstructure(ModelSection(path), path=absolute)["path"] for path in ("model", "./model", "owner/model")]
+    assert found == [f"{tmp_path}/model", f"{tmp_path}/model", "owner/model"]
+    assert unstructure(ModelSection("model"))["path"] == "model"
+    assert absolute({"train": "model", "test": "b"}) == {"train": f"{tmp_path}/model", "test": "b"}
 
 
 class Colour(enum.Enum):

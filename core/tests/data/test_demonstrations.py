@@ -1,10 +1,14 @@
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from whet.config.sections import DataFile
+from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
-from whet.data.demonstrations import FIELDS, encode, known_fields
+from whet.data.demonstrations import FIELDS, encode, known_fields, record_fields
 from whet.data.readers import read
 from whet.errors import DataError
+from whet.prepare import data_problems
 
 USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}
@@ -121,3 +125,20 @@ def test_gsm8k_can_be_trained_on(chat, shared_data):
     for row in rows:
         (sequence,) = encode(row.record, chat, names)
         assert chat.decode(sequence["tokens"][sequence["loss_mask"]]) == row.record["answer"]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "lacks"),
+    [
+        ({"text": "a"}, {}, ""),
+        ({"prompt": "a", "completion": "b"}, {}, ""),
+        ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answer"}, ""),
+        ({"question": "a", "answer": "b"}, {}, "`messages`, or `prompt` and `completion`, or `text`"),
+        ({"prompt": "a"}, {}, "`messages`, or `prompt` and `completion`, or `text`"),
+    ],
+)
+def test_the_fields_that_check_looks_for_are_those_that_are_read(tmp_path, record, fields, lacks):
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    section = SimpleNamespace(data=DataSection([DataFile(str(tmp_path / "data.jsonl"))]))
+    found = [str(problem) for problem in data_problems(section, record_fields(fields))]
+    assert [problem.endswith(f"wanted {lacks}") for problem in found] == [True] * bool(lacks)

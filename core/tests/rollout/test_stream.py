@@ -414,7 +414,7 @@ def test_many_failed_groups_in_a_row_end_the_run_with_the_cause() -> None:
         stream(routes=[route], retries=1, max_failed_groups=4) as made,
         pytest.raises(WhetError, match=r"4 groups in a row failed; the last: environment 'fragile', task \d+, .*broke"),
     ):
-        made.take(8)
+        made.take(2)
 
 
 def test_groups_lost_to_infrastructure_have_a_budget_and_a_counter_of_their_own() -> None:

@@ -42,7 +42,7 @@ def explain(config: str, words: tuple[str, ...], as_json: bool) -> None:
     found = explained(loaded, keys[0]) if keys else settings(loaded)
     if as_json:
         click.echo(json.dumps([attrs.asdict(setting) for setting in found], indent=2, default=str))
-    elif keys and keys[0] == found[0].key:
+    elif keys and len(found) == 1:
         click.echo("\n".join(_lines(found[0], config)))
     else:
         click.echo("\n".join(_rows(found)))

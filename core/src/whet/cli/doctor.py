@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from whet.doctor import Check
 
+WIDE = 120
+"""Columns from which on what to change has one of its own; in narrower terminals it stands below what was found."""
+
 
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(), required=False)
@@ -43,12 +46,24 @@ def _print(found: "Sequence[Check]") -> None:
     from rich.text import Text
 
     console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    wide = console.width >= WIDE
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "check", "found", "what to change"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("", "check", "found", "what to change")[: 4 if wide else 3]:
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("", "check"))
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     for check in found:
-        table.add_row(Text(check.status, colours[check.status]), check.name, check.found, check.change)
+        status = Text(check.status, colours[check.status])
+        if wide:
+            table.add_row(status, check.name, check.found, check.change)
+        else:
+            table.add_row(status, check.name, check.found)
+            if check.change:
+                table.add_row("", "", Text(f"-> {check.change}", colours[check.status]))
     console.print(table)
-    counts = {status: sum(check.status == status for check in found) for status in ("fail", "warn")}
-    console.print(f"\n{len(found)} checks, {counts['warn']} warnings, {counts['fail']} failures")
+    warnings, failures = (sum(check.status == status for check in found) for status in ("warn", "fail"))
+    counts = [_counted(len(found), "check"), _counted(warnings, "warning"), _counted(failures, "failure")]
+    console.print(f"\n{', '.join(counts)}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

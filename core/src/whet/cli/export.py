@@ -13,5 +13,5 @@ def export(run_folder: str, out: str, step: int | None) -> None:
     """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads."""
     from whet.jobs import export as export_run
 
-    export_run(run_folder, out, step=step)
-    click.echo(f"wrote {out}")
+    written = export_run(run_folder, out, step=step)
+    click.echo(f"wrote {out}: the model after step {written} of {run_folder}")

@@ -1,8 +1,14 @@
 """`whet run`: run a config from the beginning, or from its last checkpoint, to the end."""
 
+import shlex
+from typing import TYPE_CHECKING
+
 import click
 
 from whet.cli.command import Command, config_arguments, say, warn_of_broken
+
+if TYPE_CHECKING:
+    from whet.compose import Outcome
 
 
 @click.command(cls=Command)
@@ -24,8 +30,25 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     except KeyboardInterrupt:  # the second: the first ends the run in order
         say("ended at once; `whet run` with the same config continues after its last checkpoint, if it has one")
         raise
+    if outcome.before:
+        say(_nothing_left(config, overrides, outcome))
+        return 0
     if outcome.finished:
         say(f"finished {outcome.steps} steps in {outcome.folder}")
         return 0
     say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1
+
+
+def _nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") -> str:
+    """Say that a run is finished, where its results are, and how to go on."""
+    folder, steps = outcome.folder, outcome.steps
+    others = [override for override in overrides if not override.startswith("run.steps=")]
+    longer = shlex.join(["whet", "run", config, *others, f"run.steps={2 * steps}"])
+    model = f"the model is in {folder / 'model'}, and " if (folder / "model").is_dir() else ""
+    return (
+        f"this run is finished, all {steps} steps of it; nothing was started\n"
+        f"results: {model}`whet report {folder}` makes a page of the run\n"
+        f"to go on: {longer}\n"
+        "to start afresh: another run.folder"
+    )

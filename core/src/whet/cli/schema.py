@@ -35,7 +35,7 @@ def schema(name: str | None, config: str | None, as_json: bool) -> None:
         return
     chosen = {title: cls for title, cls in classes.items() if name in (title, title.rpartition("/")[2])}
     if not chosen:
-        raise _unknown(name, registry, list(classes))
+        raise _unknown(name, registry, list(classes), config)
     if as_json:
         records = {title: [attrs.asdict(field) for field in describe(cls)] for title, cls in chosen.items()}
         click.echo(json.dumps(records, indent=2))
@@ -69,10 +69,10 @@ def _list(classes: dict[str, type], as_json: bool) -> None:
     click.echo(f"\nSections that hold components, chosen by `use:`: {holders}")
 
 
-def _unknown(name: str, registry: "Registry", titles: list[str]) -> Exception:
+def _unknown(name: str, registry: "Registry", titles: list[str], config: str | None) -> Exception:
     from whet.component import KINDS
     from whet.config.explain import selections
-    from whet.config.words import choice_words
+    from whet.config.words import choice_words, nearest
     from whet.errors import ConfigError
 
     if (kind := selections().get(name)) is not None:
@@ -83,7 +83,9 @@ def _unknown(name: str, registry: "Registry", titles: list[str]) -> Exception:
         registry.find(given_kind, name.partition("/")[2])  # quotes plugins that are broken or offer a name twice
     known = [*titles, *(title.rpartition("/")[2] for title in titles)]
     suspects = "".join(f"\nnot usable, and might offer it: {broken}" for broken in registry.broken)
-    return ConfigError(f"there is no section or component {name!r}{choice_words(name, dict.fromkeys(known))}{suspects}")
+    hint = "" if config else "\na component of a single file is seen with the config that names it: --config FILE"
+    choice = choice_words(name, dict.fromkeys(known)) if nearest(name, known) else "; `whet schema` lists all"
+    return ConfigError(f"there is no section or component {name!r}{choice}{suspects}{hint}")
 
 
 def _lines(fields: "list[FieldDoc]") -> "Iterator[str]":

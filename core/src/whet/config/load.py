@@ -180,7 +180,7 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
     if isinstance(container, list):
         if not key.isdecimal() or int(key[:9]) >= len(container):
             indices = f"an index from 0 to {len(container) - 1}" if container else "none, for it is empty"
-            raise ConfigError(f"{here}: {path} is a list; wanted {indices}, found {key!r:.60}")
+            raise ConfigError(f"{here}: {path} is a list; wanted {indices}{_called(container)}, found {key!r:.60}")
         index = int(key)
         items: list[Any] = list(container)
         items[index] = _replaced(items[index], keys[1:], value, here)
@@ -193,6 +193,17 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
         raise ConfigError(f"{here}: the file has no list at {path}; give it whole, {path}=[...]")
     fields: dict[str, Any] = dict(container or {})
     return {**fields, key: _replaced(fields.get(key), keys[1:], value, here)}
+
+
+def _called(items: Sequence[Any]) -> str:
+    """Say which items of a list have which names."""
+    given = [
+        item if isinstance(item, str) else item.get("name", item.get("use"))
+        for item in items
+        if isinstance(item, str | dict)
+    ]
+    named = [f"{i}: {name}" for i, name in enumerate(given) if isinstance(name, str)]
+    return f" ({', '.join(named)})" if len(named) == len(items) and named else ""
 
 
 def _locate_plugins(document: dict[str, Any], path: Path) -> None:

@@ -1,6 +1,7 @@
 """The sections of a config file. A default stands here and nowhere else; its documentation beneath it.
 
-Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind.
+Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind. Of a field's metadata,
+`off` is the value that switches its section off, and `path: True` says that it may name a file or folder.
 """
 
 import math
@@ -49,7 +50,7 @@ def optional_selection(kind: Kind) -> Any:
 class RunSection:
     """The run itself."""
 
-    folder: str = field(validator=min_len(1))
+    folder: str = field(validator=min_len(1), metadata={"path": True})
     """Where everything the run writes goes."""
     steps: int = field(validator=ge(1))
     """Steps to take in all, counted over resumes."""
@@ -72,7 +73,7 @@ class RunSection:
 class ModelSection:
     """The model that is trained."""
 
-    path: str = field(validator=min_len(1))
+    path: str = field(validator=min_len(1), metadata={"path": True})
     """A model folder or a name on the Hugging Face hub."""
     revision: str | None = None
     """Of a hub model: branch, tag or commit."""
@@ -80,7 +81,7 @@ class ModelSection:
     """Of the forward and backward pass; the optimizer's weights are always float32."""
     trust_remote_code: bool = False
     """Run Python code that the model folder brings. Only for folders you trust as you trust your own code."""
-    chat_template: str | None = None
+    chat_template: str | None = field(default=None, metadata={"path": True})
     """A file with a Jinja chat template to use instead of the model's own."""
 
 
@@ -124,7 +125,7 @@ class DeadlinesSection:
 class RecoverySection:
     """What happens when a worker process dies or hangs. What a worker raises ends the run at once, come what may."""
 
-    enabled: bool = True
+    enabled: bool = field(default=True, metadata={"off": False})
     """`false`: the first death ends the run with its error."""
     replicas: int = field(default=8, validator=ge(0))
     """How often replicas of the generator may be restarted by themselves."""
@@ -205,7 +206,7 @@ class EnvironmentSection:
 class RecordSection:
     """Which training rollouts are recorded token by token. Of all others the messages and rewards are recorded."""
 
-    every: int = field(default=10, validator=ge(0))
+    every: int = field(default=10, validator=ge(0), metadata={"off": 0})
     """Steps between steps that are recorded; the first step is, too. 0: none."""
     groups: int = field(default=2, validator=ge(1))
     """Groups recorded on such a step, the first ones. The trainer scores them beforehand, which costs a forward pass
@@ -254,7 +255,7 @@ class RolloutSection:
 class EvaluationSection:
     """Evaluation within a run, and of `whet eval`."""
 
-    environments: list[EnvironmentSection] = attrs.Factory(list)
+    environments: list[EnvironmentSection] = field(factory=list, metadata={"off": []})
     """What to evaluate on."""
     every: int = field(default=0, validator=ge(0))
     """Steps between evaluations; 0: only at the end."""
@@ -281,7 +282,7 @@ class EvaluationSection:
 class DataFile:
     """One file or hub data set."""
 
-    path: str
+    path: str = field(metadata={"path": True})
     """A `.jsonl`, `.jsonl.gz`, `.json` or `.parquet` file, a folder of them, or a name on the Hugging Face hub."""
     split: str = "train"
     """Of a hub data set, or the name of the file in a folder."""

@@ -70,8 +70,12 @@ def settings(loaded: Loaded) -> list[Setting]:
 
 
 def explain(loaded: Loaded, key: str) -> list[Setting]:
-    """Give the key, or all keys below it. Raises `ConfigError` with the nearest key where there is none."""
+    """Give the key, or all keys below it. Raises `ConfigError` with the nearest key where there is none.
+
+    An item of a list is meant by its position or by its name: `environments.0.use`, `environments.arithmetic.use`.
+    """
     found = settings(loaded)
+    key = _numbered(key, {setting.key: setting.value for setting in found})
     if chosen := [setting for setting in found if setting.key == key or setting.key.startswith(f"{key}.")]:
         return chosen
     for setting in found:
@@ -83,6 +87,26 @@ def explain(loaded: Loaded, key: str) -> list[Setting]:
                 f"`whet schema {section}` says what it can hold"
             )
     raise ConfigError(f"there is no key {key!r}{_meant(key, [setting.key for setting in found])}")
+
+
+def _numbered(key: str, values: Mapping[str, Any]) -> str:
+    """Put the position of an item of a list in the place of its name, or of its `use:` where one item alone has it."""
+    here: list[str] = []
+    for part in key.split("."):
+        before = ".".join(here)
+        named = _items_called(part, before, values)
+        here.append(named[0] if len(named) == 1 and f"{before}.{part}" not in values else part)
+    return ".".join(here)
+
+
+def _items_called(name: str, path: str, values: Mapping[str, Any]) -> list[str]:
+    """Give the positions in the list at a path of the items that are called so."""
+    positions = dict.fromkeys(key.removeprefix(f"{path}.").partition(".")[0] for key in values if key.startswith(path))
+    numbers = [position for position in positions if position.isdecimal()]
+    for word in ("name", "use"):
+        if called := [number for number in numbers if values.get(f"{path}.{number}.{word}") == name]:
+            return called
+    return []
 
 
 def _meant(key: str, known: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Turns a document of builtins into attrs classes and back, strictly, with every problem of the document at once."""
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -12,6 +12,7 @@ import cattrs
 from attrs import frozen
 
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
+from whet.config.document import to_line
 from whet.config.values import (
     PLAIN,
     StructureError,
@@ -49,30 +50,44 @@ def structure(document: object, cls: type[T], registry: "Registry | None", also:
     return cast(T, made)
 
 
-def unstructure(value: Any, *, portable: bool = False) -> Any:
+def unstructure(value: Any, *, portable: bool = False, path: Callable[[Any], Any] | None = None) -> Any:
     """Turn attrs objects into builtins that `structure` takes again; a component becomes `use:` and its keys.
 
-    `portable` names a component by import paths instead, so that a process without plugins can structure it.
+    `portable` names a component by import paths instead, so that a process without plugins can structure it. `path`
+    is applied to what stands in fields whose metadata say `path`.
     """
+
+    def inside(item: Any) -> Any:
+        return unstructure(item, portable=portable, path=path)
+
     if isinstance(value, Selection):
-        return _portable(value) if portable else {"use": value.name, **unstructure(value.config)}
+        return _portable(value) if portable else {"use": value.name, **inside(value.config)}
     if attrs.has(type(value)):
-        return _unstructure_fields(value, portable)
+        return _unstructure_fields(value, portable, path)
     if isinstance(value, Mapping):
-        return {key: unstructure(item, portable=portable) for key, item in value.items()}
+        return {key: inside(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        return [unstructure(item, portable=portable) for item in items]
+        return list(map(inside, sorted(value) if isinstance(value, (set, frozenset)) else value))
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
 
 
-def _unstructure_fields(value: Any, portable: bool) -> dict[str, Any]:
+def absolute(value: Any) -> Any:
+    """Make a path, or each of a mapping, absolute where something is there; names on a hub stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: absolute(item) for key, item in value.items()}
+    found = isinstance(value, str) and Path(value).expanduser().exists()
+    return str(Path(value).expanduser().absolute()) if found else value
+
+
+def _unstructure_fields(value: Any, portable: bool, path: Callable[[Any], Any] | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for field in attrs.fields(type(value)):
         if field.init:
-            plain = unstructure(getattr(value, field.name), portable=portable)
+            plain = unstructure(getattr(value, field.name), portable=portable, path=path)
+            if path is not None and field.metadata.get("path"):
+                plain = path(plain)
             fields.update(plain if _is_inline(field) and not portable else {_key(field): plain})
     return fields
 
@@ -163,7 +178,7 @@ class _Structurer:
         if inline is not None and isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            raise refused(f"wanted a mapping, found {found_words(value)}")
+            raise refused(f"wanted a mapping, found {found_words(value)}{_off_words(value, fields)}")
         if inline is not None:
             own = [_key(field) for field in fields if field is not inline]
             rest = {key: item for key, item in value.items() if key not in own}
@@ -267,6 +282,13 @@ def _default(field: "attrs.Attribute[Any]") -> str | None:
     """The component that stands where the key is left out."""
     name: str | None = field.metadata.get("default") if "kind" in field.metadata else None
     return name
+
+
+def _off_words(value: object, fields: "Sequence[attrs.Attribute[Any]]") -> str:
+    """Say how to switch a section off, where that is meant and it can be."""
+    off = {_key(field): field.metadata["off"] for field in fields if "off" in field.metadata}
+    meant = value in (False, None, 0) or str(value).lower() in ("off", "no", "none", "false")
+    return f"; to switch it off: {to_line(off)}" if meant and off else ""
 
 
 def _fields(cls: Any) -> "list[attrs.Attribute[Any]]":

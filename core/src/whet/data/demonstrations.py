@@ -23,6 +23,12 @@ def known_fields(fields: Sequence[str]) -> Callable[[object, Any, Mapping[str, s
     return check
 
 
+def record_fields(names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Say which fields a record may have, as they are called in the data: all of one tuple."""
+    given = {name: names.get(name, name) for name in FIELDS}
+    return (given["messages"],), (given["prompt"], given["completion"]), (given["text"],)
+
+
 def encode(
     record: Mapping[str, Any],
     chat: ChatTokenizer,

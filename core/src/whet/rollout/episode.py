@@ -11,6 +11,7 @@ what an environment says is tokenised once, when it says it.
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ from whet.rollout.complete import complete
 from whet.rollout.gate import Gate
 from whet.rollout.loop import gather_or_cancel
 from whet.rollout.routing import Route
+from whet.rollout.trial import BrokenEnvironment, Trial, is_infrastructure
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
@@ -69,11 +71,6 @@ class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed epis
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
 """Before an episode is played again whose infrastructure failed: four times as long each time."""
-
-
-def is_infrastructure(error: BaseException) -> bool:
-    """Whether an error says that what an episode stands on failed: a sandbox, a server, a grader's process."""
-    return isinstance(error, InfrastructureError | ConnectionError | TimeoutError)
 
 
 @frozen(eq=False)
@@ -114,6 +111,8 @@ class Player:
     """What requests pass on their way to the generator."""
     answers: bool = False
     """Whether to ask the environment what each episode answered, where it can say."""
+    trials: dict[str, Trial] = field(factory=dict)
+    """Of each environment; filled while playing."""
 
     async def group(self, assignment: Assignment, samples: int) -> Group:
         """Play all episodes of a group at once. The first that fails for good ends the others."""
@@ -125,15 +124,17 @@ class Player:
 
         When its infrastructure fails it is played again just as it was: what broke down in passing leaves no trace.
         Where that does not help the answer itself may be the cause, as of a grader that it hangs, and randomness is
-        fresh from then on. A request that may be what kills replicas is not made again. A `WorkerError` comes through
-        at once.
+        fresh from then on. A request that may be what kills replicas is not made again. `WorkerError` and
+        `BrokenEnvironment` come through at once.
         """
+        trial = self._trial(assignment.route.name)
         attempt, failures = 0, Counter[str]()
         cause: BaseException
         while True:
             try:
-                episode = await self._attempt(assignment, sample, attempt)
-            except WorkerError:
+                with trial.first_attempt(assignment.index) if not failures else nullcontext():
+                    episode = await self._attempt(assignment, sample, attempt)
+            except (WorkerError, BrokenEnvironment):
                 raise
             except asyncio.CancelledError as error:
                 if (current := asyncio.current_task()) and current.cancelling():
@@ -153,8 +154,12 @@ class Player:
                 raise self._failure(assignment, sample, failures.total(), cause) from cause
             assignment.tally["retried"] += 1
             attempt += kind == "failed" or failures[kind] > 1
+            await trial.before_another()
             if kind == "infrastructure":
                 await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures[kind] - 1), LONGEST_PAUSE_SECONDS))
+
+    def _trial(self, environment: str) -> Trial:
+        return self.trials.setdefault(environment, Trial(environment))
 
     def _failure(self, assignment: Assignment, sample: int, failures: int, cause: BaseException) -> EpisodeFailed:
         times = f"{failures} times" if failures > 1 else "once"

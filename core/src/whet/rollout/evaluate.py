@@ -82,7 +82,8 @@ def evaluate(
 
     Randomness depends on the seed, the environment's name, task and sample alone: evaluations of one run draw alike,
     whatever was trained in between. An episode that fails is played again, then dropped and counted, never scored
-    0. Raises `WhetError` where no episode of an environment came through, `WorkerError` where a worker failed.
+    0. Raises `WhetError` where no episode of an environment came through, without waiting for all of them where its
+    first tasks failed alike; `WorkerError` where a worker failed.
 
     A generator serves one event loop at a time: while a rollout stream is open, give its `loop`.
     """

@@ -37,6 +37,7 @@ from whet.rollout.journal import Consumed
 from whet.rollout.loop import EpisodeLoop
 from whet.rollout.pacing import Pacing, Slot
 from whet.rollout.routing import Route, choose, shuffled
+from whet.rollout.trial import BrokenEnvironment
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection
@@ -111,7 +112,8 @@ class RolloutStream:
     def take(self, groups: int) -> Batch:
         """Wait for this many groups that pass the filters, and give them as a batch, in order of admission.
 
-        Raises `WorkerError` when a worker failed, and `WhetError` when groups fail or are filtered too often in a row.
+        Raises `WorkerError` when a worker failed, `BrokenEnvironment` when all first episodes of an environment failed
+        alike, and `WhetError` when groups fail or are filtered too often in a row.
         """
         try:
             consumed, counted = self.loop.run(self._take(groups), tick=self._report)
@@ -240,7 +242,7 @@ class RolloutStream:
             task = self._tasks[slot.route][slot.task]
             assignment = Assignment(self._routes[slot.route], task, slot.task, slot.index, tally=slot.tally)
             self._settle(slot, await self._player.group(assignment, self._group_size))
-        except WorkerError as error:
+        except (WorkerError, BrokenEnvironment) as error:
             self._fail(error)
         except Exception as error:
             self._drop(slot, error)

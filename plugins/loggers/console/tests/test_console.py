@@ -137,6 +137,51 @@ def test_the_summary_shares_out_the_seconds_of_steps(tmp_path):
         ["backend.train", "6.00", "75", "%"],
         ["backend.forward", "2.00", "25", "%"],
     ]
+    assert "100 %:" not in out.getvalue()
+
+
+def test_shares_of_phases_that_overlap_are_explained(tmp_path):
+    logger, out = plain(tmp_path)
+    logger.log(1, {"seconds/step": 4.0, "seconds/rollout.take": 3.0, "seconds/generator.generate": 3.5})
+    logger.close(failed=False)
+    assert "Shares add up to more than 100 %: some phases run at one time, or within another." in out.getvalue()
+
+
+NOTHING, SAME, FINE = ({"reward/mean": mean, "reward/std": std} for mean, std in ((0.0, 0.0), (1.0, 0.0), (0.5, 0.2)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "hints"),
+    [
+        ([NOTHING] * 12, ["all rewards were 0 in 5 steps in a row"]),
+        ([SAME] * 12, ["in 5 steps in a row the rewards within each group were equal"]),
+        ([SAME] * 3 + [NOTHING] * 5, ["all rewards were 0"]),
+        (([NOTHING] * 4 + [FINE]) * 3, []),
+        ([{"reward/mean": 0.0}] * 9 + [{"loss": 0.0}] * 9, []),
+    ],
+)
+def test_steps_that_teach_nothing_get_one_line_of_hint(tmp_path, steps, hints):
+    logger, out = plain(tmp_path, ConsoleConfig(metrics=["nothing"]))
+    for i, metrics in enumerate(steps, 1):
+        logger.log(i, metrics)
+    lines = out.getvalue().splitlines()
+    assert [line.startswith(hint) for line, hint in zip(lines, hints, strict=True)] == [True] * len(hints)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_cuts_no_number_and_no_line(tmp_path, width):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, _environ={"TERM": "xterm"})
+    logger = ConsoleLogger(ConsoleConfig(every=1), RunInfo(folder=tmp_path, name="a-run", steps=4), console)
+    startup = {"seconds/startup": 9.0, **{f"seconds/startup.role{i}.start": 1.0 for i in range(8)}}
+    usual = {"loss": 0.5, "reward/mean": 0.25, "response_length/mean": 17.25, "logprob_gap/max": 0.125}
+    logger.log(1, {**usual, **startup})
+    logger._view._progress.stop()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert all(f"role{i}.start 1.0" in " ".join(text.split()) for i in range(8))
+    header = next(line for line in text.splitlines() if line.startswith("  step"))
+    assert header.split()[1:4] == ["loss", "reward/mean", "response_length/mean"]
+    assert header.endswith("logprob_gap/max" if width == 80 else "  ...")
 
 
 def test_a_resumed_run_is_summed_up_from_its_beginning(tmp_path):

@@ -4,7 +4,7 @@ from attrs import field, frozen, validators
 
 from whet.component import Facts, Selection
 from whet.config.sections import selection
-from whet.data.demonstrations import FIELDS, TrainOn, known_fields
+from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 from whet.model import ModelInfo
 
 
@@ -35,7 +35,9 @@ class NllConfig:
 
 def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
-    return Facts(inputs=frozenset({"data"}), data_format="conversations")
+    return Facts(
+        inputs=frozenset({"data"}), data_format="conversations", record_fields=record_fields(config.fields)
+    )
 
 
 def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:

@@ -32,7 +32,7 @@ def _has_question(instance: object, attribute: Any, value: str) -> None:
 class MathConfig:
     """Questions from a data set, with answers that math-verify compares."""
 
-    dataset: str | dict[str, str]
+    dataset: str | dict[str, str] = field(metadata={"path": True})
     """A file, a folder with a file for each split, or a name on the Hugging Face hub; or a file for each split, e.g.
     `{train: a.jsonl, test: b.jsonl}`. A single file makes up whatever split is asked for."""
     subset: str = ""

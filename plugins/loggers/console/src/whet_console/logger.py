@@ -12,6 +12,7 @@ from whet_console import summary
 from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
 from whet_console.display import chosen, harmless, with_interval
+from whet_console.hints import Hints
 from whet_console.history import BOUNDS, STARTUP, History
 from whet_console.views import Lines, Terminal, View
 
@@ -28,6 +29,7 @@ class ConsoleLogger:
         self._console, self._config, self._run = console, config, run
         self._view: View = Terminal(console, run) if live else Lines(console, run, config.quiet_seconds)
         self._closed = False
+        self._hints = Hints()
         self._history = self._recorded(run.resumed_from or -1)
         if run.resumed_from:
             self._view.line(f"resumed after step {run.resumed_from}")
@@ -38,8 +40,10 @@ class ConsoleLogger:
         row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
         if row and step and (step % self._config.every == 0 or step in (1, self._run.steps)):
             self._view.row(step, row)
-        for line in [*startup_lines(metrics), *evaluation_lines(step, metrics)]:
-            self._view.line(harmless(line, 400, self._console.encoding))
+        encoding = self._console.encoding
+        hint = self._hints.after(metrics)
+        for line in [*startup_lines(metrics), *evaluation_lines(step, metrics), *([hint] if hint else [])]:
+            self._view.line(harmless(line, 400, encoding))
         self._view.advance(step)
 
     def status(self, text: str) -> None:

@@ -24,7 +24,7 @@ def summary(history: History, patterns: Sequence[str], encoding: str) -> Group:
     if trained:
         parts += [_training([Change(n, history.first[n], history.last[n]) for n in trained], encoding), Text()]
     if sum(history.seconds.values()) > 0:
-        parts += [_phases(history.seconds, encoding), Text()]
+        parts += [*_phases(history.seconds, encoding), Text()]
     return Group(*parts)
 
 
@@ -75,15 +75,18 @@ def _training(changes: Sequence[Change], encoding: str) -> Table:
     return table
 
 
-def _phases(seconds: dict[str, float], encoding: str) -> Table:
+def _phases(seconds: dict[str, float], encoding: str) -> list[RenderableType]:
     """Share of the steps' time that phases took. They may overlap, and one may be part of another."""
-    table = _table("phases", ("seconds", "share of steps"))
+    table, shares = _table("phases", ("seconds", "share of steps")), 0.0
     phases = {phase: spent for phase, spent in seconds.items() if phase != "step" and not phase.endswith(".start")}
     whole = seconds.get("step") or sum(phases.values())
     for phase, spent in sorted(phases.items(), key=lambda item: -item[1]):
         if spent >= SMALLEST_SHARE * whole:
             table.add_row(_name(phase, encoding), f"{spent:.2f}", f"{100 * spent / whole:.0f} %")
-    return table
+            shares += spent / whole
+    if shares <= 1 + SMALLEST_SHARE:
+        return [table]
+    return [table, Text("Shares add up to more than 100 %: some phases run at one time, or within another.", "dim")]
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -15,6 +15,11 @@ from whet_console.display import harmless, number
 ROWS_BETWEEN_HEADERS = 20
 
 
+def _width(name: str) -> int:
+    """Width of a column, with the space before it."""
+    return max(len(name), 9) + 2
+
+
 class View(Protocol):
     """What the logger needs of either way."""
 
@@ -61,16 +66,26 @@ class Terminal:
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print an aligned row, and the header above it where the columns change."""
-        columns = list(metrics)
+        columns = self._fitting(list(metrics))
         if columns != self._columns or self._rows % ROWS_BETWEEN_HEADERS == 0:
             self._columns, self._rows = columns, 0
-            self._print("  step  " + "  ".join(name.rjust(9) for name in columns), "bold")
+            more = "  ..." if len(columns) < len(metrics) else ""
+            self._print("  step" + "".join(name.rjust(_width(name)) for name in columns) + more, "bold")
         self._rows += 1
-        self._print(f"{step:6d}  " + "  ".join(number(metrics[n]).rjust(max(len(n), 9)) for n in columns))
+        self._print(f"{step:6d}" + "".join(number(metrics[name]).rjust(_width(name)) for name in columns))
+
+    def _fitting(self, columns: list[str]) -> list[str]:
+        """Leave out the last columns where the terminal is too narrow: a number that is cut is worse than none."""
+        room, used = self._console.width - 6, 0
+        for i, name in enumerate(columns):
+            used += _width(name)
+            if used + (5 if i + 1 < len(columns) else 0) > room:
+                return columns[: max(i, 1)]
+        return columns
 
     def line(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._print(text, "cyan")
+        """Print a line above the bar, on several where the terminal is narrow."""
+        self._console.print(Text(text, "cyan"))
 
     def advance(self, step: int) -> None:
         """Move the bar."""

@@ -1,0 +1,81 @@
+"""Notices an environment that cannot work: code that raises the same error at the same place wherever it is played.
+
+Single failures are played again and counted. But where every first attempt at the first groups failed alike, playing
+on costs hours and changes nothing. An environment has passed as soon as one of these episodes ends in another way;
+until then nothing of it is played again while a first attempt is under way.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import InfrastructureError, WorkerError, in_words, place_of
+
+FIRST_GROUPS = 8
+"""Groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
+
+
+class BrokenEnvironment(WhetEnvironmentError):  # noqa: N818 - it says what is to be corrected
+    """All episodes of an environment's first groups raised the same; its cause is the last error."""
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether an error says that what an episode stands on failed: a sandbox, a server, a grader's process."""
+    return isinstance(error, InfrastructureError | ConnectionError | TimeoutError)
+
+
+class Trial:
+    """The first attempts at the first episodes of one environment. To be used from one event loop."""
+
+    def __init__(self, environment: str) -> None:
+        self._environment = environment
+        self._groups: set[int] = set()
+        self._begun = self._failed = 0
+        self._kind = ""
+        """Of the errors so far: exception and place."""
+        self._passed = self._broken = False
+        self._settled = asyncio.Event()
+        """Whether no first attempt is under way that could decide."""
+
+    @contextmanager
+    def first_attempt(self, group: int) -> Iterator[None]:
+        """Watch the first attempt at an episode. Raises `BrokenEnvironment` in place of the error that decides."""
+        if self._passed or (self._complete and group not in self._groups):
+            yield
+            return
+        self._groups.add(group)
+        self._begun += 1
+        self._settled.clear()
+        try:
+            yield
+            self._passed = True
+        except (asyncio.CancelledError, WorkerError):  # says nothing of the environment
+            self._begun -= 1
+            raise
+        except BaseException as error:
+            self._count(error)
+            raise
+        finally:
+            if self._passed or (self._failed == self._begun and not self._broken):
+                self._settled.set()
+
+    async def before_another(self) -> None:
+        """Wait until it is known whether it makes sense to play an episode again."""
+        await self._settled.wait()
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._groups) == FIRST_GROUPS
+
+    def _count(self, error: BaseException) -> None:
+        kind = f"{type(error).__qualname__} at {place_of(error)}"
+        self._kind = self._kind or kind
+        self._passed = self._passed or kind != self._kind or is_infrastructure(error)
+        self._failed += 1
+        self._broken = not self._passed and self._failed == self._begun and self._complete
+        if self._broken:
+            raise BrokenEnvironment(
+                f"environment {self._environment!r} fails wherever it is played: all {self._failed} episodes of its "
+                f"first {FIRST_GROUPS} groups failed alike; the last: {in_words(error)}"
+            ) from error

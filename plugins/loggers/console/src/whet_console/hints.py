@@ -1,0 +1,38 @@
+"""Says once in a line what to look at where steps teach nothing."""
+
+from collections.abc import Mapping
+
+from attrs import define, field
+
+STEPS = 5
+"""In a row after which a hint is given."""
+ZERO = (
+    "all rewards were 0 in {} steps in a row, so nothing is learned: look at the answers in rollouts/; the tasks may "
+    "be too hard, answers too short (rollout.max_tokens), or the reward too strict"
+)
+EQUAL = (
+    "in {} steps in a row the rewards within each group were equal, so there is nothing to compare and the loss is 0: "
+    "more samples of a task, or tasks that are neither too easy nor too hard, help"
+)
+
+
+@define
+class Hints:
+    """Watches the rewards of the steps."""
+
+    _zero: int = field(default=0, init=False)
+    _equal: int = field(default=0, init=False)
+
+    def after(self, metrics: Mapping[str, float]) -> str:
+        """Take a step's metrics; give a hint where they have been telling for long enough, else nothing.
+
+        Rewards of both signs may have the mean 0; then they differ within a group or between groups.
+        """
+        if "reward/mean" not in metrics:
+            return ""
+        equal = metrics.get("reward/std") == 0
+        zero = equal and metrics["reward/mean"] == 0
+        self._zero, self._equal = (self._zero + 1 if zero else 0), (self._equal + 1 if equal else 0)
+        if self._zero == STEPS:
+            return ZERO.format(STEPS)
+        return EQUAL.format(STEPS) if self._equal == STEPS and not zero else ""
