@@ -17,7 +17,7 @@ WIDE = 120
 """Columns from which on what to change has one of its own; in narrower terminals it stands below what was found."""
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Check this machine, and a config on it.")
 @click.argument("config", type=click.Path(), required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")

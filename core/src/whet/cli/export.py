@@ -5,7 +5,7 @@ import click
 from whet.cli.command import Command
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Write a checkpoint as a model folder.")
 @click.argument("run_folder", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint's step; by default the last.")

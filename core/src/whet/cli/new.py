@@ -52,7 +52,7 @@ STARTS: dict[str, _Start] = {
 }  # fmt: skip
 
 
-@click.group()
+@click.group(short_help="Write a package to start from.")
 def new() -> None:
     """Write a new package to start from, whose tests pass as they stand."""
 
@@ -83,7 +83,7 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
     for tree in ("every", word):
         for path in write(TEMPLATES / tree, folder, _words(start, name)):
             click.echo(path)
-    click.echo(f"\nnext:  pip install -e {folder}  &&  pytest {folder}")
+    click.echo(f"\nnext:  pip install -e '{folder}[testing]'  &&  pytest {folder}")
 
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:

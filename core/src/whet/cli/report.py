@@ -7,7 +7,7 @@ import click
 from whet.cli.command import Command
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Write one HTML page about a run.")
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page; by default RUN/report.html.")
 def report(run_folder: Path, out: Path | None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.plugins import Registry
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, short_help="Explain the keys of sections and components.")
 @click.argument("name", required=False)
 @registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
