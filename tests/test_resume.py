@@ -195,6 +195,16 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
     assert {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()} == before
 
 
+def test_a_run_that_was_killed_at_its_very_end_is_closed(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    journal = tmp_path / "run/journal.jsonl"
+    *before, last = journal.read_text().splitlines(keepends=True)
+    assert json.loads(last)["event"] == "closed"
+    journal.write_text("".join(before))
+    assert "nothing was started" in finish(start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run"))
+    assert [json.loads(line)["event"] for line in journal.read_text().splitlines()[len(before) :]] == ["closed"]
+
+
 def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/model")

@@ -60,9 +60,10 @@ def run(
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
-    """Give the steps of a run of which nothing is left to do; None of any other. Nothing is started or written.
+    """Give the steps of a run of which nothing is left to do; None of any other. Nothing is started.
 
-    Raises `CheckpointError` where the folder holds another run.
+    Where its last sitting was killed at the very end, the journal is closed. Raises `CheckpointError` where the folder
+    holds another run.
     """
     section, done = prepared.config.run, checkpoint.newest(folder)
     left = done < section.steps or (section.export and not _exported(folder))
@@ -70,6 +71,8 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
         return None
     with closing_all([]) as closers:
         Builder(prepared, folder, closers).refuse_another()
+    if _told(folder, "opened", "closed", "failed") != "closed":
+        folder.journal("closed")
     return done
 
 
@@ -119,10 +122,14 @@ def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
 
 def _exported(folder: RunFolder) -> bool:
     """Whether the model was written whole after the last step."""
+    return (folder.path / "model").is_dir() and _told(folder, "step", "exported") == "exported"
+
+
+def _told(folder: RunFolder, *events: str) -> str | None:
+    """Give which of these events the journal has last."""
     journal = folder.path / "journal.jsonl"
-    events = [row.get("event") for row in read_rows(journal)] if journal.exists() else []
-    told = [event for event in events if event in ("step", "exported")]
-    return (folder.path / "model").is_dir() and told[-1:] == ["exported"]
+    found = [row["event"] for row in read_rows(journal) if row.get("event") in events] if journal.exists() else []
+    return found[-1] if found else None
 
 
 @contextmanager
