@@ -1,10 +1,11 @@
 """What decides a run's numbers is part of its identity, and nothing else is."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import frozen
+from attrs import field, frozen
 
 from whet.component import Component, Selection
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
@@ -46,3 +47,27 @@ def test_files_may_move_but_not_change(identity: Any, tmp_path: Path) -> None:
     assert identity(here) != identity(other)
     assert identity(here, there) != identity(here)
     assert identity(here, max_length=8) != identity(here)
+
+
+@frozen
+class WithTeacher:
+    """A component that reads a further model."""
+
+    teacher: str = field(metadata={"path": True})
+
+
+def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, tiny_model_folder: Path) -> None:
+    def identify(teacher: str) -> dict[str, Any]:
+        backend = Selection("backends", Component("x", WithTeacher, "x:Y"), WithTeacher(teacher))
+        config = Config(
+            RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
+            backend=backend,
+        )  # fmt: skip
+        return identity_of(config, read_model(tiny_model_folder), None, [])
+
+    moved, other = (shutil.copytree(tiny_model_folder, tmp_path / name) for name in ("moved", "other"))
+    with (other / "config.json").open("a") as file:
+        file.write(" ")
+    assert identify(str(moved)) == identify(str(tiny_model_folder))
+    assert identify(str(other)) != identify(str(moved))
+    assert identify("owner/one") != identify("owner/other")

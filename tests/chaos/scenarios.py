@@ -174,7 +174,7 @@ def worker_hangs(subject: Subject, undisturbed: Path) -> list[str]:
     with looked() as found:
         stopped = [victim for victim in found if victim.name == "backend-0" and victim.strike(signal.SIGSTOP)]
     faults = ends(sitting, 0) or ended_faults(subject, undisturbed)
-    if not re.search(r"rank 0 was lost in \w+: no answer within .*; the run goes on after step", sitting.said()):
+    if not re.search(r"rank 0 was lost in \w+: .*no answer within .*; the run goes on after step", sitting.said()):
         faults.append(f"said {sitting.said()[-500:]!r}, wanted who was lost")
     return faults + ([] if stopped else ["there was no worker"])
 

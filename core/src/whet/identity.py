@@ -45,7 +45,7 @@ def identity_of(
     models: "Mapping[str, ModelInfo] | None" = None,
 ) -> dict[str, Any]:
     """Collect what decides a run's numbers: config, model files (`models` are those of roles), data files and tasks."""
-    plain = unstructure(config, path=lambda value: None)  # where files lie may change; what they hold is hashed
+    plain = unstructure(config, path=_held)
     chosen = {
         name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
     }
@@ -63,6 +63,19 @@ def identity_of(
     if routes:
         files["tasks"] = {f"{route.name} ({route.split})": _tasks(route) for route in routes}
     return {**chosen, **files}
+
+
+def _held(path: Any) -> Any:
+    """Give what identifies a path, or each of a mapping: where files lie may change.
+
+    Of a folder it is what makes it a model. What is read from others is hashed as data or tasks. Names on a hub are
+    kept.
+    """
+    if isinstance(path, Mapping):
+        return {key: _held(item) for key, item in path.items()}
+    if not path or not (found := Path(path).expanduser()).exists():
+        return path
+    return fingerprint(found) if found.is_dir() else None
 
 
 def _tasks(route: "Route") -> str:

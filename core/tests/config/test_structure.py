@@ -50,6 +50,7 @@ def test_paths_are_made_absolute_where_something_is_there(tmp_path: Path, monkey
     found = [unstructure(ModelSection(path), path=absolute)["path"] for path in ("model", "./model", "owner/model")]
     assert found == [f"{tmp_path}/model", f"{tmp_path}/model", "owner/model"]
     assert unstructure(ModelSection("model"))["path"] == "model"
+    assert absolute("") == ""
     assert absolute({"train": "model", "test": "b"}) == {"train": f"{tmp_path}/model", "test": "b"}
 
 

@@ -77,7 +77,7 @@ def absolute(value: Any) -> Any:
     """Make a path, or each of a mapping, absolute where something is there; names on a hub stay as they are."""
     if isinstance(value, Mapping):
         return {key: absolute(item) for key, item in value.items()}
-    found = isinstance(value, str) and Path(value).expanduser().exists()
+    found = isinstance(value, str) and value != "" and Path(value).expanduser().exists()
     return str(Path(value).expanduser().absolute()) if found else value
 
 

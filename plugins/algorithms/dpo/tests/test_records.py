@@ -1,8 +1,10 @@
 import pytest
 
 from whet.data.chat import ChatTokenizer
+from whet.data.pairs import encode_pair
 from whet.errors import DataError
-from whet_dpo.config import DpoConfig, KtoConfig
+from whet.model import ModelInfo
+from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.records import encode_labelled
 
 
@@ -44,3 +46,32 @@ def test_records_that_will_not_do_are_refused(chat, record, complaint):
 def test_unknown_fields_in_the_config_are_refused(config):
     with pytest.raises(ValueError, match="names question, wanted prompt, "):
         config(fields={"question": "prompt"})
+
+
+SPOKEN = [[{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": answer}] for answer in ("42", "43")]
+
+
+@pytest.mark.parametrize(
+    ("record", "pair", "labelled"),
+    [
+        ({"prompt": "6*7?", "chosen": "42", "rejected": "43"}, True, True),
+        ({"chosen": SPOKEN[0], "rejected": SPOKEN[1]}, True, True),
+        ({"prompt": "6*7?", "completion": "42", "label": False}, False, True),
+        ({"prompt": "6*7?", "completion": "42"}, False, False),
+        ({"prompt": "6*7?", "chosen": "42"}, False, False),
+        ({"prompt": "6*7?"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"prompt": "q", "chosen": "c"}])
+def test_the_fields_that_check_looks_for_are_those_that_are_read(chat, record, pair, labelled, fields):
+    record = {fields.get(name, name): value for name, value in record.items()}
+    for facts, encode, usable in (
+        (dpo_facts(DpoConfig(fields=fields, reference="none"), ModelInfo("")), encode_pair, pair),
+        (kto_facts(KtoConfig(fields=fields, reference="precomputed"), ModelInfo("")), encode_labelled, labelled),
+    ):
+        assert any(set(names) <= set(record) for names in facts.record_fields) == usable
+        if usable:
+            assert encode(record, chat, fields)
+            continue
+        with pytest.raises(DataError, match="wanted `"):
+            encode(record, chat, fields)

@@ -179,12 +179,18 @@ def source(config: DpoConfig | KtoConfig, model: ModelInfo) -> Source:
     return "precomputed" if reads_reference(config.loss, model) else "none"
 
 
+def _called(fields: dict[str, str], *names: str) -> tuple[str, ...]:
+    """Say what fields are called in the data."""
+    return tuple(fields.get(name, name) for name in names)
+
+
 def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
     chosen = source(config, model)
     return Facts(
         inputs=frozenset({"data"}),
         data_format="pairs",
+        record_fields=(_called(config.fields, "chosen", "rejected"),),
         columns_written=frozenset({"chosen"} if chosen == "none" else {"chosen", REFERENCE}),
         columns_essential=frozenset({"chosen"}),
         weights_needed=frozenset({"reference"} if chosen == "on-the-fly" else ()),
@@ -198,6 +204,10 @@ def kto_facts(config: KtoConfig, model: ModelInfo) -> Facts:
     return Facts(
         inputs=frozenset({"data"}),
         data_format="labelled",
+        record_fields=(
+            _called(config.fields, "prompt", "completion", "label"),
+            _called(config.fields, "chosen", "rejected"),
+        ),
         columns_written=frozenset({"desirable", "kl_baseline", *({REFERENCE} if chosen != "none" else ())}),
         columns_essential=frozenset({"desirable"}),
         weights_needed=frozenset({"reference"} if held else ()),

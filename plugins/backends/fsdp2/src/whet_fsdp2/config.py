@@ -61,7 +61,7 @@ class Fsdp2Config:
     """With several ranks: free a layer's gathered weights between its forward and backward pass."""
     reference: bool = False
     """Hold a frozen copy of the weights that the run started from, for algorithms that compare the policy with it."""
-    teacher: str = ""
+    teacher: str = attrs.field(default="", metadata={"path": True})
     """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary, which
     it must share."""
     head: Literal["lm", "value"] = "lm"
