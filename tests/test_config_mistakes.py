@@ -98,7 +98,7 @@ SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
         (["run.steps=[1"], "the override 'run.steps=[1', line 1, column 3: expected ',' or ']'"),
         (["run.steps="], "run.steps: wanted an integer, found null"),
         (["run.steps.more=3"], "run.steps: wanted an integer|run.steps is the number 1 and has no keys"),
-        (["environments.7.terms=3"], "environments is a list; wanted an index from 0 to 0, found '7'"),
+        (["environments.7.terms=3"], "environments is a list; wanted an index from 0 to 0 (0: arithmetic), found '7'"),
         (["environments.0.term=3"], "environments.0.term: unknown key (did you mean 'terms'?)"),
         (["algorithm.use=sft"], "data: sft trains on data files and there are none; list them under data.train"),
         (["environments=[]"], "environments: grpo is fed by rollouts and there is no environment"),
@@ -128,9 +128,9 @@ def test_a_single_mistake_is_explained(good, whet, overrides, message):
 
 
 def test_what_a_component_cannot_do_is_found_before_anything_starts(good, whet):
-    error = whet("run", good, "algorithm.group_size=1", "backend.layout=3", "rollout.temperature=0").error
+    error = whet("run", good, "algorithm.group_size=0", "backend.layout=3", "rollout.temperature=0").error
     assert problems_of(error) == [
-        "algorithm.group_size: must be >= 2: 1",
+        "algorithm.group_size: must be >= 1: 0",
         "backend.layout: wanted one of 'auto', 'shared', 'packed', 'padded', found the number 3",
         "rollout.temperature: must be > 0: 0.0",
     ]
