@@ -6,7 +6,7 @@ from attrs import field, frozen, validators
 
 from whet.component import Facts, RoleNeed, Selection
 from whet.config.sections import selection
-from whet.data.demonstrations import FIELDS, TrainOn, known_fields
+from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 from whet.model import ModelInfo
 from whet.plan import facts_of
 
@@ -114,6 +114,7 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
     return Facts(
         inputs=frozenset({"data"}),
         data_format="conversations",
+        record_fields=record_fields(config.fields),
         columns_written=TOPK_COLUMNS | {"teacher_logprobs"},
         roles={"teacher": wanted} if wanted.outputs else {},
     )

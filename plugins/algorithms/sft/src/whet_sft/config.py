@@ -35,9 +35,7 @@ class NllConfig:
 
 def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
-    return Facts(
-        inputs=frozenset({"data"}), data_format="conversations", record_fields=record_fields(config.fields)
-    )
+    return Facts(inputs=frozenset({"data"}), data_format="conversations", record_fields=record_fields(config.fields))
 
 
 def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:
