@@ -18,8 +18,8 @@ BASE = {
     "data": {"train": [{"path": "data.jsonl"}]},
 }
 """All else of the config: a backend that holds a reference and a teacher, so that none is refused for lack of one."""
-EXTRA: Mapping[str, Mapping[str, object]] = {}
-"""Further sections that an algorithm cannot do without, by its name."""
+EXTRA: Mapping[str, Mapping[str, object]] = {"rm": {"backend": {"use": "fsdp2", "head": "value"}, "generator": None}}
+"""Sections that an algorithm wants to be otherwise, by its name."""
 HEAD = """\
 # Combinations
 

@@ -67,7 +67,6 @@ def test_what_fits_takes_two_steps(one: Combination, tmp_path: Path, tiny_model_
     component = registry().find("algorithms", one.algorithm).component
     keys = {key: value for key, value in SMALL.items() if key in component.config.__annotations__}
     document = {
-        **page().further(one, registry()),
         "run": {"folder": str(tmp_path / "run"), "steps": 2, "export": False},
         "model": {"path": str(tiny_model_folder)},
         "algorithm": {**one.section(), **keys},
@@ -75,6 +74,7 @@ def test_what_fits_takes_two_steps(one: Combination, tmp_path: Path, tiny_model_
         "rollout": {"max_tokens": 4},
         "cluster": {"workers": "inline", "threads": {"backend": 1}},
         "plugins": [str(Path(__file__).parent / "even_digits.py")],
+        **page().further(one, registry()),
         **records_of(one, tmp_path),
     }
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(document))

@@ -14,9 +14,22 @@ PAIR_FIELDS = ("prompt", "chosen", "rejected")
 def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a pair: the chosen sequence, then the rejected one, each with the column `chosen`.
 
+    The loss is on the assistant's turns after the prompt. Raises `DataError` saying what the record lacks.
+    """
+    chosen, rejected, first = pair_conversations(record, names)
+    found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
+    return [
+        {"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length, "chosen": is_chosen}
+        for one, is_chosen in zip(found, (True, False), strict=True)
+    ]
+
+
+def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Conversation, Conversation, int]:
+    """Read a pair: the chosen conversation, the rejected one, and how many messages of them are the prompt.
+
     An answer is a string, a list of messages that follow the prompt, or a whole conversation. Without a prompt the
-    messages that both conversations begin with are the prompt. The loss is on the assistant's turns after it. `names`
-    says what the fields are called in the data. Raises `DataError` saying what the record lacks.
+    messages that both conversations begin with are the prompt. `names` says what the fields are called in the data.
+    Raises `DataError` saying what the record lacks.
     """
     prompt, *answers = (record.get(names.get(name, name)) for name in PAIR_FIELDS)
     if any(answer is None for answer in answers):
@@ -25,12 +38,7 @@ def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[s
             f"a record has the fields {list(record)!r:.120}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
             "they are not whole conversations (see algorithm.fields)"
         )
-    chosen, rejected, first = _conversations(prompt, *answers)
-    found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
-    return [
-        {"tokens": one.tokens, "loss_mask": one.loss_mask, "prompt_length": one.prompt_length, "chosen": is_chosen}
-        for one, is_chosen in zip(found, (True, False), strict=True)
-    ]
+    return _conversations(prompt, *answers)
 
 
 def answered(prompt: Conversation, answer: Any) -> Conversation:

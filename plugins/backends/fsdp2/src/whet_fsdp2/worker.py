@@ -33,8 +33,8 @@ from whet.run_folder import disk_errors
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
-from whet_fsdp2.export import copy_companions
-from whet_fsdp2.feed import AnyRoot, Feed, Root, feed, nothing, spread
+from whet_fsdp2.export import copy_companions, set_padding
+from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, nothing, spread
 from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
@@ -364,6 +364,8 @@ class Worker:
             model.config.dtype = torch.bfloat16 if self._low else torch.float32
             with disk_errors(Path(folder)), quiet():
                 copy_companions(Path(self._info.path), Path(folder))
+                if isinstance(self._root, ValueRoot):
+                    set_padding(model.config, Path(folder))
                 model.save_pretrained(folder, state_dict=state)
         self._ranks.sum([0.0])
 

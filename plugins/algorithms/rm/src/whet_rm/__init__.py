@@ -1,0 +1,1 @@
+"""Reward models: the score of an answer, learned from pairs."""

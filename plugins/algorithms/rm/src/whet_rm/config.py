@@ -1,0 +1,75 @@
+"""The sections of reward modelling and its loss, and what planning needs to know of them. Imports no torch."""
+
+from typing import Any
+
+from attrs import field, frozen, validators
+
+from whet.component import Facts, Selection
+from whet.config.sections import selection
+from whet.data.pairs import PAIR_FIELDS
+from whet.model import ModelInfo
+from whet.plan import facts_of
+
+MARGIN = "margin"
+FIELDS = (*PAIR_FIELDS, MARGIN)
+"""What a record may have: that of a pair, and by how much its chosen answer is better."""
+
+
+def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
+    unknown = [name for name in value if name not in FIELDS]
+    if unknown:
+        raise ValueError(f"names {', '.join(unknown)}, wanted {', '.join(FIELDS)}: what a field is, then its name")
+
+
+@frozen
+class RmConfig:
+    """Reward modelling on pairs: give the chosen answer a higher score than the rejected one."""
+
+    batch_size: int = field(default=64, validator=validators.ge(1))
+    """Pairs that one step consumes."""
+    fields: dict[str, str] = field(factory=dict, validator=_known)
+    """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `margin`; e.g.
+    `{prompt: question, chosen: better}`."""
+    loss: Selection = selection("losses", "bradley-terry")
+    """What is minimised."""
+    validate_every: int = field(default=0, validator=validators.ge(0))
+    """Steps between validations; 0: only before the first and after the last step."""
+
+
+@frozen
+class BradleyTerryConfig:
+    """The negative log-likelihood of the preferences, where the odds of a preference are the exponential of the
+    difference of scores.
+    """
+
+    margin: float = field(default=0.0, validator=validators.ge(0))
+    """How much each record's `margin` counts: the chosen answer's score is to be ahead by this times the record's.
+    0: records need none."""
+    label_smoothing: float = field(default=0.0, validator=[validators.ge(0), validators.lt(0.5)])
+    """Share of the pairs that are taken to be the wrong way round."""
+    centering: float = field(default=0.0, validator=validators.ge(0))
+    """Weight of the square of the sum of a pair's scores, which keeps scores around 0; 0: there is no such term. The
+    paper's is 0.01."""
+
+
+def reads_margin(loss: Selection, model: ModelInfo) -> bool:
+    """Say whether a loss reads the records' margins."""
+    return MARGIN in facts_of(loss, model).columns_read
+
+
+def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the algorithm."""
+    margin = {MARGIN} if reads_margin(config.loss, model) else set()
+    return Facts(
+        inputs=frozenset({"data"}),
+        data_format="pairs",
+        columns_written=frozenset({"chosen", *margin}),
+        columns_essential=frozenset({"chosen"}),
+    )
+
+
+def bradley_terry_facts(config: BradleyTerryConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the loss."""
+    return Facts(
+        outputs_needed=frozenset({"values"}), columns_read=frozenset({"chosen", *([MARGIN] if config.margin else [])})
+    )

@@ -1,0 +1,52 @@
+"""From the records of a data file to sequences with one place for their score.
+
+tokens      [p p p a a .]       `values` at a place stand for what is before it, so one place follows the answer
+loss_mask   [. . . . . 1]
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from whet.data.chat import ChatTokenizer
+from whet.data.pairs import pair_conversations
+from whet.errors import DataError
+from whet.rollout.scorer import whole
+from whet_rm.config import MARGIN
+
+
+def encode(
+    record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str], margin: bool = False
+) -> list[dict[str, Any]]:
+    """Tokenise a pair as a judge would: the chosen sequence, then the rejected one, each with the column `chosen`.
+
+    The prompt is what both begin with, so that a backend that shares prompts computes it once. `margin`: with the
+    record's margin as a column. Raises `DataError` saying what the record lacks.
+    """
+    chosen, rejected, _ = pair_conversations(record, names)
+    found = [chat.training(one).tokens for one in (chosen, rejected)]
+    prompt = _common(*found)
+    further = {MARGIN: _margin(record, names.get(MARGIN, MARGIN))} if margin else {}
+    return [
+        {**whole(tokens), "prompt_length": prompt, "chosen": is_chosen, **further}
+        for tokens, is_chosen in zip(found, (True, False), strict=True)
+    ]
+
+
+def _common(one: Any, other: Any) -> int:
+    """Count the tokens that both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _margin(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"the field `{name}` is {value!r:.40}, wanted a number: by how much the chosen answer is better (see "
+            "algorithm.fields), or algorithm.loss.margin: 0"
+        )
+    return float(value)

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from whet.config.structure import structure
+from whet.data.chat import ChatTokenizer
+from whet.data.messages import Message
+from whet.errors import ConfigError, DataError
+from whet.plugins import load_plugins
+from whet_rm.config import RmConfig
+from whet_rm.records import encode
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return ChatTokenizer(tiny_model_folder)
+
+
+def test_a_pair_is_two_whole_conversations_with_a_place_for_the_score_behind(chat):
+    pair = encode({"question": "6*7?", "chosen": "42", "rejected": "43, I think"}, chat, {"prompt": "question"})
+    for one, answer in zip(pair, ("42", "43, I think"), strict=True):
+        whole = chat.training((Message("user", "6*7?"), Message("assistant", answer))).tokens
+        assert np.array_equal(one["tokens"][:-1], whole)
+        assert one["loss_mask"].nonzero()[0].tolist() == [len(whole)]
+    assert [one["chosen"] for one in pair] == [True, False]
+    assert "margin" not in pair[0]
+
+
+def test_the_prompt_is_what_both_begin_with(chat):
+    for chosen, rejected in (("42 is it", "42 is not"), ("42", "42"), ("42", "42 and more")):
+        one, other = encode({"prompt": "6*7?", "chosen": chosen, "rejected": rejected}, chat, {})
+        length = one["prompt_length"]
+        assert other["prompt_length"] == length
+        assert np.array_equal(one["tokens"][:length], other["tokens"][:length])
+        assert length < min(len(one["tokens"]), len(other["tokens"]))
+        following = [pair["tokens"][length] for pair in (one, other) if length < len(pair["tokens"]) - 1]
+        assert len(set(following)) == len(following)
+
+
+def test_several_turns_are_read_as_a_judge_reads_them(chat):
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answers = {name: [*begun, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    one, _ = encode(answers, chat, {})
+    whole = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "chosen"))
+    assert np.array_equal(one["tokens"][:-1], chat.training(whole).tokens)
+
+
+def test_a_margin_is_of_both_sequences(chat):
+    pair = encode({"prompt": "x", "chosen": "y", "rejected": "z", "by": 2}, chat, {"margin": "by"}, margin=True)
+    assert [one["margin"] for one in pair] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("margin", [None, "much", True, float("nan")])
+def test_a_margin_that_is_no_number_is_refused(chat, margin):
+    with pytest.raises(DataError, match=r"the field `margin` is .*, wanted a number: by how much"):
+        encode({"prompt": "x", "chosen": "y", "rejected": "z", "margin": margin}, chat, {}, margin=True)
+
+
+def test_a_record_without_answers_is_refused(chat):
+    with pytest.raises(DataError, match="wanted `chosen` and `rejected`"):
+        encode({"prompt": "x", "chosen": "y"}, chat, {})
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(ConfigError, match="names better, wanted prompt, chosen, rejected, margin"):
+        structure({"fields": {"better": "chosen"}}, RmConfig, load_plugins())

@@ -1,0 +1,192 @@
+import asyncio
+import json
+import math
+
+import pytest
+from attrs import frozen
+
+from whet.component import Component, RoleNeed, Selection
+from whet.config.structure import structure
+from whet.data.messages import Message
+from whet.errors import ConfigError, DataError, EnvironmentError
+from whet.model import ModelInfo
+from whet.plugins import load_plugins
+from whet.rollout.episode import total_reward
+from whet.testing.fakes import FakeModel
+from whet_env_judge.config import JudgeConfig, judge_facts
+from whet_env_judge.judge import Judge, Overheard
+
+MODEL = ModelInfo("", {})
+
+
+class Heard:
+    """Keeps what it was asked, and says what it was told to."""
+
+    def __init__(self, value=3.0):
+        self.said, self.asked = value, []
+
+    async def value(self, messages):
+        self.asked.append(tuple(messages))
+        return self.said
+
+
+def selected(name, **config):
+    component = load_plugins().find("environments", name).component
+    return Selection("environments", component, component.config(**config))
+
+
+def play(environment, answers, task=None, split="train"):
+    task = task or environment.tasks(split)[0]
+    return asyncio.run(environment.run(task, FakeModel(answers)))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    def write(*records, **config):
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return Judge(JudgeConfig(dataset=str(file), **config), {"judge": (judge := Heard())}), judge
+
+    return write
+
+
+def test_the_judge_sees_the_whole_conversation(prompts):
+    environment, judge = prompts({"asked": [{"role": "user", "content": "6*7?"}]}, question="asked", system="Be brief.")
+    assert play(environment, "42") == {"judge": 3.0}
+    assert judge.asked == [(Message("system", "Be brief."), Message("user", "6*7?"), Message("assistant", "42"))]
+
+
+def test_the_judge_sees_all_turns_and_no_other_sequence():
+    judge = Heard()
+    environment = Judge(JudgeConfig(environment=selected("calculator")), {"judge": judge})
+    task = environment.tasks("train")[0]
+    rewards = play(environment, [f"calc {task.id}", "\\boxed{1}"], task)
+    assert rewards["judge"] == 3.0
+    assert [message.role for message in judge.asked[0]] == ["user", "assistant", "user", "assistant"]
+    assert judge.asked[0][-1].text == "\\boxed{1}"
+
+
+def test_sequences_that_are_started_beside_are_not_judged(prompts):
+    async def talk():
+        first = Overheard(FakeModel(["one", "aside", "two"]))
+        await first.reply("a")
+        await first.fork().reply("b")
+        await first.reply("c")
+        return [message.text for message in first.messages]
+
+    assert asyncio.run(talk()) == ["a", "one", "c", "two"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward"),
+    [
+        ({}, 3.0),
+        ({"mean": 1.0, "scale": 4.0}, 0.5),
+        ({"clip": (-1.0, 2.0)}, 2.0),
+        ({"mean": 9.0, "scale": 2.0, "clip": (-1.0, 2.0)}, -1.0),
+    ],
+)
+def test_a_value_is_shifted_scaled_and_then_clipped(prompts, settings, reward):
+    environment, _ = prompts({"prompt": "x"}, **settings)
+    assert play(environment, "y") == {"judge": reward}
+
+
+def test_own_rewards_are_recorded_and_count_only_if_wanted():
+    for factor in (0.0, 2.0):
+        config = JudgeConfig(environment=selected("arithmetic"), judge_weight=0.5, environment_weight=factor)
+        environment = Judge(config, {"judge": Heard()})
+        task = environment.tasks("train")[0]
+        assert play(environment, f"\\boxed{{{task.data['answer']}}}", task) == {"correct": 1.0, "judge": 3.0}
+        assert environment.reward_weights == {"correct": factor, "judge": 0.5}
+
+
+@frozen
+class Nothing:
+    """No settings."""
+
+
+SOURCE = """
+from whet.data.messages import Message
+from whet.data.records import Task
+from whet.interfaces.environment import SingleTurn
+
+
+class Build(SingleTurn):
+    reward_weights = {}
+
+    def __init__(self, config):
+        tasks = {"train": [Task((Message("user", "x"),), {})]}
+        super().__init__(tasks, rewards={"%s": lambda text, data: 1.0})
+"""
+
+
+@pytest.fixture
+def giving(tmp_path):
+    def write(name):
+        (tmp_path / "own.py").write_text(SOURCE % name)
+        return Selection("environments", Component("own", Nothing, f"file:{tmp_path / 'own.py'}:Build"), Nothing())
+
+    return write
+
+
+def test_own_rewards_without_a_weight_of_their_own_count_by_the_factor_too(giving):
+    environment = Judge(JudgeConfig(environment=giving("extra")), {"judge": Heard()})
+    rewards = play(environment, "y")
+    assert rewards == {"extra": 1.0, "judge": 3.0}
+    assert total_reward(rewards, environment.reward_weights) == 3.0
+
+
+def test_an_own_reward_with_the_name_of_the_role_is_refused(giving):
+    environment = Judge(JudgeConfig(environment=giving("judge")), {"judge": Heard()})
+    with pytest.raises(EnvironmentError, match="has a reward 'judge', too; give the role another name"):
+        play(environment, "y")
+
+
+def test_judges_can_be_stacked_and_each_gets_its_role(prompts, tmp_path):
+    prompts({"prompt": "x"})
+    inner = selected("judge", role="helpful", dataset=str(tmp_path / "prompts.jsonl"))
+    config = JudgeConfig(role="harmless", environment=inner, environment_weight=2.0)
+    assert judge_facts(config, MODEL).roles == dict.fromkeys(("helpful", "harmless"), RoleNeed(frozenset({"values"})))
+    environment = Judge(config, {"helpful": Heard(1.0), "harmless": Heard(5.0)})
+    assert play(environment, "y") == {"helpful": 1.0, "harmless": 5.0}
+    assert environment.reward_weights == {"helpful": 2.0, "harmless": 1.0}
+
+
+def test_votes_are_those_of_the_environment_within(prompts):
+    environment = Judge(JudgeConfig(environment=selected("arithmetic")), {"judge": Heard()})
+    assert environment.final_answer((Message("assistant", "\\boxed{4}"),)) == "4"
+    assert prompts({"prompt": "x"})[0].final_answer is None
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ({"question": "x"}, "the field 'prompt' is missing; there are ['question']"),
+        ({"prompt": " "}, "the prompt is ' ', wanted words"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, "wanted words that the model is to answer"),
+        ({"prompt": 3}, "a conversation must be a string or a list of messages, found 3"),
+    ],
+)
+def test_records_that_are_no_prompts_are_refused_or_left_out(prompts, record, complaint):
+    with pytest.raises(DataError) as caught:
+        prompts({"prompt": "x"}, record)[0].tasks("train")
+    assert "prompts.jsonl:2" in str(caught.value)
+    assert complaint in str(caught.value)
+    assert len(prompts({"prompt": "x"}, record, max_bad_records=0.5)[0].tasks("train")) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, "neither of dataset and environment given; wanted one"),
+        ({"dataset": "x", "environment": "arithmetic"}, "dataset: both of dataset and environment given"),
+        ({"dataset": "x", "scale": 0}, "scale: must be > 0"),
+        ({"dataset": "x", "clip": [1, -1]}, "clip: is [1.0, -1.0], wanted the lower bound"),
+        ({"dataset": "x", "mean": math.nan}, "mean: wanted a number, found nan"),
+        ({"environment": {"use": "arithmetic", "term": 3}}, "environment.term: unknown key"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, complaint):
+    with pytest.raises(ConfigError) as caught:
+        structure(settings, JudgeConfig, load_plugins())
+    assert complaint in str(caught.value)
