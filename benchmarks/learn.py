@@ -61,6 +61,14 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
             [sys.executable, "-m", "whet.cli", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
         ],
     ),
+    "judge": (
+        "models/start-judge-0/model",
+        [
+            PREFERENCES,
+            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-sft.yaml", "run.folder=models/start-preference-0"],
+            [sys.executable, "-m", "whet.cli", "run", "recipes/learn-rm.yaml", "run.folder=models/start-judge-0"],
+        ],
+    ),
 }
 """What recipes begin from: what is there once it is made, and the commands that make it."""
 
@@ -96,8 +104,9 @@ ENTRIES = (
     Entry("sft", "recipes/learn-sft.yaml", "validation/loss", "held-out loss", rises=False, start="demonstrations"),
     *(
         Entry(name, f"recipes/learn-{name}.yaml", ACCURACY, "held-out preference accuracy", start="preferences")
-        for name in ("dpo", "ipo", "kto")
+        for name in ("dpo", "ipo", "kto", "rm")
     ),
+    Entry("judge", "recipes/learn-judge.yaml", "evaluation/judge/judge", "score by the reward model", start="judge"),
 )
 
 

@@ -66,6 +66,7 @@ def local(recipe: Path, model: Path, records: Path, folder: Path) -> list[str]:
     """Give the overrides that put local files in the place of those a recipe names."""
     document = whole(recipe)
     given = [f"model.path={model}", f"run.folder={folder / 'run'}"]
+    given += [f"roles.{name}.model.path={model}" for name, role in document.get("roles", {}).items() if "model" in role]
     for part in ("train", "validation"):
         given += [f"data.{part}.{i}.path={records}" for i, _ in enumerate(document.get("data", {}).get(part, ()))]
     evaluated = document.get("evaluation", {}).get("environments", ())
@@ -82,6 +83,7 @@ def small(recipe: Path) -> list[str]:
         "grpo": ["algorithm.prompts_per_step=2", "algorithm.group_size=2"],
         "sft": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
         "dpo": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
+        "rm": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
         "kto": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
     }
     given += by_algorithm[document["algorithm"]["use"]]

@@ -5,8 +5,9 @@ from whet.config.structure import structure
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.errors import ConfigError, DataError
+from whet.model import ModelInfo
 from whet.plugins import load_plugins
-from whet_rm.config import RmConfig
+from whet_rm.config import RmConfig, rm_facts
 from whet_rm.records import encode
 
 
@@ -58,6 +59,13 @@ def test_a_margin_that_is_no_number_is_refused(chat, margin):
 def test_a_record_without_answers_is_refused(chat):
     with pytest.raises(DataError, match="wanted `chosen` and `rejected`"):
         encode({"prompt": "x", "chosen": "y"}, chat, {})
+
+
+@pytest.mark.parametrize(("margin", "wanted"), [(0, ("better", "rejected")), (1, ("better", "rejected", "by"))])
+def test_check_looks_for_the_fields_that_are_read(margin, wanted):
+    document = {"fields": {"chosen": "better", "margin": "by"}, "loss": {"use": "bradley-terry", "margin": margin}}
+    config = structure(document, RmConfig, load_plugins())
+    assert rm_facts(config, ModelInfo("", {})).record_fields == (wanted,)
 
 
 def test_unknown_fields_are_refused():

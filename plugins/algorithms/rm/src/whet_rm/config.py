@@ -63,6 +63,7 @@ def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
     return Facts(
         inputs=frozenset({"data"}),
         data_format="pairs",
+        record_fields=(tuple(config.fields.get(name, name) for name in ("chosen", "rejected", *sorted(margin))),),
         columns_written=frozenset({"chosen", *margin}),
         columns_essential=frozenset({"chosen"}),
     )

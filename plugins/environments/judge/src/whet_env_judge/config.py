@@ -33,7 +33,7 @@ class JudgeConfig:
     """The role that judges; its reward has the same name."""
     environment: Selection | None = optional_selection("environments")
     """An environment whose tasks are played and judged, e.g. `{use: arithmetic}`; its own rewards stand beside."""
-    dataset: str | dict[str, str] = field(default="", validator=_one_source)
+    dataset: str | dict[str, str] = field(default="", validator=_one_source, metadata={"path": True})
     """Instead of an environment: a file of prompts, a folder with a file for each split, or a name on the Hugging Face
     hub; or a file for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file makes up whatever split is
     asked for."""
