@@ -84,7 +84,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure a GRPO step and a DPO step against TRL's, in turn, and print ratios."""
+    """Measure steps of GRPO, DPO and reward models against TRL's, in turn, and print ratios."""
     install(session, "trl==1.16.0", "datasets")
-    for script in ("grpo_step", "dpo_step"):
+    for script in ("grpo_step", "dpo_step", "rm_step"):
         session.run("python", f"benchmarks/{script}.py", *session.posargs)
