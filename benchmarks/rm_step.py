@@ -4,8 +4,8 @@
     python benchmarks/rm_step.py      this alone
 
 TRL is set as is fastest for a model this small on a CPU: float32, no gradient checkpointing. The first steps of each
-run are left out. Ratios are of medians, within a round. The losses of the first and the last step are printed for both; the
-order of pairs and the new heads differ.
+run are left out. Ratios are of medians, within a round. The losses of the first and the last step are printed for both;
+the order of pairs and the new heads differ.
 """
 
 import argparse
