@@ -100,6 +100,7 @@ ENTRIES = (
     Entry("cispo", "recipes/learn-cispo.yaml"),
     Entry("rloo", "recipes/learn-rloo.yaml"),
     Entry("reinforce-plus-plus", "recipes/learn-reinforce-plus-plus.yaml"),
+    Entry("ppo", "recipes/learn-ppo.yaml"),
     Entry("distill", "recipes/learn-distill.yaml", start="arithmetic+teacher"),
     Entry("sft", "recipes/learn-sft.yaml", "validation/loss", "held-out loss", rises=False, start="demonstrations"),
     *(

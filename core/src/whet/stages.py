@@ -5,9 +5,10 @@
 All of them run on the driver, on NumPy columns, and each leaves the batch as it was where its section asks for nothing.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from attrs import evolve
 from numpy.typing import NDArray
 
 from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
@@ -18,7 +19,45 @@ from whet.ops.kl import kl_estimate, log_ratio
 from whet.ops.reductions import expand, of_tokens, segment_sum
 from whet.ops.shaping import overlong_penalty
 
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+    from whet.steps import Step
+
 Metrics = dict[str, Metric]
+OldLogprobs = Literal["current", "score", "sampler"]
+
+
+def choose_old_logprobs(
+    wanted: Literal["auto", "trainer", "sampler"], several: bool, corrected: bool, max_staleness: int
+) -> OldLogprobs:
+    """Say where the old policy's logprobs come from, of a batch that gets one optimizer step or several.
+
+    `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass
+    of the trainer before the first minibatch. `sampler`: as recorded while sampling. `auto` takes the trainer's at
+    staleness 0, and where what is compared with the sampler must be the trainer's (`corrected`).
+    """
+    if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
+        return "sampler"
+    return "score" if several or corrected else "current"
+
+
+def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:
+    """Add the logprobs of the old policy and of the reference, where they are wanted."""
+    if reference:
+        scores = backend.score(batch, ("logprobs",), "reference")
+        batch = batch.with_columns(reference_logprobs=scores["logprobs"])
+    if old == "score":
+        batch = batch.with_columns(old_logprobs=backend.score(batch, ("logprobs",))["logprobs"])
+    elif old == "sampler":
+        batch = batch.with_columns(old_logprobs=batch["sampler_logprobs"])
+    return evolve(batch, info={**batch.info, "old_logprobs": old})
+
+
+def logged(step: "Step", made: tuple[Batch, Metrics]) -> Batch:
+    """Log the metrics of a stage and give its batch."""
+    batch, metrics = made
+    step.log(metrics)
+    return batch
 
 
 def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metrics]:

@@ -3,30 +3,26 @@
 What varies is chosen in the config: advantages, loss, filters, penalties, correction, minibatches and epochs.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from attrs import evolve
-
-from whet.data.batch import Batch
+from whet import stages
 from whet.model import ModelInfo
 from whet.randomness import derive_seed
 from whet.stages import (
+    OldLogprobs,
     advantage_metrics,
     clip_advantages,
     correct_gap,
+    logged,
     mask_overlong,
     penalise_kl,
     penalise_overlong,
+    scored,
 )
 from whet_grpo.config import GrpoConfig, wants_reference
 
 if TYPE_CHECKING:
-    from whet.interfaces.backend import Backend
-    from whet.metrics import Metric
     from whet.parts import Parts
-    from whet.steps import Step
-
-OldLogprobs = Literal["current", "score", "sampler"]
 
 
 class Grpo:
@@ -60,32 +56,7 @@ class Grpo:
             step.finish(batch)
 
 
-def logged(step: "Step", made: "tuple[Batch, dict[str, Metric]]") -> Batch:
-    """Log the metrics of a stage and give its batch."""
-    batch, metrics = made
-    step.log(metrics)
-    return batch
-
-
-def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:
-    """Add the logprobs of the old policy and of the reference, where they are wanted."""
-    if reference:
-        scores = backend.score(batch, ("logprobs",), "reference")
-        batch = batch.with_columns(reference_logprobs=scores["logprobs"])
-    if old == "score":
-        batch = batch.with_columns(old_logprobs=backend.score(batch, ("logprobs",))["logprobs"])
-    elif old == "sampler":
-        batch = batch.with_columns(old_logprobs=batch["sampler_logprobs"])
-    return evolve(batch, info={**batch.info, "old_logprobs": old})
-
-
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Say where the old policy's logprobs come from, by the rule that `GrpoConfig.old_logprobs` states.
-
-    `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass
-    of the trainer before the first minibatch. `sampler`: as recorded while sampling.
-    """
-    wanted, corrected = config.old_logprobs, config.correction.wanted
-    if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
-        return "sampler"
-    return "current" if config.minibatches * config.epochs == 1 and not corrected else "score"
+    """Say where the old policy's logprobs come from; see `whet.stages.choose_old_logprobs`."""
+    several = config.minibatches * config.epochs > 1
+    return stages.choose_old_logprobs(config.old_logprobs, several, config.correction.wanted, max_staleness)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, largest, mean, smallest
 from whet.ops import aggregation
-from whet.ops.kl import kl_estimate, log_ratio, penalty_of_kl
+from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
+from whet.ops.kl import log_ratio, penalty_of_kl
 from whet.ops.losses import PolicyGradient, cispo, clip_ratio, clipped_policy_gradient, reinforce, sequence_ratio
 from whet.ops.reductions import expand, moved, of_tokens, segment_sum
 from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, PolicyLossConfig, ReinforceConfig
@@ -76,14 +76,14 @@ class PolicyLoss:
         found = self._formula(Answers(logprobs, old, of_tokens(batch, "advantages"), mask, lengths))
         terms = {"policy": self._sum(found.loss, mask, lengths)}
         seen = mask if mask.any() else batch["loss_mask"]
-        metrics = ratio_metrics(found, seen) | _gaps(logprobs, old, batch, seen)
+        metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
         if self.config.kl.weight:
             reference = batch["reference_logprobs"]
             terms["kl"] = self._sum(self._penalty(logprobs, reference, old), mask, lengths)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
         if self.config.entropy:
-            metrics["entropy"] = _mean(outputs["entropy"].detach(), seen)
+            metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
         return LossResult(terms, metrics)
 
     def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -139,41 +139,3 @@ class Reinforce(PolicyLoss):
 
     def __init__(self, config: ReinforceConfig) -> None:
         super().__init__(config, lambda a: reinforce(a.logprobs, a.old_logprobs, a.advantages, config.max_weight))
-
-
-def ratio_metrics(found: PolicyGradient, seen: Tensor) -> dict[str, Metric]:
-    """Give ratio/mean, /min and /max, and the shares of tokens that were clipped."""
-    ratio = found.ratio[seen]
-    metrics = {
-        "ratio/mean": mean(ratio.sum(), seen.sum()),
-        "clip_fraction": _mean(found.clipped, seen),
-        "clip_fraction/low": _mean(found.clipped_low, seen),
-        "clip_fraction/high": _mean(found.clipped_high, seen),
-    }
-    if len(ratio):
-        metrics |= {"ratio/min": smallest(ratio.min()), "ratio/max": largest(ratio.max())}
-    return metrics
-
-
-def kl_metrics(name: str, log_ratios: Tensor, seen: Tensor) -> dict[str, Metric]:
-    """Give the estimates k1 and k3 of a divergence from whom the tokens were drawn: KL(old || policy), for one."""
-    return {
-        f"{name}/k1": _mean(kl_estimate(log_ratios, "k1"), seen),
-        f"{name}/k3": _mean(kl_estimate(log_ratios, "k3"), seen),
-    }
-
-
-def _mean(values: Tensor, seen: Tensor) -> Metric:
-    return mean(values[seen].sum(), seen.sum())
-
-
-def _gaps(logprobs: Tensor, old: Tensor, batch: Batch, seen: Tensor) -> dict[str, Metric]:
-    """Give the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
-
-    `old` are those, unless they are the sampler's own: then the policy's of this moment stand for them, which from
-    the second minibatch on have moved.
-    """
-    trainer = logprobs.detach() if batch.info.get("old_logprobs") == "sampler" else old
-    gap = (trainer - batch["sampler_logprobs"]).abs()[seen]
-    most = gap.max() if len(gap) else gap.new_zeros(())
-    return {"logprob_gap/mean": mean(gap.sum(), seen.sum()), "logprob_gap/max": largest(most)}

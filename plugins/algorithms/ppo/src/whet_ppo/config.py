@@ -1,0 +1,163 @@
+"""The sections of PPO and its losses, and what planning needs to know of them."""
+
+from typing import Literal
+
+from attrs import Factory, field, frozen
+from attrs.validators import ge, gt, le
+
+from whet.component import Facts, RoleNeed, Selection
+from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
+from whet.config.sections import selection
+from whet.model import ModelInfo
+from whet.plan import facts_of
+
+CRITIC = "critic"
+"""The role of the model that gives values."""
+
+
+@frozen
+class GaeSection:
+    """Generalised advantage estimation: how rewards and values become advantages and returns."""
+
+    gamma: float = field(default=1.0, validator=[ge(0), le(1)])
+    """Discount of a reward for each token that it comes later."""
+    lambda_value: float = field(default=1.0, validator=[ge(0), le(1)])
+    """Lambda of the returns that the critic learns. 1: the rewards that really came, however far they are from the
+    token, whatever the critic thought; below, a part of them decays on the way."""
+    lambda_policy: float = field(default=0.95, validator=[ge(0), le(1)])
+    """Lambda of the advantages that the policy learns from: lower means less variance and more trust in the critic."""
+    adaptive_alpha: float = field(default=0.0, validator=ge(0))
+    """Instead of `lambda_policy`: 1 - 1 / (this x tokens of the answer), at least 0, as in VAPO, which has 0.05. 0: the
+    same lambda for all answers."""
+    truncated: Literal["end", "bootstrap"] = "end"
+    """What comes after an answer that was cut by its length. `end`: nothing, as after any other. `bootstrap`: what the
+    critic expects there, beside the reward."""
+    whiten: Literal["unbiased", "biased", "none"] = "unbiased"
+    """Give the advantages of all trained tokens of a batch mean 0 and deviation 1. `unbiased`: variance with n - 1 in
+    the denominator; `biased`: with n."""
+    whiten_epsilon: float = field(default=1.0e-8, validator=gt(0))
+    """Smallest variance by which advantages are divided."""
+
+
+@frozen
+class PpoConfig:
+    """Proximal policy optimisation: a critic says what to expect at each token, the policy learns from what differs."""
+
+    prompts_per_step: int = field(default=32, validator=ge(1))
+    """Groups that one step consumes."""
+    group_size: int = field(default=1, validator=ge(1))
+    """Answers to each prompt. PPO compares none of them; several share the computation of their prompt."""
+    minibatches: int = field(default=4, validator=ge(1))
+    """Optimizer steps taken in one pass over each batch."""
+    epochs: int = field(default=1, validator=ge(1))
+    """Passes of the policy over each batch."""
+    critic_epochs: int = field(default=0, validator=ge(0))
+    """Passes of the critic over each batch, before the policy's; 0: as many as the policy makes."""
+    critic_warmup: int = field(default=0, validator=ge(0))
+    """First steps of the run, on which the critic learns alone."""
+    gae: GaeSection = Factory(GaeSection)
+    """How rewards and values become advantages."""
+    loss: Selection = selection("losses", "ppo-clip")
+    """What the policy minimises."""
+    value_loss: Selection = selection("losses", "value-clip")
+    """What the critic minimises."""
+    filters: list[Selection] = field(
+        factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
+    )
+    """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
+    overlong: OverlongSection = Factory(OverlongSection)
+    """What happens to answers that are too long."""
+    kl_reward: KlRewardSection = Factory(KlRewardSection)
+    """A penalty in the reward of each token for leaving the reference policy."""
+    correction: CorrectionSection = Factory(CorrectionSection)
+    """What happens where the trainer's logprobs differ from the sampler's."""
+    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
+    """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
+    cost of a forward pass where a batch gets several optimizer steps or a `correction`; with one step and none the
+    ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which also corrects
+    for stale weights, and for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and
+    with a `correction`, else `sampler`."""
+
+
+@frozen
+class LikelihoodSection:
+    """A second term: the negative log-likelihood of answers that were right, as in VAPO."""
+
+    weight: float = field(default=0.0, validator=ge(0))
+    """Of its mean over the tokens of right answers; 0: no such term. VAPO has 0.1."""
+    at_least: float = 1.0
+    """The smallest reward of a right answer, a penalty for its length included, one for leaving the reference not."""
+
+
+@frozen
+class PpoClipConfig:
+    """The clipped policy gradient of PPO, with a likelihood term on right answers and an entropy bonus where wanted."""
+
+    clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
+    """A ratio below 1 minus this is no longer pushed down."""
+    clip_high: float = field(default=0.2, validator=ge(0))
+    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
+    clip_dual: float = field(default=0.0, validator=ge(0))
+    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean; tokens of
+    short answers weigh more."""
+    likelihood: LikelihoodSection = Factory(LikelihoodSection)
+    """A likelihood term on right answers."""
+    entropy_weight: float = field(default=0.0, validator=ge(0))
+    """Weight of a bonus for the policy's mean entropy; 0: none."""
+    entropy: bool = False
+    """Also report the policy's mean entropy, in nats; with a bonus it is in any case."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the model's entropy is needed."""
+        return self.entropy or self.entropy_weight > 0
+
+
+@frozen
+class ValueClipConfig:
+    """Half the squared error of the critic, which may move only so far from what it said before the step."""
+
+    clip: float = field(default=0.2, validator=ge(0))
+    """Values count as at most this far from those before the step, where that makes the error larger, in units of the
+    reward; 0: no clipping."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean."""
+
+
+def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the algorithm."""
+    written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
+    written |= {"reward:overlong"} if config.overlong.penalty else set()
+    written |= {"reward:kl"} if config.kl_reward.weight else set()
+    reference = wants_reference(config, model)
+    return Facts(
+        inputs=frozenset({"rollouts"}),
+        columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
+        columns_essential=frozenset({"advantages"}),
+        weights_needed=frozenset({"reference"} if reference else ()),
+        roles={CRITIC: RoleNeed(frozenset({"values"}), trained=True)},
+        token_advantages=True,
+        group_size=config.group_size,
+        groups_per_step=config.prompts_per_step,
+    )
+
+
+def wants_reference(config: PpoConfig, model: ModelInfo) -> bool:
+    """Say whether anything reads the logprobs of the reference policy."""
+    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
+
+
+def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the policy's loss."""
+    return Facts(
+        outputs_needed=frozenset({"logprobs", "entropy"} if config.wants_entropy else {"logprobs"}),
+        columns_read=frozenset({"advantages", "sampler_logprobs", *["reward"] * bool(config.likelihood.weight)}),
+        token_advantages=True,
+    )
+
+
+def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know of the critic's loss."""
+    return Facts(role=CRITIC, outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns", "old_values"}))

@@ -1,0 +1,68 @@
+"""What whet-ppo offers."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from whet import hookimpl
+from whet.component import Component, Problem
+from whet.config.policy import shaping_problems
+from whet.model import ModelInfo
+from whet.plan import facts_of
+from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+
+
+@hookimpl
+def whet_algorithms() -> Iterable[Component]:
+    """Offer PPO."""
+    yield Component("ppo", PpoConfig, "whet_ppo.ppo:Ppo", "whet_ppo.config:ppo_facts")
+
+
+@hookimpl
+def whet_losses() -> Iterable[Component]:
+    """Offer a loss of the policy and one of the critic."""
+    yield Component("ppo-clip", PpoClipConfig, "whet_ppo.losses:PpoClip", "whet_ppo.config:ppo_clip_facts")
+    yield Component("value-clip", ValueClipConfig, "whet_ppo.losses:ValueClip", "whet_ppo.config:value_clip_facts")
+
+
+@hookimpl
+def whet_check_config(config: "Config") -> Iterable[Problem]:
+    """Find what PPO cannot do without, and numbers that do not go together."""
+    ppo, loss = config.algorithm.config, getattr(config.algorithm.config, "loss", None)
+    if isinstance(ppo, PpoConfig):
+        yield from _of_critic(ppo, config)
+        yield from _of_numbers(ppo, config)
+    dual = getattr(loss, "config", None)
+    if isinstance(dual, PpoClipConfig) and dual.clip_dual and dual.clip_dual <= 1 + dual.clip_high:
+        words = f"is {dual.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
+        yield Problem("algorithm.loss.clip_dual", words)
+
+
+def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
+    if CRITIC not in config.roles:
+        example = "roles: {critic: {like: backend, head: value}}"
+        yield Problem("roles", f"has no critic, which ppo trains beside the policy; add `{example}`")
+    if facts_of(ppo.value_loss, ModelInfo(config.model.path, {})).role != CRITIC:
+        words = f"{ppo.value_loss.name} is no loss of a critic; choose one that reads its values, e.g. value-clip"
+        yield Problem("algorithm.value_loss", words)
+
+
+def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
+    if ppo.minibatches > ppo.prompts_per_step * ppo.group_size:
+        answers = f"the {ppo.prompts_per_step} x {ppo.group_size} answers of a step"
+        yield Problem("algorithm.minibatches", f"is {ppo.minibatches}, more than {answers}")
+    if ppo.critic_warmup >= config.run.steps:
+        words = f"is {ppo.critic_warmup} of {config.run.steps} steps, so the policy would never learn"
+        yield Problem("algorithm.critic_warmup", f"{words}; lower it, or raise run.steps")
+    if ppo.overlong.mask and ppo.gae.truncated == "bootstrap":
+        words = "has no effect: algorithm.overlong.mask leaves out the answers that were cut"
+        yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
+    yield from shaping_problems(ppo.overlong, ppo.correction, config.rollout)
+    if ppo.correction.wanted and ppo.old_logprobs == "sampler":
+        yield Problem(
+            "algorithm.correction",
+            "compares the trainer's logprobs with the sampler's, and with algorithm.old_logprobs: sampler the trainer "
+            "gives none; choose `auto` or `trainer`",
+        )

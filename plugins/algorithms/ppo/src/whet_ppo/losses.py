@@ -1,0 +1,146 @@
+"""The losses of policy and critic. Needs torch; only workers import it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.data.batch import Batch
+from whet.interfaces.loss import LossResult
+from whet.metrics import Metric
+from whet.ops import aggregation
+from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
+from whet.ops.kl import log_ratio
+from whet.ops.losses import clipped_policy_gradient, finite
+from whet.ops.reductions import expand, moved, of_tokens, segment_sum
+from whet_ppo.config import PpoClipConfig, ValueClipConfig
+
+
+def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Compute half the squared error of values per token. values, old_values, returns [N] -> loss, clipped [N].
+
+        near = old + clip(values - old, -clip, clip)
+        loss = max((values - returns)**2, (near - returns)**2) / 2
+
+    OpenAI Baselines' PPO2; TRL and verl the same. `clipped` (bool) says where the second is larger: there a value that
+    has come further than `clip` gets no gradient. `clip` 0: half the squared error alone. Computed in float32.
+    """
+    if not values.shape == old_values.shape == returns.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (values, old_values, returns))
+        raise ValueError(f"values, old_values and returns must be [N] alike, found {shapes}")
+    values, old_values, returns = values.float(), old_values.float(), returns.float()
+    free = (values - returns).square()
+    if not clip:
+        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(free, bounded) / 2, (bounded > free).detach()
+
+
+class PpoClip:
+    """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`.
+
+    Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
+    exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: the negative
+    log-likelihood of right answers, over their tokens (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the
+    negative entropy (Schulman et al. 2017, equation 9, arXiv:1707.06347).
+    """
+
+    def __init__(self, config: PpoClipConfig) -> None:
+        self.config = config
+        self.columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
+        self.outputs: tuple[str, ...] = ("logprobs", "entropy") if config.wants_entropy else ("logprobs",)
+        weights = {"policy": 1.0}
+        if config.likelihood.weight:
+            self.columns = (*self.columns, "reward")
+            weights["likelihood"] = config.likelihood.weight
+        if config.entropy_weight:
+            weights["entropy"] = config.entropy_weight
+        self.weights: Mapping[str, float] = weights
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right answers."""
+        mask = batch["loss_mask"]
+        number = aggregation.count(mask, batch["lengths"], self.config.aggregation)
+        counts = dict.fromkeys(self.weights, number)
+        return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
+
+    def live(self, batch: Batch) -> Any:
+        """Say which sequences have an advantage other than 0 or are right; with a bonus, which have a loss token."""
+        if self.config.entropy_weight:
+            return _trained(batch["loss_mask"], batch)
+        moving = moved(batch, "advantages")
+        return moving | _trained(self._right(batch), batch) if self.config.likelihood.weight else moving
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Compute the sums over this micro-batch.
+
+        Metrics are over the tokens that can have a gradient. Where none can, they are over all loss tokens: a sampler
+        that is broken earns nothing, and its gap is what shows it.
+        """
+        config, logprobs, lengths = self.config, outputs["logprobs"], batch["lengths"]
+        mask = batch["loss_mask"] & expand(self.live(batch), lengths)
+        old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
+        found = clipped_policy_gradient(
+            logprobs, old, of_tokens(batch, "advantages"), config.clip_low, config.clip_high, config.clip_dual
+        )
+        terms = {"policy": _sum(found.loss, mask, lengths, config.aggregation)}
+        seen = mask if mask.any() else batch["loss_mask"]
+        metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
+        metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
+        if config.likelihood.weight:
+            right = self._right(batch)
+            terms["likelihood"] = _sum(-finite(logprobs), right, lengths, "token")
+            metrics["likelihood"] = token_mean(-finite(logprobs).detach(), right)
+        if config.entropy_weight:
+            terms["entropy"] = _sum(-outputs["entropy"], mask, lengths, config.aggregation)
+        if config.wants_entropy:
+            metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
+        return LossResult(terms, metrics)
+
+    def _right(self, batch: Batch) -> Tensor:
+        """Say which tokens [N] are to be learned in an answer that was right."""
+        good = batch["reward"] >= self.config.likelihood.at_least
+        right: Tensor = batch["loss_mask"] & expand(good, batch["lengths"])
+        return right
+
+
+class ValueClip:
+    """The error of the critic over tokens; see `clipped_value_error`."""
+
+    columns: tuple[str, ...] = ("returns", "old_values")
+    outputs: tuple[str, ...] = ("values",)
+    weights: Mapping[str, float] = {"value": 1.0}
+
+    def __init__(self, config: ValueClipConfig) -> None:
+        self.config = config
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count loss tokens, or sequences that have any."""
+        return {"value": aggregation.count(batch["loss_mask"], batch["lengths"], self.config.aggregation)}
+
+    def live(self, batch: Batch) -> Any:
+        """Say which sequences have a loss token."""
+        return _trained(batch["loss_mask"], batch)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Compute the sum over this micro-batch."""
+        mask, values = batch["loss_mask"], outputs["values"]
+        loss, clipped = clipped_value_error(values, batch["old_values"], batch["returns"], self.config.clip)
+        error = (values.detach() - batch["returns"]).abs()
+        metrics: dict[str, Metric] = {
+            "clip_fraction": token_mean(clipped, mask),
+            "error": token_mean(error, mask),
+        }
+        return LossResult({"value": _sum(loss, mask, batch["lengths"], self.config.aggregation)}, metrics)
+
+
+def _trained(mask: Tensor, batch: Batch) -> Any:
+    """Say which sequences [B] have a token under a mask [N]."""
+    return segment_sum(mask.long(), batch["lengths"]) > 0
+
+
+def _sum(values: Tensor, mask: Tensor, lengths: Tensor, how: aggregation.Aggregation) -> Tensor:
+    # `where` rather than a product: whatever stands at a masked token must not reach the sum.
+    total: Tensor = aggregation.total(torch.where(mask, values, 0.0), mask, lengths, how)
+    return total

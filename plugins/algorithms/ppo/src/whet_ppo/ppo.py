@@ -1,0 +1,74 @@
+"""Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) of a language model, with a critic.
+
+    rollouts -> values of the critic -> rewards of tokens -> advantages, returns -> critic -> policy
+
+With separate lambdas it is that of VC-PPO (arXiv:2503.01491), with a lambda by length and a likelihood term VAPO
+(arXiv:2504.05118). The critic learns before the policy does; both from values taken before either moved.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from whet.config.build import to_spec
+from whet.data.batch import Batch
+from whet.model import ModelInfo
+from whet.randomness import derive_seed
+from whet.stages import choose_old_logprobs, correct_gap, logged, mask_overlong, penalise_overlong, scored
+from whet_ppo.config import CRITIC, PpoConfig, wants_reference
+from whet_ppo.targets import estimate, place_rewards, values_of
+
+if TYPE_CHECKING:
+    from whet.metrics import Metric
+    from whet.parts import Parts
+    from whet.steps import Step
+
+
+class Ppo:
+    """The loop: sample, compare with what the critic expected, learn, hand the weights over."""
+
+    def __init__(self, config: PpoConfig) -> None:
+        self.config = config
+
+    def run(self, parts: "Parts") -> None:
+        """Run from the first step that is left to the last."""
+        config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
+        assert rollouts is not None  # what feeds on rollouts gets them
+        reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
+        value_loss, run = to_spec(config.value_loss), parts.config.rollout
+        several = config.minibatches * config.epochs > 1
+        old = choose_old_logprobs(config.old_logprobs, several, config.correction.wanted, run.max_staleness)
+
+        for step in parts.steps:
+            batch = rollouts.take(config.prompts_per_step)
+            batch = logged(step, penalise_overlong(batch, config.overlong, run.max_tokens))
+            batch = scored(batch, backend, old, reference)
+            batch = logged(step, place_rewards(batch, config.kl_reward))
+            batch = logged(step, mask_overlong(batch, config.overlong))
+            values, after = values_of(batch, critic, config.gae.truncated == "bootstrap")
+            batch = logged(step, estimate(batch, values, after, config.gae))
+            batch = logged(step, correct_gap(batch, config.correction))
+            for part in parts_of(batch, config, step, config.critic_epochs or config.epochs):
+                step.log(named(critic.train(part, value_loss)))
+            if step.number > config.critic_warmup:
+                for part in parts_of(batch, config, step, config.epochs):
+                    step.log(backend.train(part, parts.loss))
+            parts.refit(version=step.number)
+            step.finish(batch)
+
+
+def parts_of(batch: Batch, config: PpoConfig, step: "Step", epochs: int) -> Iterator[Batch]:
+    """Cut a batch into minibatches, otherwise in each epoch."""
+    for epoch in range(epochs):
+        yield from batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch))
+
+
+def named(metrics: "Mapping[str, Metric]") -> "dict[str, Metric]":
+    """Tell the critic's metrics from the policy's; its timings stand beside those of other roles."""
+    return {name_of(name): metric for name, metric in metrics.items()}
+
+
+def name_of(metric: str) -> str:
+    """Name a metric of the critic: `critic/loss`, or `seconds/critic.forward` of `seconds/backend.forward`."""
+    if metric.startswith("seconds/"):
+        return f"seconds/{CRITIC}.{metric.rpartition('.')[2]}"
+    return f"{CRITIC}/{metric}"

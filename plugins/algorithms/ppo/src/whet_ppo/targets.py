@@ -1,0 +1,94 @@
+"""From rewards and values to what critic and policy learn, on NumPy columns of a batch."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.config.policy import KlRewardSection
+from whet.data.batch import Batch
+from whet.metrics import Metric, mean
+from whet.ops.advantages import whiten
+from whet.ops.gae import adaptive_lambda, at_last, explained_variance, gae
+from whet.ops.reductions import segment_sum
+from whet.stages import advantage_metrics, penalise_kl
+from whet_ppo.config import GaeSection
+
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+
+Metrics = dict[str, Metric]
+
+
+def place_rewards(batch: Batch, section: KlRewardSection) -> tuple[Batch, Metrics]:
+    """Give each token its reward in the column `token_rewards` [N].
+
+    The reward of an episode stands at the last trained token of each of its sequences, the penalty for leaving the
+    reference at every one. `reward` [B] stays without that penalty.
+    """
+    reward = np.asarray(batch["reward"])
+    batch, metrics = penalise_kl(batch, section)
+    placed = at_last(reward, batch["loss_mask"], batch["lengths"])
+    if section.weight:
+        placed = placed + batch["token_rewards"]
+    return batch.with_columns(reward=reward, token_rewards=placed.astype(np.float32)), metrics
+
+
+def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Give the critic's values [N] and, to bootstrap, those after answers that were cut [B], 0 after the others."""
+    if not bootstrap:
+        return critic.score(batch, ("values",))["values"], None
+    longer, last = one_place_more(batch, ~np.asarray(batch["stopped"]))
+    values = np.asarray(critic.score(longer, ("values",))["values"])
+    return np.delete(values, last), values[last]
+
+
+def one_place_more(batch: Batch, wanted: NDArray[Any]) -> tuple[Batch, NDArray[Any]]:
+    """Append a place to each sequence, to be scored where wanted [B]; its `values` are those after the sequence.
+
+    Gives the batch, with the columns that scoring reads, and the positions of the new places. See
+    `whet.rollout.scorer.whole`.
+    """
+    lengths = np.asarray(batch["lengths"])
+    ends = np.cumsum(lengths)
+    per_token = {
+        "tokens": np.insert(batch["tokens"], ends, 0),
+        "loss_mask": np.insert(batch["loss_mask"], ends, wanted),
+    }
+    longer = Batch(per_token, {**batch.per_sequence, "lengths": lengths + 1}, batch.info)
+    return longer, ends + np.arange(len(ends))
+
+
+def estimate(
+    batch: Batch, values: NDArray[Any], after: NDArray[Any] | None, section: GaeSection
+) -> tuple[Batch, Metrics]:
+    """Add `old_values`, `returns` and `advantages` [N]: what critic and policy learn from.
+
+    Metrics are over trained tokens, those of advantages before whitening.
+    """
+    mask, lengths = np.asarray(batch["loss_mask"]), np.asarray(batch["lengths"])
+    sizes = segment_sum(mask.astype(np.int64), lengths)
+    of_policy = adaptive_lambda(sizes, section.adaptive_alpha) if section.adaptive_alpha else section.lambda_policy
+
+    def advantages(lambda_: Any) -> NDArray[Any]:
+        return gae(batch["token_rewards"], values, mask, lengths, gamma=section.gamma, lambda_=lambda_, after=after)
+
+    returns = np.where(mask, advantages(section.lambda_value) + values, 0)
+    found = advantages(of_policy)
+    batch = batch.with_columns(
+        old_values=np.where(mask, values, 0).astype(np.float32),
+        returns=returns.astype(np.float32),
+        advantages=found.astype(np.float32),
+    )
+    count = int(mask.sum())
+    metrics = {
+        "values/mean": mean(float(values[mask].sum()), count),
+        "returns/mean": mean(float(returns[mask].sum()), count),
+        "critic/explained_variance": mean(explained_variance(values[mask], returns[mask])),
+        **advantage_metrics(batch),
+    }
+    if section.whiten != "none":
+        unbiased = section.whiten == "unbiased"
+        found[mask] = whiten(found[mask], np.ones(count), unbiased=unbiased, epsilon=section.whiten_epsilon)
+        batch = batch.with_columns(advantages=found.astype(np.float32))
+    return batch, metrics

@@ -1,0 +1,66 @@
+"""What `whet check` says of PPO."""
+
+import pytest
+import yaml
+
+from whet.errors import ConfigError
+from whet.prepare import prepare
+
+
+@pytest.fixture
+def problems(tmp_path, tiny_model_folder):
+    def problems(overrides=(), **algorithm):
+        document = {
+            "run": {"folder": str(tmp_path / "run"), "steps": 4},
+            "model": {"path": str(tiny_model_folder)},
+            "algorithm": {"use": "ppo", **algorithm},
+            "backend": {"use": "fsdp2"},
+            "roles": {"critic": {"like": "backend", "head": "value"}},
+            "generator": {"use": "hf"},
+            "rollout": {"max_tokens": 8},
+            "environments": [{"use": "arithmetic"}],
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(document))
+        try:
+            prepare(path, overrides)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    return problems
+
+
+def test_it_is_right_as_it_stands(problems):
+    assert problems() == []
+    assert problems(loss="clipped-pg", filters=["unequal-rewards"], group_size=4) == []
+
+
+def test_without_a_critic_it_says_what_to_add(problems):
+    example = "roles: {critic: {like: backend, head: value}}"
+    assert f"roles: has no critic, which ppo trains beside the policy; add `{example}`" in problems(["roles={}"])
+
+
+def test_a_critic_without_values_is_refused(problems):
+    found = problems(["roles.critic.head=lm"])
+    assert any(problem.startswith("roles.critic: must give the model output 'values'") for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": "value-clip"}, "algorithm.loss: reads no 'advantages', so nothing that ppo finds out would reach it"),
+        ({"loss": "nll"}, "algorithm.loss: reads no 'advantages', so nothing that ppo finds out would reach it"),
+        ({"loss": "gspo"}, "algorithm.loss: wants one advantage for each sequence"),
+        ({"value_loss": "ppo-clip"}, "algorithm.value_loss: ppo-clip is no loss of a critic"),
+        ({"minibatches": 33}, "algorithm.minibatches: is 33, more than the 32 x 1 answers of a step"),
+        ({"critic_warmup": 4}, "algorithm.critic_warmup: is 4 of 4 steps, so the policy would never learn"),
+        ({"filters": ["unequal-rewards"]}, "algorithm.filters.0: compares at least 2 samples of one task"),
+        ({"kl_reward": {"weight": 0.1}}, "backend.reference: ppo scores with the weights 'reference'"),
+        ({"loss": {"use": "ppo-clip", "clip_dual": 1.1}}, "algorithm.loss.clip_dual: is 1.1, wanted more than 1 +"),
+        ({"overlong": {"mask": True}, "gae": {"truncated": "bootstrap"}}, "algorithm.gae.truncated: has no effect"),
+        ({"old_logprobs": "sampler", "correction": {"mask": "token"}}, "algorithm.correction: compares the trainer's"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(problems, algorithm, message):
+    assert any(problem.startswith(message) for problem in problems(**algorithm)), problems(**algorithm)

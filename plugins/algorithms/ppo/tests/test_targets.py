@@ -1,0 +1,105 @@
+"""From rewards and values to returns and advantages, on a batch small enough to work out by hand."""
+
+import numpy as np
+import pytest
+
+from whet.config.policy import KlRewardSection
+from whet.data.batch import from_sequences
+from whet.testing.fakes import FakeBackend
+from whet_ppo.config import GaeSection
+from whet_ppo.targets import estimate, one_place_more, place_rewards, values_of
+
+MASKS = [[0, 1, 1, 0, 1], [0, 1, 1]]  # two turns, and an answer that was cut
+MASK = np.concatenate(MASKS).astype(bool)
+PLAIN = GaeSection(lambda_policy=1.0, whiten="none")
+
+
+@pytest.fixture
+def batch():
+    rows = [{"tokens": np.arange(len(mask)) + 10, "loss_mask": np.array(mask, bool)} for mask in MASKS]
+    made = from_sequences(rows, prompt_lengths=[1, 1])
+    logprobs = np.where(MASK, -1.0, 0).astype(np.float32)
+    return made.with_columns(
+        sampler_logprobs=logprobs,
+        reference_logprobs=np.where(MASK, [0, -1.5, -0.5, 0, -1, 0, -1, -3], 0).astype(np.float32),
+        reward=np.array([1.0, 0.5], np.float32),
+        stopped=np.array([True, False]),
+    )
+
+
+def test_the_reward_stands_at_the_last_token_that_is_learned(batch):
+    placed, metrics = place_rewards(batch, KlRewardSection())
+    assert placed["token_rewards"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0.5]
+    assert metrics == {}
+
+
+def test_the_penalty_stands_at_each_token_and_leaves_the_reward_as_it_was(batch):
+    placed, metrics = place_rewards(batch, KlRewardSection(weight=0.1))
+    assert placed["token_rewards"] == pytest.approx([0, -0.05, 0.05, 0, 1, 0, 0, 0.5 - 0.2])
+    assert placed["reward"].tolist() == [1.0, 0.5]
+    assert placed["reward:kl"] == pytest.approx([0.0, -0.2])
+    assert metrics["kl_reference/reward"].number() == pytest.approx((0.5 - 0.5 + 0 + 0 + 2) / 5)
+
+
+def test_the_place_after_a_cut_answer_is_scored_and_no_other(batch):
+    longer, last = one_place_more(batch, ~batch["stopped"])
+    assert longer["tokens"].tolist() == [10, 11, 12, 13, 14, 0, 10, 11, 12, 0]
+    assert longer["loss_mask"].tolist() == [False, True, True, False, True, False, False, True, True, True]
+    assert (longer["lengths"].tolist(), last.tolist()) == ([6, 4], [5, 9])
+
+
+def test_to_bootstrap_the_value_after_a_cut_answer_is_kept(batch):
+    critic = FakeBackend(lambda output, batch: np.arange(batch.tokens, dtype=np.float32))
+    values, after = values_of(batch, critic, bootstrap=True)
+    assert values.tolist() == [0, 1, 2, 0, 4, 0, 7, 8]
+    assert after.tolist() == [0, 9]
+    values, after = values_of(batch, critic, bootstrap=False)
+    assert values.tolist() == [0, 1, 2, 0, 4, 0, 6, 7]
+    assert after is None
+
+
+def estimated(batch, section, after=None, values=(0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5)):
+    placed, _ = place_rewards(batch, KlRewardSection())
+    return estimate(placed, np.array(values, np.float32), after, section)
+
+
+def test_returns_and_advantages_of_each_token(batch):
+    made, metrics = estimated(batch, PLAIN)
+    assert made["returns"].tolist() == [0, 1, 1, 0, 1, 0, 0.5, 0.5]
+    assert made["advantages"].tolist() == [0, 0.5, 0.5, 0, 0.5, 0, 0, 0]
+    assert made["old_values"].tolist() == [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5]
+    assert metrics["returns/mean"].number() == pytest.approx(0.8)
+    assert metrics["values/mean"].number() == pytest.approx(0.5)
+    assert metrics["advantages/mean"].number() == pytest.approx(0.3)
+    assert metrics["critic/explained_variance"].number() == pytest.approx(0, abs=1e-9)
+
+
+def test_what_the_critic_expects_after_a_cut_answer_is_added_to_its_reward(batch):
+    made, _ = estimated(batch, PLAIN, after=np.array([0.0, 0.25]))
+    assert made["returns"].tolist() == [0, 1, 1, 0, 1, 0, 0.75, 0.75]
+
+
+def test_lambdas_of_value_and_policy_are_their_own(batch):
+    made, _ = estimated(batch, GaeSection(lambda_value=1.0, lambda_policy=0.0, whiten="none"))
+    assert made["returns"].tolist() == [0, 1, 1, 0, 1, 0, 0.5, 0.5]
+    assert made["advantages"].tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0]
+    adaptive, _ = estimated(batch, GaeSection(adaptive_alpha=2.0 / 3, whiten="none"))  # 3 tokens: 1 - 1/2; 2: 1 - 3/4
+    assert adaptive["advantages"] == pytest.approx([0, 0.125, 0.25, 0, 0.5, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("kind", "ddof"), [("unbiased", 1), ("biased", 0)])
+def test_whitening_is_over_the_tokens_that_are_learned(batch, kind, ddof):
+    made, metrics = estimated(batch, GaeSection(lambda_policy=1.0, whiten=kind))
+    raw = np.array([0.5, 0.5, 0.5, 0, 0])
+    assert made["advantages"][MASK] == pytest.approx((raw - raw.mean()) / raw.std(ddof=ddof), rel=1e-5)
+    assert not made["advantages"][~MASK].any()
+    assert metrics["advantages/mean"].number() == pytest.approx(0.3)
+
+
+def test_equal_advantages_a_single_token_and_none_at_all_are_whitened_to_0(batch):
+    flat, _ = estimated(batch, GaeSection(lambda_policy=1.0), values=(0, 0.5, 0.5, 0, 0.5, 0, 0, 0))
+    assert flat["advantages"].tolist() == [0.0] * 8
+    for kept in (np.arange(8) == 1, np.zeros(8, bool)):
+        made, metrics = estimated(batch.with_columns(loss_mask=kept), GaeSection())
+        assert made["advantages"].tolist() == [0.0] * 8
+        assert all(np.isfinite(metric.number()) for metric in metrics.values())
