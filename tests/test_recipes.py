@@ -82,6 +82,7 @@ def small(recipe: Path) -> list[str]:
     by_algorithm = {
         "grpo": ["algorithm.prompts_per_step=2", "algorithm.group_size=2"],
         "ppo": ["algorithm.prompts_per_step=4", "algorithm.critic_warmup=1"],
+        "distill": ["algorithm.prompts_per_step=4"],
         "sft": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
         "dpo": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
         "rm": ["algorithm.batch_size=4", "algorithm.validate_every=1"],
