@@ -1,5 +1,6 @@
 """Further models: a critic that is trained and saved, a teacher with a model of its own, a judge that rewards."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,11 @@ import yaml
 
 import whet
 from whet.config.load import load_config
+from whet.data.batch import from_sequences
+from whet.data.messages import Message, conversation
 from whet.errors import ConfigError
 from whet.prepare import prepare
+from whet.rollout.scorer import whole
 from whet.run_folder import read_rows
 from whet.testing.models import make_model
 
@@ -63,17 +67,15 @@ def test_a_critic_is_trained_saved_and_goes_on_as_it_was(config, tmp_path, worke
 
 def test_a_judge_gives_the_value_of_the_conversation_by_its_own_template(config):
     with whet.open(config, "cluster.workers=inline") as parts:
-        batch = parts.rollouts.take(4)
-        judge = parts.roles["judge"]
+        batch, judge, chat = parts.rollouts.take(4), parts.roles["judge"], parts.chat
         assert len(np.unique(batch["reward"])) > 1
-        from whet.data.batch import from_sequences
-        from whet.rollout.scorer import whole
-
-        starts = np.cumsum(batch["lengths"]) - batch["lengths"]
-        ended = [i for i in range(batch.sequences) if batch["stopped"][i]]
-        for i in ended:
-            tokens = batch["tokens"][starts[i] : starts[i] + batch["lengths"][i]]
-            one = from_sequences([whole(tokens)], prompt_lengths=[len(tokens)])
+        ends = np.cumsum(batch["lengths"])
+        for i in range(batch.sequences):
+            tokens, mask = (batch[name][ends[i] - batch["lengths"][i] : ends[i]] for name in ("tokens", "loss_mask"))
+            asked = re.search(r"Say \d\.", chat.decode(tokens[~mask]))[0]
+            messages = [Message("user", asked), Message("assistant", chat.decode(tokens[mask]) or " ")]
+            scored = whole(chat.training(conversation(messages)).tokens)
+            one = from_sequences([scored], prompt_lengths=[len(scored["tokens"]) - 1])
             assert judge.score(one, ("values",))["values"][-1] == pytest.approx(batch["reward"][i], abs=1e-4)
 
 
