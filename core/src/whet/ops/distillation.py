@@ -15,6 +15,8 @@ With p the student's probabilities and q the teacher's, of a set of K tokens at 
                  never above the divergence over the whole vocabulary (data processing inequality)
 """
 
+from __future__ import annotations  # the site is built without torch
+
 from typing import Literal
 
 import torch
