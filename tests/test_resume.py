@@ -201,8 +201,10 @@ def test_a_run_that_was_killed_at_its_very_end_is_closed(tmp_path, uninterrupted
     *before, last = journal.read_text().splitlines(keepends=True)
     assert json.loads(last)["event"] == "closed"
     journal.write_text("".join(before))
+    (tmp_path / "run/scratch/weights").mkdir(parents=True)
     assert "nothing was started" in finish(start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run"))
     assert [json.loads(line)["event"] for line in journal.read_text().splitlines()[len(before) :]] == ["closed"]
+    assert not (tmp_path / "run/scratch").exists()
 
 
 def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted):

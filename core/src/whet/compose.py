@@ -71,6 +71,7 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
         return None
     with closing_all([]) as closers:
         Builder(prepared, folder, closers).refuse_another()
+    shutil.rmtree(folder.scratch, ignore_errors=True)  # of a sitting that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
         folder.journal("closed")
     return done
