@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.demonstrations import encode
-from whet.metrics import Metric, mean, merge
+from whet.metrics import Metric, mean
 from whet.model import read_model
+from whet.validation import evaluate_all, trained_tokens
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
 
@@ -33,19 +34,17 @@ class DistillData:
         teach = Teaching(config, parts, read_model(parts.chat.folder))
 
         for step in parts.steps:
-            step.log(backend.train(teach(data.batch(step.number, config.batch_size)), parts.loss))
+            batch = data.batch(step.number, config.batch_size)
+            step.log(backend.train(teach(batch), parts.loss))
             step.log({"epoch": mean(data.epoch(step.number, config.batch_size))})
             if validation and step.due(config.validate_every):
                 step.log(validate(parts, validation, teach))
             if step.due(parts.config.evaluation.every):
                 parts.refit(version=step.number)  # the generator plays the evaluation's episodes
-            step.finish(data.batch(step.number, config.batch_size))
+            step.finish(batch)
 
 
 def validate(parts: "Parts", batches: "Iterable[Batch]", teach: Teaching) -> dict[str, Metric]:
     """Give `validation/loss` and what else the loss gives, as means over all trained tokens of all batches."""
-    found = []
-    for batch in batches:
-        metrics, tokens = parts.backend.evaluate(teach(batch), parts.loss), float(batch["loss_mask"].sum())
-        found.append({**metrics, "loss": mean(metrics["loss"].number() * tokens, tokens)})
-    return {f"validation/{name}": metric for name, metric in merge(found).items() if name != "tokens"}
+    found = evaluate_all(parts.backend, map(teach, batches), parts.loss, trained_tokens)
+    return {f"validation/{name}": metric for name, metric in found.items()}

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from whet.metrics import Metric, mean, merge
+from whet.metrics import Metric
+from whet.validation import evaluate_all, sequences
 
 if TYPE_CHECKING:
     from whet.component import Spec
@@ -18,8 +19,5 @@ def validate(
 
     `prepare` adds the columns that the loss reads and the data does not have.
     """
-    found = []
-    for batch in batches:
-        metrics = backend.evaluate(prepare(batch), loss)
-        found.append({**metrics, "loss": mean(metrics["loss"].number() * batch.sequences, batch.sequences)})
-    return {f"validation/{name}": metric for name, metric in merge(found).items() if name != "tokens"}
+    found = evaluate_all(backend, map(prepare, batches), loss, sequences)
+    return {f"validation/{name}": metric for name, metric in found.items()}

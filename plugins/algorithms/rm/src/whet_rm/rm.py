@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from whet.metrics import Metric, mean, merge
+from whet.metrics import Metric, mean
 from whet.model import read_model
+from whet.validation import evaluate_all, sequences
 from whet_rm.config import RmConfig, reads_margin
 from whet_rm.records import encode
 
@@ -49,12 +50,8 @@ class Rm:
 
 def validate(backend: "Backend", batches: Iterable["Batch"], loss: "Spec") -> dict[str, Metric]:
     """Give what the loss gives, over all batches. `loss` is the mean of theirs, weighted by their pairs."""
-    found = []
-    for batch in batches:
-        metrics = backend.evaluate(batch, loss)
-        found.append({**metrics, "loss": mean(metrics["loss"].number() * batch.sequences, batch.sequences)})
-    merged = with_deviations(merge(found))
-    return {f"validation/{name}": metric for name, metric in merged.items() if name != "tokens"}
+    found = with_deviations(evaluate_all(backend, batches, loss, sequences))
+    return {f"validation/{name}": metric for name, metric in found.items()}
 
 
 def with_deviations(metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.demonstrations import encode
-from whet.metrics import Metric, mean, merge
+from whet.metrics import Metric, mean
+from whet.validation import evaluate_all, trained_tokens
 from whet_sft.config import SftConfig
 
 if TYPE_CHECKING:
@@ -45,12 +46,8 @@ class Sft:
 
 def validate(backend: "Backend", batches: Iterable["Batch"], loss: "Spec") -> dict[str, Metric]:
     """Give `validation/loss`, as the mean over all trained tokens of all batches, and what else the loss gives."""
-    found = []
-    for batch in batches:
-        metrics, tokens = backend.evaluate(batch, loss), float(batch["loss_mask"].sum())
-        found.append({**metrics, "loss": mean(metrics["loss"].number() * tokens, tokens)})
-    merged = with_perplexity(merge(found))
-    return {f"validation/{name}": metric for name, metric in merged.items() if name not in ("nll", "tokens")}
+    found = with_perplexity(evaluate_all(backend, batches, loss, trained_tokens))
+    return {f"validation/{name}": metric for name, metric in found.items() if name != "nll"}
 
 
 def with_perplexity(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
