@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,26 @@ def small_run(tiny_model_folder: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def backend(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., Any]]:
+    """Give a function that builds a backend on the tiny model, in this process or at a place; all are closed after."""
+    from whet.testing.site import make_site
+    from whet_fsdp2.backend import Fsdp2Backend
+    from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+
+    built: list[Fsdp2Backend] = []
+
+    def build(place: Any = None, **config: Any) -> Fsdp2Backend:
+        settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config)
+        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
+        built.append(Fsdp2Backend(settings, site))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.close()
 
 
 @pytest.fixture(scope="session")

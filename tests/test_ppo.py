@@ -13,9 +13,6 @@ from whet.component import Spec
 from whet.compose import run
 from whet.data.batch import Batch, concatenate
 from whet.testing.batches import random_batch, token_advantages
-from whet.testing.site import make_site
-from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 
 POLICY = {"likelihood": {"weight": 0.1, "at_least": 0.0}, "entropy_weight": 0.01, "clip_high": 0.28}
 LOSSES = {
@@ -31,21 +28,6 @@ def some_batch(seed: int = 0) -> Batch:
         seed, columns=columns, vocabulary=300,
         makers={"advantages": token_advantages, "returns": token_advantages, "old_values": token_advantages},
     )  # fmt: skip
-
-
-@pytest.fixture
-def backend(tmp_path, tiny_model_folder):
-    built: list[Fsdp2Backend] = []
-
-    def build(place: Any = None, **config: Any) -> Fsdp2Backend:
-        settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config)
-        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
-        built.append(Fsdp2Backend(settings, site))
-        return built[-1]
-
-    yield build
-    for one in built:
-        one.close()
 
 
 def numbers(metrics: Any) -> dict[str, float]:

@@ -15,9 +15,6 @@ from whet.data.batch import Batch, concatenate
 from whet.errors import ConfigError
 from whet.prepare import prepare
 from whet.testing.batches import random_batch
-from whet.testing.site import make_site
-from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_fsdp2.layout import pack, used_lengths
 
 SFT = {"weight": 0.3}
@@ -35,21 +32,6 @@ def pairs(seed: int = 0) -> Batch:
     )
     baseline = np.full(batch.sequences, 0.2, np.float32)
     return batch.with_columns(desirable=batch["chosen"], kl_baseline=baseline)
-
-
-@pytest.fixture
-def backend(tmp_path, tiny_model_folder):
-    built: list[Fsdp2Backend] = []
-
-    def build(place: Any = None, **config: Any) -> Fsdp2Backend:
-        settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config)
-        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
-        built.append(Fsdp2Backend(settings, site))
-        return built[-1]
-
-    yield build
-    for one in built:
-        one.close()
 
 
 def numbers(metrics: Any) -> dict[str, float]:

@@ -3,6 +3,7 @@ learns from what came of it.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from whet.rollout.scorer import whole
 from whet.run_folder import read_rows
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
-from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.layout import pack, used_lengths
 
 LOSS = Spec("whet_rm.losses:BradleyTerry", "whet_rm.config:BradleyTerryConfig", {"margin": 0.5, "centering": 0.01})
@@ -43,18 +44,8 @@ def pairs(seed: int = 0, count: int = 6) -> Batch:
 
 
 @pytest.fixture
-def backend(tmp_path, tiny_model_folder):
-    built: list[Fsdp2Backend] = []
-
-    def build(place: Any = None, **config: Any) -> Fsdp2Backend:
-        settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), head="value", **config)
-        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
-        built.append(Fsdp2Backend(settings, site))
-        return built[-1]
-
-    yield build
-    for one in built:
-        one.close()
+def backend(backend):
+    return partial(backend, head="value")
 
 
 def numbers(metrics: Any) -> dict[str, float]:
