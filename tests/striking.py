@@ -22,7 +22,7 @@ class StrikingConfig:
     """Name of a worker process, e.g. `generator-1`; empty: nobody."""
     signal: Literal["SIGKILL", "SIGSTOP"] = "SIGKILL"
     questions: list[int] = Factory(list)
-    """Strike when so many questions were asked."""
+    """Strike when so many questions were asked; until then it stands still, so that it dies with what it was asked."""
     answers: list[int] = Factory(list)
     """Strike when so many answers came."""
     delay_seconds: float = 0.02
@@ -47,7 +47,8 @@ class Striking:
         """Ask once."""
         _asked[0] += 1
         if _asked[0] in self.config.questions:
-            threading.Timer(self.config.delay_seconds, self.strike).start()
+            self.send(signal.SIGSTOP)
+            threading.Timer(max(self.config.delay_seconds, 0.3), self.strike).start()
         answer = await model.reply(task.prompt)
         _answered[0] += 1
         if _answered[0] in self.config.answers:
@@ -56,10 +57,14 @@ class Striking:
         return {"even": sum(c in "02468" for c in answer.text) / 12}
 
     def strike(self) -> None:
-        """Send the signal."""
+        """Send the signal of the config."""
+        self.send(getattr(signal, self.config.signal))
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the victim."""
         for process in descendants():
             if "whet.cluster.host" in process.command and process.command.endswith(self.config.victim):
-                os.kill(process.pid, getattr(signal, self.config.signal))
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         """Nothing is held."""
