@@ -126,15 +126,16 @@ class Sitting:
         return [line.split() for line in self.moments.read_text().splitlines()]
 
     def phase(self) -> str:
-        """What it is doing: the phase that began last and has not ended."""
-        doing = ["starting"]
+        """What it is doing: the phase that began last and has not ended; the hand-over at its start is `first.refit`."""
+        doing, rolled_out = ["starting"], False
         for _, what, phase in self.lines():
+            rolled_out = rolled_out or phase == "rollout.take"
             if what == "begin":
                 doing = [p for p in doing if not p.startswith("after.")] if phase.startswith("after.") else doing
                 doing.append(phase)
             elif phase in doing:
                 doing.remove(phase)
-        return doing[-1]
+        return "first.refit" if doing[-1] == "backend.refit" and not rolled_out else doing[-1]
 
 
 def _ignore(numbers: Collection[signal.Signals]) -> None:
