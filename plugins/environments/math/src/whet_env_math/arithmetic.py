@@ -115,7 +115,7 @@ def correct(text: str, data: Mapping[str, Any]) -> float:
 
 
 def demonstrations(
-    count: int, seed: int = 0, direct_share: float = 0.6, config: ArithmeticConfig | None = None
+    count: int, seed: int = 0, direct_share: float = 0.5, config: ArithmeticConfig | None = None
 ) -> Iterator[dict[str, Any]]:
     """Give records for supervised fine-tuning, `{"messages": [...]}`: a share that only states the answer, and a rest
     that shows its work.
