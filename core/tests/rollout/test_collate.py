@@ -1,5 +1,4 @@
 import json
-import time
 
 import numpy as np
 import pytest
@@ -119,16 +118,3 @@ def test_records_are_json_and_keep_the_text(groups: list[Group]) -> None:
         "versions": [2, 2],
         "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "\x1b[31m4"}],
     }
-
-
-def test_a_batch_of_128_sequences_takes_no_time() -> None:
-    many = [
-        Group(i, "sums", i, tuple(episode("sums", s, {"correct": 1.0}, trajectory(20, 30)) for s in range(8)))
-        for i in range(16)
-    ]
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        collate(many, 1.0, ["sums"])
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.002
