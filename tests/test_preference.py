@@ -22,6 +22,9 @@ LOSSES = {
     "dpo": Spec("whet_dpo.losses:Dpo", "whet_dpo.config:DpoLossConfig", {"sft": SFT}),
     "ipo": Spec("whet_dpo.losses:Ipo", "whet_dpo.config:IpoConfig", {}),
     "orpo": Spec("whet_dpo.losses:Orpo", "whet_dpo.config:OrpoConfig", {}),
+    "orpo of prompts, too": Spec(
+        "whet_dpo.losses:Orpo", "whet_dpo.config:OrpoConfig", {"sft": {"weight": 1.0, "of": "conversation"}}
+    ),
     "kto": Spec("whet_dpo.unpaired:Kto", "whet_dpo.config:KtoLossConfig", {}),
 }
 
@@ -34,13 +37,21 @@ def pairs(seed: int = 0) -> Batch:
     return batch.with_columns(desirable=batch["chosen"], kl_baseline=baseline)
 
 
+def with_prompts(batch: Batch) -> Batch:
+    """Have chosen sequences learned whole, but for their first token."""
+    lengths = batch["lengths"]
+    place = np.arange(batch.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    whole = np.repeat(batch["chosen"], lengths) & (place > 0)
+    return batch.with_columns(answer_mask=batch["loss_mask"], loss_mask=batch["loss_mask"] | whole)
+
+
 def numbers(metrics: Any) -> dict[str, float]:
     return {name: m.number() for name, m in metrics.items() if "seconds" not in name}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_layout_and_order_do_not_matter(backend, name):
-    batch = pairs()
+    batch = with_prompts(pairs()) if "prompts" in name else pairs()
     shuffled = concatenate(batch.split(6, seed=3))
     expected = numbers(backend().train(batch, LOSSES[name]))
     assert {"rewards/accuracies", "logps/chosen", "loss", "grad_norm"} <= set(expected)
@@ -58,7 +69,7 @@ def test_two_ranks_give_the_numbers_of_one(backend, tmp_path):
     one = backend()
     with LocalCluster(tmp_path / "logs") as cluster:
         two = backend(cluster.slice("backend", 2), micro_batch_tokens=40)
-        for loss in LOSSES.values():
+        for loss in (LOSSES[name] for name in LOSSES if "prompts" not in name):
             expected, found = (numbers(which.evaluate(batch, loss)) for which in (one, two))
             assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
         expected, found = (numbers(which.train(batch, LOSSES["dpo"])) for which in (one, two))
@@ -101,6 +112,10 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in kept]
 
 
+ORPO = {
+    "use": "dpo", "batch_size": 16, "validate_every": 4,
+    "loss": {"use": "orpo", "beta": 1.0, "sft": {"weight": 0.1, "of": "conversation"}, "metrics": {"ties": "wrong"}},
+}  # fmt: skip
 KTO = {"use": "kto", "batch_size": 16, "validate_every": 4, "loss": {"use": "kto", "beta": 0.5}}
 
 
@@ -125,6 +140,14 @@ def test_a_short_run_learns_which_answer_is_better(tmp_path, tiny_model_folder, 
     assert found[-1]["validation/rewards/accuracies"] == 1
     assert found[-1]["validation/rewards/margins"] > 0.05
     assert found[-1]["validation/loss"] < found[0]["validation/loss"]
+
+
+def test_a_run_of_orpo_may_learn_prompts_as_well(tmp_path, tiny_model_folder):
+    assert run(document(tmp_path, tiny_model_folder, algorithm=ORPO)).finished
+    first, last = rows(tmp_path)[0], rows(tmp_path)[-1]
+    for name in ("validation/nll", "validation/loss"):
+        assert last[name] < first[name]
+    assert last["validation/rewards/margins"] > first["validation/rewards/margins"]
 
 
 def test_a_resumed_run_takes_the_same_steps_from_the_reference_that_was_kept(tmp_path, tiny_model_folder):

@@ -74,7 +74,7 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
     if not section.penalty:
         return batch, {}
     sizes = of_episodes(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
-    penalty = section.penalty * overlong_penalty(sizes, section.length or max_tokens, section.buffer)
+    penalty = section.penalty * overlong_penalty(sizes, section.length or max_tokens, section.buffer, section.bounded)
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
 
 
@@ -141,13 +141,16 @@ def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metric
     lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
     gaps = correction.gap(batch["old_logprobs"], batch["sampler_logprobs"], mask)
     weights = correction.importance_weights(gaps, lengths, section.weights, section.floor, section.cap)
-    inside = correction.within(gaps, lengths, mask, section.mask, section.low, section.high)
-    trusted = correction.trusted(gaps, lengths, mask, section.max_token_gap, section.max_mean_gap)
+    inside = correction.within(gaps, lengths, mask, section.mask, section.low, section.high, section.measure)
+    guard = section.max_token_gap, section.max_mean_gap, section.max_mean_error
+    trusted = correction.trusted(gaps, lengths, mask, *guard)
     kept = mask & expand(trusted, lengths)
     if section.count_masked:
         weights = _product(weights, inside, lengths)
     else:
         kept = kept & _tokens(inside, lengths)
+    if section.normalise:
+        weights = correction.normalised(weights, lengths, mask, section.weights)
     advantages = _product(np.asarray(batch["advantages"]), weights, lengths).astype(np.float32)
     seen = _tokens(weights, lengths)[mask].astype(np.float64)
     metrics: Metrics = {

@@ -67,6 +67,15 @@ def test_a_group_of_one_gets_nothing() -> None:
     assert found[1] > 0 > found[2]
 
 
+def test_a_sample_alone_may_keep_its_reward() -> None:
+    rewards, group = array(5, 1, 0), np.array([7, 3, 3])
+    assert group_mean(rewards, group, epsilon=0.25, alone="reward")[0] == pytest.approx(5 / 1.25)
+    assert group_mean(rewards, group, scale="none", alone="reward").tolist() == [5, 0.5, -0.5]
+    by_batch = group_mean(rewards, group, scale="batch", epsilon=0.0, alone="reward")
+    assert by_batch[0] == pytest.approx(5 / np.std([5, 1, 0], ddof=1))
+    assert group_mean(array(2, 2), np.array([0, 1]), scale="batch", epsilon=0.0, alone="reward").tolist() == [0, 0]
+
+
 @given(st.permutations(list(range(12))))
 def test_order_and_names_of_groups_do_not_matter(order: list[int]) -> None:
     rng = np.random.default_rng(0)
@@ -94,6 +103,16 @@ def test_whitening_is_that_of_the_field(unbiased: bool, values: list[int]) -> No
     numbers = [float(v) for v in values]
     found = whiten(np.array(numbers), np.ones(len(numbers)), unbiased=unbiased)
     np.testing.assert_allclose(found, whitened(numbers, unbiased), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("at", ["variance", "deviation"])
+@given(values=st.lists(st.integers(-5, 5), min_size=2, max_size=12), epsilon=st.sampled_from([1e-8, 0.1, 3.0]))
+def test_an_epsilon_may_be_added(at: Any, values: list[int], epsilon: float) -> None:
+    numbers = np.array(values, float)
+    found = whiten(numbers, np.ones(len(numbers)), unbiased=True, epsilon=epsilon, epsilon_at=at)
+    variance = numbers.var(ddof=1)
+    by = np.sqrt(variance + epsilon) if at == "variance" else np.sqrt(variance) + epsilon
+    np.testing.assert_allclose(found, (numbers - numbers.mean()) / by, rtol=1e-9, atol=1e-9)
 
 
 @given(values=st.lists(st.floats(-5, 5), min_size=2, max_size=6), copies=st.data())

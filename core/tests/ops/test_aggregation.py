@@ -34,3 +34,12 @@ def test_a_total_over_its_count_is_the_mean(make: Any, aggregation: Any, rows: l
     lengths = make([len(row) for row in rows])
     found = float(total(values, mask, lengths, aggregation)) / max(float(count(mask, lengths, aggregation, 7)), 1)
     assert found == pytest.approx(written_out(rows, aggregation, 7), abs=1e-4)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+def test_sequences_without_a_token_count_where_they_are_to(make: Any) -> None:
+    mask, lengths = make([True, False, False, False, True, True]), make([2, 2, 0, 2])
+    assert int(count(mask, lengths, "sequence")) == 2
+    assert int(count(mask, lengths, "sequence", count_empty=True)) == 4
+    assert int(count(mask, lengths, "constant", 5, count_empty=True)) == 20
+    assert int(count(mask, lengths, "token", count_empty=True)) == 3

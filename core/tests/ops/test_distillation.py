@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from whet.ops.distillation import topk_divergences  # noqa: E402
+from whet.ops.distillation import topk_divergences, topk_jensen_shannon  # noqa: E402
 
 
 def distributions(seed=0, places=5, vocabulary=11):
@@ -88,3 +88,42 @@ def test_equal_distributions_have_none_and_shapes_must_agree():
         torch.testing.assert_close(forward + reverse, torch.zeros(5), atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"wanted student and teacher \[M, K\]"):
         topk_divergences(log_p, log_p[:, :3])
+
+
+def gkd(log_p, log_q, beta):
+    """The generalised divergence of GKD as TRL computes it, p being the student's and q the teacher's."""
+    mixture = torch.logsumexp(torch.stack([log_p + math.log(1 - beta), log_q + math.log(beta)]), 0)
+    kl_teacher = torch.nn.functional.kl_div(mixture, log_q, reduction="none", log_target=True)
+    kl_student = torch.nn.functional.kl_div(mixture, log_p, reduction="none", log_target=True)
+    return (beta * kl_teacher + (1 - beta) * kl_student).sum(-1)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.8])
+def test_jensen_shannon_is_that_of_gkd(beta):
+    log_p, log_q = distributions(4)
+    log_p.requires_grad_()
+    found = topk_jensen_shannon(*at_top(log_p, log_q, 11), beta)
+    torch.testing.assert_close(found.double(), gkd(log_p, log_q, beta), atol=1e-6, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(x.sum(), log_p)[0] for x in (found, gkd(log_p.log_softmax(-1), log_q, beta)))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_jensen_shannon_over_few_tokens_against_whole_distributions():
+    log_p, log_q = distributions(5)
+    p, q = at_top(log_p, log_q, 4)
+    ids = log_q.topk(4).indices
+    only = torch.full_like(log_q, -200.0).scatter(1, ids, torch.log_softmax(q, -1))
+    renormalised = [torch.log_softmax(x, -1) for x in (p, q)]
+    close = {"atol": 1e-6, "rtol": 1e-5}
+    torch.testing.assert_close(topk_jensen_shannon(p, q, 0.3).double(), gkd(*renormalised, 0.3), **close)
+    torch.testing.assert_close(topk_jensen_shannon(p, q, 0.3, "zero").double(), gkd(log_p, only, 0.3), **close)
+    rest = topk_jensen_shannon(p, q, 0.3, "rest").double()
+    assert (rest >= 0).all()
+    assert (rest <= gkd(log_p, log_q, 0.3) + 1e-6).all()
+
+
+def test_jensen_shannon_of_what_one_of_them_cannot_say_is_finite():
+    student, teacher = torch.tensor([[-math.inf, 0.0]]), torch.tensor([[0.0, -math.inf]])
+    assert float(topk_jensen_shannon(student, teacher, 0.5)) == pytest.approx(math.log(2))
+    with pytest.raises(ValueError, match="between 0 and 1, found 1"):
+        topk_jensen_shannon(student, teacher, 1.0)

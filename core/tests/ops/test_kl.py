@@ -92,6 +92,35 @@ def test_beyond_the_clamps_there_is_no_gradient() -> None:
     assert gradient.tolist() == pytest.approx([1 - math.exp(-0.5), 0, 0])
 
 
+def nemo_rl(logprobs: Tensor, reference: Tensor, old: Tensor | None, kind: str) -> Tensor:
+    """NeMo RL's penalty with its importance weights, written again: both clamps keep the weight's gradient out, too."""
+    weight = (logprobs - (logprobs.detach() if old is None else old)).exp()
+    free = reference - logprobs
+    logr = free.clamp(-20.0, 20.0)
+    weight = torch.where(free == logr, weight, weight.detach())
+    kl = {"k1": -logr, "k2": logr.square() / 2, "k3": logr.exp() - 1 - logr}[kind]
+    return (weight * kl).clamp(-10.0, 10.0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("importance", ["score", "ratio"])
+def test_weighted_and_clamped_it_is_that_of_nemo_rl(estimator: Any, importance: Any) -> None:
+    draw = np.random.default_rng(0)
+    start = torch.tensor(np.append(draw.normal(-2, 1.5, 30), [-30.0, -8.0, -1.0]))
+    reference, old = torch.tensor(np.append(draw.normal(-2, 1.5, 30), [-1.0, -1.0, -9.0])), start + 0.3
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    found = penalty_of_kl(ours, reference, old, estimator, importance=importance, limit=20.0, clamp=10.0)
+    expected = nemo_rl(theirs, reference, None if importance == "score" else old, estimator)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(x.sum(), y)[0] for x, y in ((found, ours), (expected, theirs))]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_verls_absolute_estimate() -> None:
+    assert kl_estimate(np.array([-3.0, 0.0, 0.5]), "abs").tolist() == [3.0, 0.0, 0.5]
+    assert kl_estimate(torch.tensor([-3.0, 0.5]), "abs", 1.0).tolist() == [1.0, 0.5]
+
+
 def test_small_divergences_are_no_rounding_errors() -> None:
     d = torch.full((1,), 1e-4)
     assert float(kl_estimate(d, "k3")) == pytest.approx(5e-9, rel=1e-2)
@@ -104,7 +133,7 @@ def test_impossible_tokens_give_finite_ratios(make: Any) -> None:
     assert found.tolist() == [-20.0, 20.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("importance", ["none", "score", "ratio"])
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("log_ratio", [-math.inf, -50.0, 50.0, math.inf])

@@ -12,6 +12,11 @@ def test_the_penalty_is_that_of_the_paper() -> None:
     assert found.tolist() == [0, 0, -0.25, -0.5, -1, -1, -1]
 
 
+def test_without_a_bound_it_goes_on_falling() -> None:
+    found = overlong_penalty(np.array([16, 18, 20, 21, 28]), longest=20, buffer=4, bounded=False)
+    assert found.tolist() == [0, -0.5, -1, -1.25, -3]
+
+
 def test_without_a_buffer_the_bound_is_hard() -> None:
     assert overlong_penalty(np.array([9, 10, 11]), longest=10, buffer=0).tolist() == [0, 0, -1]
 

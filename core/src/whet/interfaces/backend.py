@@ -10,6 +10,7 @@ that token, in float32, and 0 where `loss_mask` is false. All are at the batch's
     logprobs_at         [N, K]  logprobs of the tokens in the batch's column `topk_ids` [N, K]
     kl_forward          [N]     KL(teacher || policy) over the whole vocabulary; where the workers hold both
     kl_reverse          [N]     KL(policy || teacher)
+    jensen_shannon:B    [N]     B KL(teacher || m) + (1 - B) KL(policy || m), m = B teacher + (1 - B) policy
     values              [N]     of a value head; 0 ... t-1 are the tokens that it has seen. One place more than a
                                 sequence has tokens gives the value of all of it: see `whet.rollout.scorer.whole`
 """

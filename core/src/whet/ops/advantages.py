@@ -7,6 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Scale = Literal["group", "batch", "none"]
+Alone = Literal["zero", "reward"]
+"""What a sample gets that is alone in its group: 0, or its reward, as in verl."""
+EpsilonAt = Literal["floor", "variance", "deviation"]
+"""What becomes of an epsilon: the least variance, or added to the variance, or added to the deviation."""
 
 
 def group_mean(
@@ -18,6 +22,7 @@ def group_mean(
     epsilon: float = 1e-4,
     leave_one_out: bool = False,
     deviation_of: Literal["group", "others"] = "group",
+    alone: Alone = "zero",
 ) -> NDArray[np.float32]:
     """Centre rewards in their group, and scale them. rewards [B], group [B] -> [B] float32, computed in float64.
 
@@ -28,10 +33,11 @@ def group_mean(
     2025, "Dr. GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean
     of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `deviation_of` `others` the
     deviation of a group leaves the sample itself out, too, and a sample whose others are all equal is not divided; NeMo
-    RL does so, with n in the denominator and epsilon 1e-6.
+    RL does so, with epsilon 1e-6.
 
-    The defaults are those of TRL; verl has epsilon 1e-6. A group of one, and a group whose rewards are all equal,
-    get exactly 0, so that nobody computes a gradient from rounding errors.
+    The defaults are those of TRL; verl has epsilon 1e-6. A group whose rewards are all equal gets exactly 0, so that
+    nobody computes a gradient from rounding errors, and so does a group of one, unless `alone` is `reward`: then it
+    gets its reward, as if the baseline were 0 and the deviation 1 (verl).
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 1 or rewards.shape != np.shape(group):
@@ -45,6 +51,7 @@ def group_mean(
     np.minimum.at(lowest, owner, rewards)
     np.maximum.at(highest, owner, rewards)
     centred[(lowest == highest)[owner]] = 0.0
+    deviation = rewards.std(ddof=1 if unbiased else 0) if len(rewards) > 1 else 0.0
     advantages = centred * (size / np.maximum(size - 1, 1))[owner] if leave_one_out else centred
     if scale == "group":
         squares = np.bincount(owner, centred**2)
@@ -54,8 +61,11 @@ def group_mean(
         else:
             advantages = _divide(advantages, np.sqrt(squares / np.maximum(size - unbiased, 1))[owner] + epsilon)
     elif scale == "batch":
-        deviation = rewards.std(ddof=1 if unbiased else 0) if len(rewards) > 1 else 0.0
         advantages = _divide(advantages, np.full(len(rewards), deviation + epsilon))
+    if alone == "reward":
+        by = {"none": 1.0, "group": 1.0 + epsilon}.get(scale, deviation + epsilon)
+        single = (size == 1)[owner]
+        advantages[single] = rewards[single] / by if by else 0.0
     return advantages.astype(np.float32)
 
 
@@ -69,15 +79,22 @@ def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any
 
 
 def whiten(
-    values: NDArray[Any], weights: NDArray[Any], *, centre: bool = True, unbiased: bool = False, epsilon: float = 1e-8
+    values: NDArray[Any],
+    weights: NDArray[Any],
+    *,
+    centre: bool = True,
+    unbiased: bool = False,
+    epsilon: float = 1e-8,
+    epsilon_at: EpsilonAt = "floor",
 ) -> NDArray[Any]:
     """Give values mean 0 and deviation 1 over the batch. values [M], weights [M] >= 0 -> [M] float64.
 
-        (values - mean) / sqrt(max(variance, epsilon))
+        floor       (values - mean) / sqrt(max(variance, epsilon))       OpenRLHF, NeMo RL's REINFORCE++
+        variance    (values - mean) / sqrt(variance + epsilon)           verl, TRL's PPO, NeMo RL's PPO
+        deviation   (values - mean) / (sqrt(variance) + epsilon)         TRL's RLOO and GDPO
 
-    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl; not so OpenRLHF and NeMo
-    RL. verl adds its epsilon to the variance rather than taking the larger of the two. Equal values, and a single one,
-    give exactly 0. `centre=False` divides only.
+    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl and TRL; not so OpenRLHF
+    and NeMo RL's REINFORCE++. Equal values, and a single one, give exactly 0. `centre=False` divides only.
     """
     total, seen = float(weights.sum()), values[weights > 0].astype(np.float64)
     if total <= 0 or seen.min() == seen.max():
@@ -89,7 +106,10 @@ def whiten(
     variance = float(((scaled - average) ** 2 * weights).sum()) / total
     if unbiased and total > 1:
         variance *= total / (total - 1)
-    deviation = max(np.sqrt(variance) * unit, np.sqrt(epsilon)) / unit
+    own, least = np.sqrt(variance) * unit, np.sqrt(epsilon)
+    # hypot is the square root of the sum of squares, which stays finite where the squares would not.
+    spread = {"floor": max(own, least), "variance": np.hypot(own, least), "deviation": own + epsilon}
+    deviation = spread[epsilon_at] / unit
     return np.asarray((scaled - average * centre) / deviation)
 
 
@@ -98,8 +118,16 @@ def gdpo(
     group: NDArray[Any],
     weights: Mapping[str, float],
     *,
+    scale: Scale = "group",
     unbiased: bool = True,
     epsilon: float = 1e-4,
+    leave_one_out: bool = False,
+    deviation_of: Literal["group", "others"] = "group",
+    alone: Alone = "zero",
+    tokens: NDArray[Any] | None = None,
+    centre: bool = False,
+    batch_epsilon: float | None = None,
+    epsilon_at: EpsilonAt = "deviation",
 ) -> NDArray[np.float32]:
     """Normalise each named reward in its group, add them up, scale the batch. rewards {name: [B]}, group [B] -> [B].
 
@@ -107,20 +135,24 @@ def gdpo(
         A   = sum over n of weight_n * A_n
         advantage = A / (standard deviation of A in the batch + epsilon)
 
-    GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). The mean of A in the batch, which the paper subtracts, is 0
-    because that of each group is; it is left out, so that a group in which every reward is equal gets exactly 0. A
-    sample without a reward of some name (nan) gets nothing from it, and its group is normalised without it (TRL the
-    same). The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over the batch, verl whitens over
-    tokens.
+    GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). A_n is as in `group_mean`, the last line as in `whiten`, with
+    `batch_epsilon` where one is given. The mean of A in the batch, which the paper subtracts, is 0 because that of each
+    group is; it is left out, so that a group in which every reward is equal gets exactly 0. It is not 0 where samples
+    weigh as many `tokens` [B] as they have (verl), or others of the group are compared (NeMo RL): there `centre` takes
+    it away. A sample without a reward of some name (nan) gets nothing from it, and its group is normalised without it
+    (TRL the same). The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over the batch.
     """
     combined = np.zeros(len(group))
     for name, weight in weights.items():
         there = ~np.isnan(rewards[name])
-        combined[there] += weight * group_mean(rewards[name][there], group[there], unbiased=unbiased, epsilon=epsilon)
-    if len(combined) < 2:
-        return np.zeros(len(combined), np.float32)
-    deviation = combined.std(ddof=1 if unbiased else 0)
-    return _divide(combined, np.full(len(combined), deviation + epsilon)).astype(np.float32)
+        combined[there] += weight * group_mean(
+            rewards[name][there], group[there], scale=scale, unbiased=unbiased, epsilon=epsilon,
+            leave_one_out=leave_one_out, deviation_of=deviation_of, alone=alone,
+        )  # fmt: skip
+    return whiten(
+        combined, np.ones(len(combined)) if tokens is None else tokens, centre=centre, unbiased=unbiased,
+        epsilon=epsilon if batch_epsilon is None else batch_epsilon, epsilon_at=epsilon_at,
+    ).astype(np.float32)  # fmt: skip
 
 
 def _divide(values: NDArray[Any], by: NDArray[Any]) -> NDArray[Any]:

@@ -4,8 +4,9 @@
     sequence   mean over sequences of each one's mean over tokens      GRPO, equation 3 (arXiv:2402.03300)
     constant   sum over all tokens / (sequences x max_length)          Dr. GRPO, section 3.2 (arXiv:2503.20783)
 
-Sequences are those with a token under the mask. `count` looks at the mask alone, so that it is known before any forward
-pass and adds up over micro-batches and ranks. With a `max_length` of 1 `constant` is the mean of sums.
+Sequences are those with a token under the mask, unless `count_empty`. `count` looks at the mask alone, so that it is
+known before any forward pass and adds up over micro-batches and ranks. With a `max_length` of 1 `constant` is the mean
+of sums.
 """
 
 from typing import Any, Literal
@@ -20,9 +21,12 @@ def total(values: Any, mask: Any, lengths: Any, aggregation: Aggregation) -> Any
     return segment_mean(values, lengths, mask).sum() if aggregation == "sequence" else values.sum()
 
 
-def count(mask: Any, lengths: Any, aggregation: Aggregation, max_length: int = 1) -> Any:
-    """Count what the total is divided by. mask [N] bool, lengths [B] -> a number."""
+def count(mask: Any, lengths: Any, aggregation: Aggregation, max_length: int = 1, count_empty: bool = False) -> Any:
+    """Count what the total is divided by. mask [N] bool, lengths [B] -> a number.
+
+    `count_empty`: sequences without a token under the mask count as well, as in TRL.
+    """
     if aggregation == "token":
         return mask.sum()
-    sequences = (segment_sum(mask + 0, lengths) > 0).sum()
+    sequences = mask.sum() * 0 + len(lengths) if count_empty else (segment_sum(mask + 0, lengths) > 0).sum()
     return sequences * max_length if aggregation == "constant" else sequences

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.ops.kl import MAX_LOG_RATIO, log_ratio
+from whet.ops.kl import MAX_LOG_RATIO, kl_estimate, log_ratio
 from whet.ops.reductions import segment_mean, segment_sum
 
 Level = Literal["none", "token", "sequence"]
-Mask = Literal["none", "token", "sequence", "product"]
+Mask = Literal["none", "token", "sequence", "product", "worst"]
+Measure = Literal["ratio", "k2", "k3"]
 
 
 def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
@@ -43,30 +44,62 @@ def importance_weights(
 
 
 def within(
-    gaps: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Mask, low: float, high: float
+    gaps: NDArray[Any],
+    lengths: NDArray[Any],
+    mask: NDArray[Any],
+    level: Mask,
+    low: float,
+    high: float,
+    measure: Measure = "ratio",
 ) -> NDArray[Any]:
     """Say what may stay: k, for `sequence` G, for `product` K, in [low, high]. -> bool, [N] by token, else [B].
 
-    G is NeMo RL's, K that of TRL and of verl's `sequence`.
+    G is NeMo RL's, K that of TRL. For `worst` it is each of the sequence's k. With the `measure` k2 or k3 it is that
+    estimate of KL(sampler || trainer) of a token, for `sequence` its mean, for `product` its sum, for `worst` the
+    largest, that must be at most `high`: verl's `token_k3`, `seq_mean_k3`, `seq_sum_k3` and `seq_max_k3`.
     """
     if level == "none":
         return np.ones(len(lengths), np.bool_)
-    if level == "token":
-        exponent = gaps
-    elif level == "sequence":
-        exponent = segment_mean(gaps, lengths, mask)
+    size = gaps if measure == "ratio" else np.where(mask, kl_estimate(-gaps, measure), np.float32(0))
+    if level == "sequence":
+        size = segment_mean(size, lengths, mask)
+    elif level == "product":
+        size = segment_sum(size, lengths)
+    if measure == "ratio":
+        size = np.exp(size.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    stays = (size <= high) & (measure != "ratio" or size >= low)
+    if level == "worst":
+        stays = segment_sum((mask & ~stays).astype(np.int64), lengths) == 0
+    return np.asarray(stays)
+
+
+def normalised(weights: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Level) -> NDArray[Any]:
+    """Divide weights, [N] or [B], by their mean over tokens or, of the level `sequence`, over sequences. verl's
+    `rollout_is_batch_normalize`. Weights whose mean is 0 stay as they are.
+    """
+    trained = segment_sum(mask.astype(np.int64), lengths)
+    if len(weights) == len(lengths):
+        counted = (trained > 0) * (1.0 if level == "sequence" else trained)
     else:
-        exponent = segment_sum(gaps, lengths).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = np.exp(exponent)
-    return np.asarray((low <= ratio) & (ratio <= high))
+        counted = mask * (np.repeat(1.0 / np.maximum(trained, 1), lengths) if level == "sequence" else 1.0)
+    total = float(counted.sum())
+    mean = float((weights * counted).sum()) / total if total else 0.0
+    return np.asarray(weights / mean, np.float32) if mean > 1e-8 else weights
 
 
 def trusted(
-    gaps: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], max_token: float = 0.0, max_mean: float = 0.0
+    gaps: NDArray[Any],
+    lengths: NDArray[Any],
+    mask: NDArray[Any],
+    max_token: float = 0.0,
+    max_mean: float = 0.0,
+    max_mean_error: float = 0.0,
 ) -> NDArray[Any]:
     """Say which sequences [B] have no token whose gap is wider than `max_token`, and no wider mean than `max_mean`.
 
-    Both in nats, without sign; 0: no bound. verl's veto of a token with a ratio below 1e-4 is a `max_token` of 9.2.
+    Both in nats, without sign; 0: no bound. A veto of tokens with a ratio below 1e-4 is a `max_token` of 9.2.
+    `max_mean_error` bounds the mean of exp(|gap|), which a single token can drive: NeMo RL's
+    `seq_logprob_error_threshold`.
     """
     size = np.abs(gaps)
     keep = np.ones(len(lengths), np.bool_)
@@ -74,4 +107,6 @@ def trusted(
         keep &= segment_sum((size > max_token).astype(np.int64), lengths) == 0
     if max_mean:
         keep &= segment_mean(size, lengths, mask) <= max_mean
+    if max_mean_error:
+        keep &= segment_mean(np.exp(size, dtype=np.float64), lengths, mask) <= max_mean_error
     return keep

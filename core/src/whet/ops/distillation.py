@@ -4,6 +4,7 @@ With p the student's probabilities and q the teacher's, of a set of K tokens at 
 
     forward  KL(q || p) = sum_k q_k (log q_k - log p_k)      covers what the teacher may say
     reverse  KL(p || q) = sum_k p_k (log p_k - log q_k)      keeps to what the teacher would say
+    Jensen-Shannon   b KL(q || m) + (1 - b) KL(p || m),  m = b q + (1 - b) p      neither is ever infinite
 
 `outside` says what becomes of the rest of the vocabulary:
 
@@ -17,6 +18,7 @@ With p the student's probabilities and q the teacher's, of a set of K tokens at 
 
 from __future__ import annotations  # the site is built without torch
 
+import math
 from typing import Literal
 
 import torch
@@ -38,6 +40,42 @@ def topk_divergences(
     Logprobs are of the whole vocabulary, and may be -inf. `entropy` [M] is the student's; only `zero` needs it.
     Differentiable in student and entropy.
     """
+    log_p, log_q = _compared(student, teacher, outside)
+    p, q = log_p.exp(), log_q.exp()
+    forward, reverse = (q * (log_q - log_p)).sum(-1), (p * (log_p - log_q)).sum(-1)
+    if outside == "zero" and entropy is not None:
+        known = (p * log_p).sum(-1)
+        reverse = reverse + (-entropy.float() - known) - LOG_OF_NEARLY_NOTHING * (1 - p.sum(-1))
+    return forward, reverse
+
+
+def topk_jensen_shannon(
+    student: Tensor, teacher: Tensor, beta: float = 0.5, outside: Outside = "renormalise"
+) -> Tensor:
+    """Give the generalised Jensen-Shannon divergence, [M] float32 nats, from logprobs of K tokens as above.
+
+        m = beta q + (1 - beta) p;      beta KL(q || m) + (1 - beta) KL(p || m)
+
+    GKD: Agarwal et al. 2024, section 2 (arXiv:2306.13649); TRL the same. 0 < beta < 1. Of tokens that are not compared,
+    `zero` has the teacher produce none: the student's probability of them counts -(1 - beta) log(1 - beta).
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"wanted beta between 0 and 1, found {beta}")
+    log_p, log_q = _compared(student, teacher, outside)
+    found = jensen_shannon(log_p, log_q, beta)
+    if outside == "zero":
+        found = found - (1 - log_p.exp().sum(-1)) * (1 - beta) * math.log1p(-beta)
+    return found
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Give the sum over the last dimension, of finite logprobs [..., V] -> [...]."""
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    return (beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
+
+
+def _compared(student: Tensor, teacher: Tensor, outside: Outside) -> tuple[Tensor, Tensor]:
+    """Give the logprobs that are compared, of student and teacher: [M, K], or [M, K + 1] with the rest."""
     if student.shape != teacher.shape or student.ndim != 2:
         raise ValueError(f"wanted student and teacher [M, K], found {tuple(student.shape)} and {tuple(teacher.shape)}")
     log_p, log_q = student.float().clamp(min=_LEAST), teacher.float().clamp(min=_LEAST)
@@ -47,12 +85,7 @@ def topk_divergences(
         log_p = torch.log_softmax(log_p, -1)
     elif outside == "rest":
         log_p, log_q = _with_rest(log_p), _with_rest(log_q)
-    p, q = log_p.exp(), log_q.exp()
-    forward, reverse = (q * (log_q - log_p)).sum(-1), (p * (log_p - log_q)).sum(-1)
-    if outside == "zero" and entropy is not None:
-        known = (p * log_p).sum(-1)
-        reverse = reverse + (-entropy.float() - known) - LOG_OF_NEARLY_NOTHING * (1 - p.sum(-1))
-    return forward, reverse
+    return log_p, log_q
 
 
 def _with_rest(log_p: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Of KL(p || q) with a token x drawn from p, and d = log p(x) - log q(x) (Schulman
     k1 = d                       unbiased, large variance, may be negative
     k2 = d**2 / 2                biased, small variance
     k3 = exp(-d) - 1 + d         unbiased, small variance, never negative
+    abs = |d|                    estimates no divergence; verl offers it
 
 The *gradients* of these as a loss are another matter (Tang & Munos 2025, arXiv:2506.09477). With x drawn from p, the
 mean of the gradient of k1 is 0: it regularises nothing. That of k2 is the gradient of KL(p || q). That of k3 is the
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "abs"]
 Importance = Literal["none", "score", "ratio"]
 
 MAX_LOG_RATIO = 20.0
@@ -49,6 +50,8 @@ def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> An
         estimate = d
     elif estimator == "k2":
         estimate = d * d / 2
+    elif estimator == "abs":
+        estimate = abs(d)
     else:
         # expm1 keeps small divergences, where exp(-d) - 1 + d would be rounding errors alone.
         estimate = (np.expm1(-d) if isinstance(d, np.ndarray) else (-d).expm1()) + d
@@ -77,14 +80,19 @@ def penalty_of_kl(
                                     (arXiv:2512.02556), TRL's use_bias_correction_kl, NeMo RL's on-policy approximation
 
     `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`.
-    `limit` clamps the log-ratio (NeMo RL and verl: 20), `clamp` the estimate (NeMo RL and verl: 10; TRL: neither).
+    `limit` clamps the log-ratio (NeMo RL, and verl for k3: 20), `clamp` the estimate times its weight (the same: 10;
+    TRL: neither). Beyond either a token gets no gradient, of the weight neither (NeMo RL), unless it is k2's.
     """
     d = log_ratio(logprobs, reference, limit)
-    estimate = kl_estimate(d, estimator, clamp)
+    estimate = kl_estimate(d, estimator, clamp if importance == "none" else 0.0)
     if straight_through:
         slope = kl_estimate(d, "k2")
         estimate = estimate.detach() + slope - slope.detach()
     if importance == "none":
         return estimate
     sampled = logprobs.detach() if importance == "score" else old_logprobs
-    return estimate * log_ratio(logprobs, sampled).exp()
+    weight = log_ratio(logprobs, sampled).exp()
+    if limit:
+        weight = weight.where(d.detach().abs() < limit, weight.detach())
+    weighted = estimate * weight
+    return weighted.clip(-clamp, clamp) if clamp else weighted

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.ops.distillation import jensen_shannon
+
 CHUNK_BYTES = 128 << 20
 """Bytes of float32 logits that one chunk holds where its size is not given."""
 
@@ -86,15 +88,17 @@ def distribution_kl(
     bias: Tensor | None = None,
     other_bias: Tensor | None = None,
     temperature: Tensor | None = None,
+    beta: float | None = None,
     chunk: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Give the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
 
         forward = KL(q || p) = sum_v q (log q - log p)        reverse = KL(p || q) = sum_v p (log p - log q)
 
     p is of hidden [M, H] and weight [V, H] and is differentiable, q of other_hidden [M, H'] and other_weight [V, H']
-    and is not; temperature [M] divides the logits of both. -> forward [M], reverse [M] float32. Logits of `chunk`
-    tokens are held at a time; the backward pass computes them again.
+    and is not; temperature [M] divides the logits of both. -> forward [M], reverse [M] float32; with a `beta` the
+    Jensen-Shannon divergence [M] of `whet.ops.distillation.jensen_shannon` alone. Logits of `chunk` tokens are held at
+    a time; the backward pass computes them again.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -102,17 +106,20 @@ def distribution_kl(
         raise ValueError(f"the vocabularies have {weight.shape[0]} and {other_weight.shape[0]} tokens; wanted the same")
     chunk = chunk or max(1, CHUNK_BYTES // (8 * weight.shape[0]))
 
-    def both(part: slice) -> tuple[Tensor, Tensor]:
+    def both(part: slice) -> tuple[Tensor, ...]:
         log_p = _log_softmax(hidden[part], weight.to(hidden.dtype), bias, temperature, part)
         with torch.no_grad():
             matrix = other_weight.to(other_hidden.dtype)
             log_q = _log_softmax(other_hidden[part], matrix, other_bias, temperature, part)
+        if beta is not None:
+            lowest = torch.finfo(log_p.dtype).min / 4
+            return (jensen_shannon(log_p.clamp(min=lowest), log_q.clamp(min=lowest), beta),)
         return _kl(log_q, log_p), _kl(log_p, log_q)
 
     found = [checkpoint(both, part, use_reentrant=False) for part in _parts(len(hidden), chunk)]
-    if not found:
-        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    return torch.cat([forward for forward, _ in found]), torch.cat([reverse for _, reverse in found])
+    nothing = hidden.new_zeros(0, dtype=torch.float32)
+    columns = zip(*found, strict=True) if found else [[nothing]] * (1 if beta is not None else 2)
+    return tuple(torch.cat(list(column)) for column in columns)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

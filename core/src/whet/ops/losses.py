@@ -47,8 +47,8 @@ def clipped_policy_gradient(
         and where A < 0 and clip_dual:  loss = min(loss, -clip_dual * A)
 
     Schulman et al. 2017, equation 7 (arXiv:1707.06347); `clip_high` larger than `clip_low` is the clip-higher of
-    DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020, section
-    3.3 (arXiv:1912.09729): a bad token that has become much likelier is not pushed down without bound; 0: off (NeMo RL,
+    DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020
+    (arXiv:1912.09729): a bad token that has become much likelier is not pushed down without bound; 0: off (NeMo RL,
     TRL), verl has 3. Computed in float32 whatever comes in. Log-ratios are clamped to plus or minus 20: beyond, the
     ratio is that of 20 and the token gets no gradient.
     """

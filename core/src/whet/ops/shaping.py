@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from whet.ops.reductions import expand
 
 
-def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int) -> NDArray[np.float32]:
+def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int, bounded: bool = True) -> NDArray[np.float32]:
     """Give the soft penalty for long answers. sizes [E]: tokens of each answer -> [E], from 0 down to -1.
 
                  0                                       size <= longest - buffer
@@ -16,12 +16,12 @@ def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int) -> NDArray[
                 -1                                       size > longest
 
     DAPO: Yu et al. 2025, equation 13, section 3.4 (arXiv:2503.14476). A `buffer` of 0 is the hard bound. The size of an
-    answer is that of the whole of it, all turns together. verl goes on below -1 beyond `longest`, which it never meets,
-    because its answers are cut there.
+    answer is that of the whole of it, all turns together. Without `bounded` it goes on falling below -1 beyond
+    `longest`, as in verl and NeMo RL; that needs a buffer.
     """
     beyond = np.asarray(sizes, np.float64) - (longest - buffer)
     soft = -beyond / buffer if buffer else np.where(beyond > 0, -1.0, 0.0)
-    return soft.clip(-1, 0).astype(np.float32)
+    return soft.clip(-1 if bounded else None, 0).astype(np.float32)
 
 
 def rewards_to_come(totals: NDArray[Any], token_rewards: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:

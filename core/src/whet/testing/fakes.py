@@ -210,7 +210,7 @@ def _columns(name: str, batch: Batch, values: Any) -> Any:
     """Mask what a fake backend gives, and repeat it where the output is of several tokens at each place."""
     kept = np.where(batch["loss_mask"], values, np.float32(0))
     kind, _, k = name.partition(":")
-    width = int(k or (batch["topk_ids"].shape[1] if kind == "logprobs_at" else 0))
+    width = batch["topk_ids"].shape[1] if kind == "logprobs_at" else int(k) if kind.startswith("topk_") else 0
     wide = np.repeat(kept[:, None], width, 1) if width else kept
     return np.tile(np.arange(width, dtype=np.int32), (batch.tokens, 1)) if kind == "topk_ids" else wide
 

@@ -33,6 +33,11 @@ class TestDistillLoopOverTheVocabulary(AlgorithmContract):
     document = {"prompts_per_step": 4, "loss": {"use": "full-kl"}}
 
 
+class TestDistillLoopByJensenShannon(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "loss": {"use": "full-kl", "divergence": "jensen-shannon", "beta": 0.3}}
+
+
 class TestDistillDataLoop(AlgorithmContract):
     use = "distill-data"
     document = {"batch_size": 4, "topk": K}
@@ -68,6 +73,21 @@ class TestMixedTopkKl(TopkContract):
 class TestReverseTopkKlAgainstNothing(TopkContract):
     def make(self):
         return TopkKl(TopkKlConfig(forward=0.0, outside="zero"))
+
+
+class TestJensenShannonOverTheLikeliest(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig(divergence="jensen-shannon", beta=0.3))
+
+
+class TestJensenShannonAgainstNothing(TopkContract):
+    def make(self):
+        return TopkKl(TopkKlConfig(divergence="jensen-shannon", beta=0.7, outside="zero", likelihood=0.5))
+
+
+class TestJensenShannonOverTheVocabulary(LossContract):
+    def make(self):
+        return FullKl(FullKlConfig(divergence="jensen-shannon", beta=0.25))
 
 
 class TestFullKl(LossContract):

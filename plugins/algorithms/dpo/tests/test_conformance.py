@@ -25,6 +25,11 @@ class TestDpoLoopWithoutReference(AlgorithmContract):
     document = {"batch_size": 4, "loss": {"use": "simpo"}}
 
 
+class TestOrpoLoopOfWholeConversations(AlgorithmContract):
+    use = "dpo"
+    document = {"batch_size": 4, "loss": {"use": "orpo", "sft": {"of": "conversation", "weight": 1.0}}}
+
+
 class TestKtoLoop(AlgorithmContract):
     use = "kto"
     document = {"batch_size": 4}
@@ -52,6 +57,11 @@ class TestDpo(PairContract):
 class TestDpoWithEverything(PairContract):
     sft = config.SftTerm(weight=0.3, average="sequence")
     makes = losses.Dpo(config.DpoLossConfig(beta=0.5, average_logprobs=True, sft=sft, label_smoothing=0.1))
+
+
+class TestOrpoOfWholeConversations(PairContract):
+    makes = losses.Orpo(config.OrpoConfig(sft=config.SftTerm(weight=1.0, of="conversation")))
+    makers = {"answer_mask": lambda batch, rng: batch["loss_mask"] & (rng.random(batch.tokens) < 0.6)}
 
 
 class TestRobustDpo(PairContract):

@@ -134,6 +134,11 @@ CASES: dict[str, tuple[Any, bool, bool, Formula, Any]] = {
         losses.Simpo(config.SimpoConfig(beta=1.5, gamma=0.7)),
         False, True, lambda c, r: -log_sigmoid(1.5 * (c - r) - 0.7), nothing,
     ),
+    "simpo with label smoothing": (
+        losses.Simpo(config.SimpoConfig(beta=1.5, gamma=0.7, label_smoothing=0.1)),
+        False, True,
+        lambda c, r: -0.9 * log_sigmoid(1.5 * (c - r) - 0.7) - 0.1 * log_sigmoid(0.7 - 1.5 * (c - r)), nothing,
+    ),
     "orpo": (
         losses.Orpo(config.OrpoConfig(beta=BETA)),
         False, True, lambda c, r: -BETA * log_sigmoid(log_odds(c) - log_odds(r)), nll_by_token,
@@ -203,6 +208,58 @@ def test_a_policy_that_is_its_reference_is_right_by_halves(case: Case) -> None:
     assert value == pytest.approx(math.log(2))
     assert metrics["rewards/margins"] == 0
     assert metrics["rewards/accuracies"] == 0.5
+
+
+@pytest.mark.parametrize(("ties", "accuracy"), [("half", 0.5), ("wrong", 0.0), ("right", 1.0)])
+def test_a_tie_counts_as_it_is_told_to(case: Case, ties: Any, accuracy: float) -> None:
+    how = config.PairMetrics(ties=ties)
+    _, _, metrics = computed(losses.Dpo(config.DpoLossConfig(metrics=how)), case.batch, case.reference)
+    assert metrics["rewards/accuracies"] == accuracy
+    batch = case.batch.with_columns(desirable=case.batch["chosen"], kl_baseline=np.zeros(8, np.float32))
+    _, _, metrics = computed(unpaired.Kto(config.KtoLossConfig(metrics=how)), batch, case.reference)
+    assert metrics["rewards/accuracies"] == accuracy
+
+
+def test_rewards_may_be_reported_as_trl_and_nemo_rl_do(case: Case) -> None:
+    def reported(**how: Any) -> tuple[float, dict[str, float]]:
+        loss = losses.Ipo(config.IpoConfig(beta=BETA, metrics=config.PairMetrics(**how)))
+        value, _, metrics = computed(loss, case.batch, case.policy)
+        return value, metrics
+
+    value, ours = reported()
+    sums, means = (
+        np.mean([score(case, case.policy, u, True, True, averaged) for u in range(len(LENGTHS))])
+        for averaged in (False, True)
+    )
+    trl, nemo = reported(rewards="summed", ties="wrong"), reported(scaled=False, ties="wrong")
+    assert trl[0] == nemo[0] == value, "what is reported changes nothing that is learned"
+    assert ours["rewards/chosen"] == pytest.approx(BETA * means, rel=1e-5)
+    assert trl[1]["rewards/chosen"] == pytest.approx(BETA * sums, rel=1e-5)
+    assert nemo[1]["rewards/chosen"] == pytest.approx(means, rel=1e-5)
+    logps = [case.of(case.policy, u, True).mean() for u in range(len(LENGTHS))]
+    assert reported(logps="mean")[1]["logps/chosen"] == pytest.approx(np.mean(logps), rel=1e-5)
+
+
+def test_the_prompt_may_be_learned_beside_the_answer(case: Case) -> None:
+    """TRL's ORPO: the odds are the answer's, the likelihood is of prompt and answer."""
+    starts = np.cumsum(case.batch["lengths"]) - case.batch["lengths"]
+    place = np.arange(case.batch.tokens) - np.repeat(starts, case.batch["lengths"])
+    chosen = np.repeat(case.batch["chosen"], case.batch["lengths"])
+    mask = np.where(chosen, place > 0, case.batch["loss_mask"])
+    batch = case.batch.with_columns(loss_mask=mask, answer_mask=case.batch["loss_mask"])
+    policy = np.where(mask & ~case.batch["loss_mask"], -0.7, case.policy)
+    loss = losses.Orpo(config.OrpoConfig(beta=BETA, sft=SftTerm(1.0, of="conversation")))
+    value, gradient, metrics = computed(loss, batch, policy)
+    nll = -policy[mask & chosen].sum() / (mask & chosen).sum()
+    odds = expected(case, case.policy, "orpo") - nll_by_token(case, case.policy)
+    assert value == pytest.approx(odds + nll, rel=1e-5)
+    assert metrics["nll"] == pytest.approx(nll, rel=1e-5)
+    plain = computed(CASES["orpo"][0], case.batch, case.policy)[2]
+    assert {n: v for n, v in metrics.items() if n != "nll"} == pytest.approx(
+        {n: v for n, v in plain.items() if n != "nll"}, rel=1e-5
+    )
+    prompts = mask & ~case.batch["loss_mask"]
+    assert gradient[prompts] == pytest.approx(-1 / (mask & chosen).sum(), rel=1e-5)
 
 
 def test_a_single_pair_is_enough_and_one_without_tokens_counts_nothing(case: Case) -> None:

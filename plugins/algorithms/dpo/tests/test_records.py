@@ -5,7 +5,7 @@ from whet.data.pairs import encode_pair
 from whet.errors import DataError
 from whet.model import ModelInfo
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
-from whet_dpo.records import encode_labelled
+from whet_dpo.records import encode_labelled, encode_with_prompt
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,14 @@ def test_the_fields_that_check_looks_for_are_those_that_are_read(chat, record, p
             continue
         with pytest.raises(DataError, match="wanted `"):
             encode(record, chat, fields)
+
+
+def test_a_chosen_conversation_may_be_learned_whole(chat):
+    record = {"prompt": "6*7?", "chosen": "42", "rejected": "43"}
+    plain, found = encode_pair(record, chat, {}), encode_with_prompt(record, chat, {})
+    chosen, rejected = found
+    assert chosen["loss_mask"].tolist() == [False] + [True] * (len(chosen["tokens"]) - 1)
+    assert rejected["loss_mask"].tolist() == plain[1]["loss_mask"].tolist()
+    for one, was in zip(found, plain, strict=True):
+        assert one["answer_mask"].tolist() == was["loss_mask"].tolist()
+        assert one["prompt_length"] == was["prompt_length"]

@@ -96,6 +96,14 @@ class TestLossesOfTokens(EveryLoss):
     shared = {"aggregation": "constant", "max_length": 20, "entropy": True}
 
 
+class TestLossesThatCountEmptySequences(EveryLoss):
+    shared = {"aggregation": "sequence", "count_empty": True}
+
+
+class TestLossesWithAClampedPenalty(EveryLoss):
+    shared = {"kl": KlLossSection(weight=0.1, estimator="abs", importance="score", clamp=1.0)}
+
+
 class TestLossesWithAPenalty(EveryLoss):
     optional_columns = ("old_logprobs",)
     shared = {"aggregation": "sequence", "kl": KlLossSection(weight=0.1, importance="ratio")}
@@ -139,6 +147,17 @@ class TestReinforcePlusPlus(AdvantagesContract):
 class TestReinforcePlusPlusWithBaseline(AdvantagesContract):
     def make(self) -> ReinforcePlusPlus:
         return ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=True, per_token=False, over="sequences"))
+
+
+class TestDiscountedReinforcePlusPlus(AdvantagesContract):
+    def make(self) -> ReinforcePlusPlus:
+        config = ReinforcePlusPlusConfig(gamma=0.9, kl_of="own", epsilon_at="variance", unbiased=True)
+        return ReinforcePlusPlus(config)
+
+
+class TestGdpoOverTokens(AdvantagesContract):
+    def make(self) -> Gdpo:
+        return Gdpo(GdpoConfig(over="tokens", batch_epsilon=1e-8, epsilon_at="variance", leave_one_out=True))
 
 
 class TestGdpo(AdvantagesContract):

@@ -57,6 +57,11 @@ def test_a_critic_without_values_is_refused(problems):
         ({"critic_warmup": 4}, "algorithm.critic_warmup: is 4 of 4 steps, so the policy would never learn"),
         ({"filters": ["unequal-rewards"]}, "algorithm.filters.0: compares at least 2 samples of one task"),
         ({"kl_reward": {"weight": 0.1}}, "backend.reference: ppo scores with the weights 'reference'"),
+        (
+            {"loss": {"use": "ppo-clip", "aggregation": "constant"}},
+            "algorithm.loss.max_length: is 0, and the aggregation",
+        ),
+        ({"value_loss": {"use": "value-clip", "count_empty": True}}, "algorithm.value_loss.count_empty: has no effect"),
         ({"loss": {"use": "ppo-clip", "clip_dual": 1.1}}, "algorithm.loss.clip_dual: is 1.1, wanted more than 1 +"),
         ({"overlong": {"mask": True}, "gae": {"truncated": "bootstrap"}}, "algorithm.gae.truncated: has no effect"),
         ({"old_logprobs": "sampler", "correction": {"mask": "token"}}, "algorithm.correction: compares the trainer's"),

@@ -139,3 +139,16 @@ def test_a_single_token_with_an_extreme_ratio_is_finite(batch, log_ratio):
     value, gradients, metrics = computed(PpoClip(config), alone, logprobs=[-1.0 + log_ratio])
     assert math.isfinite(value)
     assert all(math.isfinite(number) for number in (*gradients["logprobs"], *metrics.values()))
+
+
+@pytest.mark.parametrize("loss", [PpoClip, ValueClip])
+def test_tokens_may_be_divided_by_a_constant_and_empty_sequences_counted(batch, loss):
+    config = {PpoClip: PpoClipConfig, ValueClip: ValueClipConfig}[loss]
+    torched = batch.map(torch.from_numpy)
+    counts = [
+        float(
+            next(iter(loss(config(aggregation="constant", max_length=7, count_empty=empty)).counts(torched).values()))
+        )
+        for empty in (False, True)
+    ]
+    assert counts == [2 * 7, 3 * 7]

@@ -103,3 +103,26 @@ def test_equal_advantages_a_single_token_and_none_at_all_are_whitened_to_0(batch
         made, metrics = estimated(batch.with_columns(loss_mask=kept), GaeSection())
         assert made["advantages"].tolist() == [0.0] * 8
         assert all(np.isfinite(metric.number()) for metric in metrics.values())
+
+
+def masked_whiten(values, shift_mean=True):
+    """That of TRL and verl, over trained tokens: the unbiased variance, to which the epsilon is added."""
+    whitened = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 0.01)
+    return whitened if shift_mean else whitened + values.mean()
+
+
+def test_the_epsilon_may_be_added_to_the_variance(batch):
+    made, _ = estimated(batch, GaeSection(lambda_policy=1.0, whiten_epsilon=0.01, whiten_epsilon_at="variance"))
+    assert made["advantages"][MASK] == pytest.approx(masked_whiten(np.array([0.5, 0.5, 0.5, 0, 0])), rel=1e-5)
+
+
+def test_rewards_may_be_whitened_around_their_mean(batch):
+    section = GaeSection(lambda_policy=1.0, whiten_epsilon=0.01, whiten_epsilon_at="variance", whiten_rewards=True)
+    made, _ = estimated(batch, section)
+    rewards = masked_whiten(np.array([0, 0, 1.0, 0, 0.5]), shift_mean=False)
+    returns = np.array([rewards[0] + rewards[1] + rewards[2], rewards[1] + rewards[2], rewards[2],
+                        rewards[3] + rewards[4], rewards[4]])  # fmt: skip
+    assert made["returns"][MASK] == pytest.approx(returns, rel=1e-5)
+    assert made["advantages"][MASK] == pytest.approx(masked_whiten(returns - 0.5), rel=1e-4)
+    equal, _ = estimated(batch.with_columns(reward=np.zeros(2, np.float32)), section)
+    assert equal["returns"][MASK].tolist() == [0.0] * 5

@@ -92,6 +92,12 @@ def test_metrics_are_means_and_deviations_over_pairs_and_a_tie_is_half_right() -
     )
 
 
+@pytest.mark.parametrize(("ties", "accuracy"), [("half", 2.5 / 4), ("wrong", 2 / 4), ("right", 3 / 4)])
+def test_a_tie_counts_as_it_is_told_to(ties: Any, accuracy: float) -> None:
+    _, _, metrics = computed({"ties": ties}, *batch())
+    assert metrics["rewards/accuracies"].number() == accuracy
+
+
 def test_deviations_do_not_depend_on_micro_batches() -> None:
     from whet.metrics import merge
 

@@ -1,5 +1,7 @@
 """What a model gives beside logprobs: values, the likeliest tokens, divergences to a teacher."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,10 @@ def test_divergences_to_a_teacher_in_the_same_workers_are_those_of_transformers(
     found = worker.score(batch, ("kl_forward", "kl_reverse"))
     np.testing.assert_allclose(found["kl_forward"], forward.detach(), atol=2e-5)
     np.testing.assert_allclose(found["kl_reverse"], reverse.detach(), atol=2e-5)
+    mixed = torch.logaddexp(log_p + math.log(0.7), log_q + math.log(0.3))
+    both = 0.3 * log_q.exp() * (log_q - mixed) + 0.7 * log_p.exp() * (log_p - mixed)
+    jensen_shannon = worker.score(batch, ("jensen_shannon:0.3",))["jensen_shannon:0.3"]
+    np.testing.assert_allclose(jensen_shannon, (both.sum(-1) * mask).detach(), atol=2e-5)
     taught = worker.score(batch, ("logprobs",), "teacher")["logprobs"]
     at = log_q.gather(1, torch.from_numpy(batch["tokens"])[:, None])[:, 0] * mask
     np.testing.assert_allclose(taught, at, atol=1e-5)

@@ -61,13 +61,35 @@ def _share(instance: object, attribute: Any, value: float) -> None:
         raise ValueError(f"is {value:g}, wanted a share between 0 and 1")
 
 
+def _inside(instance: object, attribute: Any, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"is {value:g}, wanted a number between 0 and 1; `divergence: mixed` has both ends")
+
+
 @frozen
-class TopkKlConfig:
+class DivergenceConfig:
+    """What losses have in common that compare whole distributions."""
+
+    divergence: Literal["mixed", "jensen-shannon"] = "mixed"
+    """`mixed`: the forward and the reverse divergence, as `forward` says. `jensen-shannon`: those of both to a mixture
+    of both, as `beta` says (GKD)."""
+    forward: float = field(default=1.0, validator=_share)
+    """Of `mixed`: share of the forward divergence KL(teacher || student); the rest is the reverse. 1: forward alone,
+    0: reverse alone."""
+    beta: float = field(default=0.5, validator=_inside)
+    """Of `jensen-shannon`: share of the teacher in the mixture. Towards 0 it is a forward divergence, towards 1 a
+    reverse one, of little weight."""
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Give the outputs that hold the divergence over the whole vocabulary."""
+        return frozenset({"jensen_shannon"} if self.divergence == "jensen-shannon" else {"kl_forward", "kl_reverse"})
+
+
+@frozen
+class TopkKlConfig(DivergenceConfig):
     """The divergence of student and teacher over a few tokens at each place, as the mean over all trained tokens."""
 
-    forward: float = field(default=1.0, validator=_share)
-    """Share of the forward divergence KL(teacher || student); the rest is the reverse. 1: forward alone, 0: reverse
-    alone."""
     outside: Literal["renormalise", "zero", "ignore", "rest"] = "renormalise"
     """What becomes of tokens that are not compared; see Numerics."""
     likelihood: float = field(default=0.0, validator=validators.ge(0))
@@ -75,11 +97,9 @@ class TopkKlConfig:
 
 
 @frozen
-class FullKlConfig:
+class FullKlConfig(DivergenceConfig):
     """The divergence over the whole vocabulary. The student's workers must hold the teacher: `backend.teacher`."""
 
-    forward: float = field(default=1.0, validator=_share)
-    """Share of the forward divergence KL(teacher || student); the rest is the reverse."""
     likelihood: float = field(default=0.0, validator=validators.ge(0))
     """Weight of the negative log-likelihood of the tokens themselves, beside."""
 
@@ -133,13 +153,18 @@ def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
 
 def topk_kl_facts(config: TopkKlConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the loss."""
-    entropy = {"entropy"} if config.outside == "zero" and config.forward < 1 else set()
+    entropy = {"entropy"} if wants_entropy(config) else set()
     return Facts(outputs_needed=frozenset({"logprobs", "logprobs_at", *entropy}), columns_read=TOPK_COLUMNS)
+
+
+def wants_entropy(config: TopkKlConfig) -> bool:
+    """Say whether the reverse divergence is wanted of tokens that are not compared."""
+    return config.outside == "zero" and config.divergence == "mixed" and config.forward < 1
 
 
 def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the loss."""
-    return Facts(outputs_needed=frozenset({"logprobs", "kl_forward", "kl_reverse"}))
+    return Facts(outputs_needed=config.needed | {"logprobs"})
 
 
 def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> Facts:

@@ -9,16 +9,18 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet.metrics import Metric, mean
-from whet.ops.distillation import topk_divergences
+from whet.ops.distillation import topk_divergences, topk_jensen_shannon
 from whet.ops.losses import clipped_policy_gradient, finite
 from whet.ops.reductions import moved, of_tokens, segment_sum
-from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig
+from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
 
 
 class Divergence:
-    """A share of the forward and the rest of the reverse divergence, as the mean over all trained tokens.
+    """A divergence of student and teacher, as the mean over all trained tokens.
 
-    With a weight above 0, the negative log-likelihood of the tokens themselves is a second term.
+    `mixed`: a share of the forward and the rest of the reverse divergence. `jensen-shannon`: see
+    `whet.ops.distillation`. With a weight above 0, the negative log-likelihood of the tokens themselves is a second
+    term.
     """
 
     columns: tuple[str, ...] = ()
@@ -26,6 +28,7 @@ class Divergence:
 
     def __init__(self, config: TopkKlConfig | FullKlConfig) -> None:
         self._forward = config.forward
+        self._mixed = config.divergence == "mixed"
         self.weights: Mapping[str, float] = {"kl": 1.0}
         if config.likelihood:
             self.weights = {"kl": 1.0, "likelihood": config.likelihood}
@@ -41,18 +44,21 @@ class Divergence:
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Sum over this micro-batch."""
         mask = batch["loss_mask"]
-        forward, reverse = self.divergences(outputs, batch, mask)
+        found = self.divergences(outputs, batch, mask)
         # `where` rather than a product: whatever stands at a masked token must not reach the sum.
-        terms = {"kl": _sum(self._forward * forward + (1 - self._forward) * reverse, mask)}
+        terms = {"kl": _sum(self._wanted(found), mask)}
         if "likelihood" in self.weights:
             terms["likelihood"] = -_sum(finite(outputs["logprobs"]), mask)
-        count = mask.sum()
-        found = {"kl/forward": forward, "kl/reverse": reverse} | self.further(batch)
-        metrics: dict[str, Metric] = {name: mean(_sum(one.detach(), mask), count) for name, one in found.items()}
-        return LossResult(terms, metrics)
+        numbers = {f"kl/{name}": one for name, one in found.items()} | self.further(batch)
+        return LossResult(terms, {name: mean(_sum(one.detach(), mask), mask.sum()) for name, one in numbers.items()})
 
-    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the forward and the reverse divergence at each token: [N]."""
+    def _wanted(self, found: Mapping[str, Tensor]) -> Tensor:
+        if self._mixed:
+            return self._forward * found["forward"] + (1 - self._forward) * found["reverse"]
+        return found["jensen_shannon"]
+
+    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+        """Give `forward` and `reverse`, or `jensen_shannon`, at each token: [N] each."""
         raise NotImplementedError
 
     def further(self, batch: Batch) -> dict[str, Tensor]:
@@ -67,17 +73,20 @@ class TopkKl(Divergence):
 
     def __init__(self, config: TopkKlConfig) -> None:
         super().__init__(config)
-        self._outside = config.outside
-        needs_entropy = config.outside == "zero" and config.forward < 1
-        self.outputs = ("logprobs", "logprobs_at", "entropy") if needs_entropy else ("logprobs", "logprobs_at")
+        self._outside, self._beta = config.outside, config.beta
+        self.outputs = ("logprobs", "logprobs_at", *(["entropy"] if wants_entropy(config) else []))
 
-    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Give both at each trained token, 0 elsewhere."""
+    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+        """Give them at each trained token, 0 elsewhere."""
         student, teacher = outputs["logprobs_at"][mask], batch["teacher_topk_logprobs"][mask]
-        entropy = outputs["entropy"][mask] if "entropy" in outputs else None
-        forward, reverse = topk_divergences(student, teacher, self._outside, entropy)
+        if self._mixed:
+            entropy = outputs["entropy"][mask] if "entropy" in outputs else None
+            forward, reverse = topk_divergences(student, teacher, self._outside, entropy)
+            found = {"forward": forward, "reverse": reverse}
+        else:
+            found = {"jensen_shannon": topk_jensen_shannon(student, teacher, self._beta, self._outside)}
         room = outputs["logprobs"].float() * 0.0
-        return tuple(torch.zeros_like(room).masked_scatter(mask, one) for one in (forward, reverse))  # type: ignore[return-value]
+        return {name: torch.zeros_like(room).masked_scatter(mask, one) for name, one in found.items()}
 
     def further(self, batch: Batch) -> dict[str, Tensor]:
         """Give how much of the teacher's probability the compared tokens have."""
@@ -87,11 +96,16 @@ class TopkKl(Divergence):
 class FullKl(Divergence):
     """Over the whole vocabulary; see `whet.ops.logprobs.distribution_kl`."""
 
-    outputs = ("logprobs", "kl_forward", "kl_reverse")
+    def __init__(self, config: FullKlConfig) -> None:
+        super().__init__(config)
+        self._output = f"jensen_shannon:{config.beta!r}"
+        self.outputs = ("logprobs", *(["kl_forward", "kl_reverse"] if self._mixed else [self._output]))
 
-    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
         """Give what the backend computed."""
-        return outputs["kl_forward"], outputs["kl_reverse"]
+        if self._mixed:
+            return {"forward": outputs["kl_forward"], "reverse": outputs["kl_reverse"]}
+        return {"jensen_shannon": outputs[self._output]}
 
 
 class TeacherPg:

@@ -12,6 +12,8 @@ from whet.plan import facts_of
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 REFERENCE = "reference_logprobs"
+ANSWER = "answer_mask"
+"""Column [N] of the tokens of an answer, where the prompt before it is learned as well."""
 LABELLED_FIELDS = ("prompt", "completion", "label", "chosen", "rejected")
 """What a record of KTO may have: `prompt`, `completion` and `label`, or those of a pair."""
 
@@ -79,6 +81,23 @@ class SftTerm:
     average: Literal["token", "sequence", "none"] = "token"
     """`token`: the mean over all chosen tokens of the batch. `sequence`: the mean over answers of each one's mean over
     tokens. `none`: the mean over answers of each one's sum."""
+    of: Literal["answer", "conversation"] = "answer"
+    """Whose tokens: those of the `answer`, or of the whole `conversation`, its prompt included, as TRL's ORPO."""
+
+
+@frozen
+class PairMetrics:
+    """How rewards and logprobs are reported. None of it changes what is learned."""
+
+    ties: Literal["half", "wrong", "right"] = "half"
+    """What a pair whose rewards are equal counts for in `rewards/accuracies`; in TRL and NeMo RL it is `wrong`."""
+    rewards: Literal["compared", "summed"] = "compared"
+    """`compared`: the score that the loss compares. `summed`: summed over tokens also where the loss takes means, as in
+    TRL's DPO."""
+    scaled: bool = True
+    """Multiply rewards by `beta`; not so in NeMo RL."""
+    logps: Literal["sum", "mean"] = "sum"
+    """Sum an answer's logprobs in `logps/*`, or average them, as TRL does in SimPO and ORPO."""
 
 
 @frozen
@@ -91,6 +110,8 @@ class _Preference:
     """Divide an answer's log-ratio by its tokens, so that long answers weigh no more than short ones."""
     sft: SftTerm = Factory(SftTerm)
     """The likelihood of the chosen answers as a second term."""
+    metrics: PairMetrics = Factory(PairMetrics)
+    """How rewards and logprobs are reported."""
 
 
 @frozen
@@ -141,8 +162,12 @@ class SimpoConfig:
     """Scales the mean logprob of an answer."""
     gamma: float = field(default=1.0, validator=validators.ge(0))
     """Margin by which the chosen answer is to be ahead, after scaling."""
+    label_smoothing: float = field(default=0.0, validator=[validators.ge(0), validators.lt(0.5)])
+    """Share of the pairs that are taken to be the wrong way round."""
     sft: SftTerm = Factory(SftTerm)
     """The likelihood of the chosen answers as a second term."""
+    metrics: PairMetrics = Factory(PairMetrics)
+    """How rewards and logprobs are reported."""
 
 
 @frozen
@@ -153,6 +178,8 @@ class OrpoConfig:
     """Weight of the odds ratio (the paper's lambda)."""
     sft: SftTerm = Factory(lambda: SftTerm(weight=1.0))
     """The likelihood of the chosen answers."""
+    metrics: PairMetrics = Factory(PairMetrics)
+    """How rewards and logprobs are reported."""
 
 
 @frozen
@@ -165,11 +192,18 @@ class KtoLossConfig:
     """Weight of desirable answers."""
     undesirable_weight: float = field(default=1.0, validator=validators.ge(0))
     """Weight of the others. With unequal numbers, weights times numbers should be about the same."""
+    metrics: PairMetrics = Factory(PairMetrics)
+    """How rewards and logprobs are reported."""
 
 
 def reads_reference(loss: Selection, model: ModelInfo) -> bool:
     """Say whether a loss reads the reference's logprobs."""
     return REFERENCE in facts_of(loss, model).columns_read
+
+
+def reads_answers(loss: Selection | None, model: ModelInfo) -> bool:
+    """Say whether a loss learns prompts, too, and reads which tokens are the answer's."""
+    return loss is not None and ANSWER in facts_of(loss, model).columns_read
 
 
 def source(config: DpoConfig | KtoConfig, model: ModelInfo) -> Source:
@@ -187,11 +221,14 @@ def _called(fields: dict[str, str], *names: str) -> tuple[str, ...]:
 def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
     chosen = source(config, model)
+    written = {"chosen", *({REFERENCE} if chosen != "none" else ())}
+    if reads_answers(config.loss, model):
+        written.add(ANSWER)
     return Facts(
         inputs=frozenset({"data"}),
         data_format="pairs",
         record_fields=(_called(config.fields, "chosen", "rejected"),),
-        columns_written=frozenset({"chosen"} if chosen == "none" else {"chosen", REFERENCE}),
+        columns_written=frozenset(written),
         columns_essential=frozenset({"chosen"}),
         weights_needed=frozenset({"reference"} if chosen == "on-the-fly" else ()),
     )
@@ -214,14 +251,20 @@ def kto_facts(config: KtoConfig, model: ModelInfo) -> Facts:
     )
 
 
+def pair_columns(sft: SftTerm) -> tuple[str, ...]:
+    """Give the columns that every loss on pairs reads."""
+    return ("chosen", ANSWER) if sft.weight and sft.of == "conversation" else ("chosen",)
+
+
 def referenced_facts(config: _Preference, model: ModelInfo) -> Facts:
     """Say what planning needs to know of a loss on pairs that has a reference."""
-    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"chosen", REFERENCE}))
+    read = frozenset({*pair_columns(config.sft), REFERENCE})
+    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=read)
 
 
 def reference_free_facts(config: SimpoConfig | OrpoConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of a loss on pairs that has none."""
-    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"chosen"}))
+    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset(pair_columns(config.sft)))
 
 
 def kto_loss_facts(config: KtoLossConfig, model: ModelInfo) -> Facts:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from whet.data.pairs import encode_pair
 from whet.metrics import mean
 from whet.model import read_model
-from whet_dpo.config import REFERENCE, DpoConfig, source
+from whet_dpo.config import REFERENCE, DpoConfig, reads_answers, source
+from whet_dpo.records import encode_with_prompt
 from whet_dpo.reference import precomputed
 from whet_dpo.validation import validate
 
@@ -29,8 +30,10 @@ class Dpo:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare(partial(encode_pair, names=config.fields))
-        reference = source(config, read_model(parts.chat.folder))
+        model = read_model(parts.chat.folder)
+        encode = encode_with_prompt if reads_answers(config.loss, model) else encode_pair
+        data = parts.data.prepare(partial(encode, names=config.fields))
+        reference = source(config, model)
         if reference == "precomputed":
             data = precomputed(parts, data, config.batch_size)
         validation = data.validation(config.batch_size)

@@ -24,7 +24,7 @@ def dpo(margin: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
 def robust_dpo(margin: Tensor, beta: float, flip_probability: float) -> Tensor:
     """(-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2e), with e the probability of a flip.
 
-    Chowdhury et al. 2024, equation 12 (arXiv:2403.00409): its mean over flips is DPO's loss on right labels. It has no
+    Chowdhury et al. 2024, section 3 (arXiv:2403.00409): its mean over flips is DPO's loss on right labels. It has no
     lower bound.
     """
     right, wrong = -logsigmoid(beta * margin), -logsigmoid(-beta * margin)
@@ -55,9 +55,13 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
 
 
-def simpo(margin: Tensor, beta: float, gamma: float) -> Tensor:
-    """-log sigmoid(beta m - gamma), with m of mean logprobs. Meng et al. 2024, equation 6 (arXiv:2405.14734)."""
-    return -logsigmoid(beta * margin - gamma)
+def simpo(margin: Tensor, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta m - gamma, and m of mean logprobs.
+
+    Meng et al. 2024, equation 6 (arXiv:2405.14734), without label smoothing e; TRL's CPO trainer has this one.
+    """
+    ahead = beta * margin - gamma
+    return -(1 - label_smoothing) * logsigmoid(ahead) - label_smoothing * logsigmoid(-ahead)
 
 
 def odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ def log_odds(mean_logprob: Tensor) -> Tensor:
 def kto(score: Tensor, desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
     """1 - sigmoid(beta (s - z)) where desirable, else 1 - sigmoid(beta (z - s)); score s, baseline z. All [B].
 
-    Ethayarajh et al. 2024, equation 8 (arXiv:2402.01306), with the weights lambda left to the caller.
+    Ethayarajh et al. 2024, equation 7 (arXiv:2402.01306), with the weights lambda left to the caller.
     """
     ahead = torch.where(desirable, score - baseline, baseline - score)
     return torch.sigmoid(-beta * ahead)

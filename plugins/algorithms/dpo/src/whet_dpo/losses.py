@@ -62,7 +62,8 @@ class Simpo(PairLoss[sections.SimpoConfig]):
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Give the loss of each pair."""
-        return formulas.simpo(chosen - rejected, self.config.beta, self.config.gamma)
+        config = self.config
+        return formulas.simpo(chosen - rejected, config.beta, config.gamma, config.label_smoothing)
 
 
 class Orpo(PairLoss[sections.OrpoConfig]):

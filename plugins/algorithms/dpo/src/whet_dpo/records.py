@@ -3,10 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import conversation
 from whet.data.pairs import answered, encode_pair
 from whet.errors import DataError
+from whet_dpo.config import ANSWER
+
+
+def encode_with_prompt(
+    record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Tokenise a pair of which the chosen conversation is learned whole, but for its first token.
+
+    Which tokens are the answer's says the column `answer_mask`. Raises `DataError` saying what the record lacks.
+    """
+    return [
+        {**one, ANSWER: one["loss_mask"], "loss_mask": _all_but_first(one) if one["chosen"] else one["loss_mask"]}
+        for one in encode_pair(record, chat, names)
+    ]
+
+
+def _all_but_first(sequence: Mapping[str, Any]) -> Any:
+    """Give the mask of what something stands before: all tokens but the first."""
+    return np.arange(len(sequence["tokens"])) > 0
 
 
 def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:

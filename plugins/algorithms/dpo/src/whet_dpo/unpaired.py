@@ -12,7 +12,7 @@ from whet.metrics import Metric, mean
 from whet.ops.reductions import segment_sum
 from whet_dpo import formulas
 from whet_dpo.config import REFERENCE, KtoLossConfig
-from whet_dpo.pairwise import Answers, answers, right
+from whet_dpo.pairwise import Answers, answers, logps_of, rewards_of, right
 
 
 class Kto:
@@ -49,16 +49,17 @@ class Kto:
 
     def _metrics(self, found: Answers, batch: Batch) -> dict[str, Metric]:
         """Give means over desirable answers, over the others, and over the pairs that lie in one unit."""
-        alive, rewards = found.tokens > 0, self.config.beta * found.score.detach()
+        how = self.config.metrics
+        alive, rewards, logps = found.tokens > 0, rewards_of(found, self.config.beta, how), logps_of(found, how)
         metrics = {"kl": mean(batch["kl_baseline"][alive].float().sum(), alive.sum())}
         for name, of in (("chosen", alive & batch["desirable"]), ("rejected", alive & ~batch["desirable"])):
             metrics[f"rewards/{name}"] = mean(rewards[of].sum(), of.sum())
-            metrics[f"logps/{name}"] = mean(found.logprob[of].sum(), of.sum())
+            metrics[f"logps/{name}"] = mean(logps[of].sum(), of.sum())
         chosen, rejected = _pairs(batch["unit"], batch["desirable"])
         counted = alive[chosen] | alive[rejected]
         if len(chosen):
             margins = (rewards[chosen] - rewards[rejected])[counted]
-            metrics["rewards/accuracies"] = mean(right(margins).sum(), counted.sum())
+            metrics["rewards/accuracies"] = mean(right(margins, how).sum(), counted.sum())
         return metrics
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from whet.data.batch import Batch
 from whet.errors import DataError
 from whet.ops.advantages import gdpo, group_mean, whiten
+from whet.ops.gae import at_last, gae
 from whet.ops.reductions import expand, segment_sum
 from whet.ops.shaping import rewards_to_come
 from whet_grpo.config import GdpoConfig, GroupMeanConfig, ReinforcePlusPlusConfig, RlooConfig
@@ -52,6 +53,7 @@ class GroupMean:
             epsilon=config.epsilon,
             leave_one_out=config.leave_one_out,
             deviation_of=config.deviation_of,
+            alone=config.alone,
         )
         return np.asarray(advantages[episodes.owner])
 
@@ -61,8 +63,9 @@ class Rloo:
 
         advantage = reward - mean of the group's other rewards;    whiten: / (deviation over the batch + epsilon)
 
-    Ahmadian et al. 2024, section 3.2 (arXiv:2402.14740). TRL's `normalize_advantages` is `whiten`, but for the mean
-    over the batch, which is 0. A group of one, and one whose rewards are all equal, get exactly 0.
+    Ahmadian et al. 2024 (arXiv:2402.14740). TRL's `normalize_advantages` is `whiten`, but for the mean
+    over the batch, which is 0. A group whose rewards are all equal gets exactly 0; so does a group of one, unless
+    `alone` says otherwise.
     """
 
     def __init__(self, config: RlooConfig) -> None:
@@ -72,7 +75,7 @@ class Rloo:
         """Give the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
         config, episodes = self.config, episodes_of(batch)
         rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
-        advantages = group_mean(rewards, group, scale="none", leave_one_out=True)
+        advantages = group_mean(rewards, group, scale="none", leave_one_out=True, alone=config.alone)
         if config.whiten and len(advantages) > 1:
             deviation = advantages.std(ddof=1 if config.unbiased else 0, dtype=np.float64) + config.epsilon
             advantages = np.divide(advantages, deviation, out=np.zeros_like(advantages), where=deviation > 0)
@@ -86,8 +89,9 @@ class ReinforcePlusPlus:
         advantage = (A - mean over the batch) / sqrt(max(variance over the batch, epsilon))
 
     Hu et al. 2025, section 3 (arXiv:2501.03262). Mean and variance are over trained tokens, as in OpenRLHF, verl and
-    NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl has the unbiased variance;
-    the others, and we, the biased one. A batch of equal rewards gets exactly 0.
+    NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl has the unbiased variance
+    and adds its epsilon to it; the others, and we, have the biased one, of at least epsilon. A batch of equal rewards
+    gets exactly 0.
     """
 
     def __init__(self, config: ReinforcePlusPlusConfig) -> None:
@@ -96,10 +100,14 @@ class ReinforcePlusPlus:
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Give the advantage of each token [N], or without `per_token` of each sequence [B]."""
         config, episodes = self.config, episodes_of(batch)
+        costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)
         rewards = np.asarray(batch["reward"], np.float64)
+        if config.kl_of == "own" and config.per_token and "reward:kl" in batch:
+            rewards = rewards - batch["reward:kl"]
         if config.baseline:
-            per_episode = group_mean(rewards[episodes.first], batch["group"][episodes.first], scale="none")
-            rewards = per_episode.astype(np.float64)[episodes.owner]
+            first, group = rewards[episodes.first], batch["group"][episodes.first]
+            found = group_mean(first, group, scale="none", alone=config.alone)
+            rewards = found.astype(np.float64)[episodes.owner]
         lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
         trained = segment_sum(mask.astype(np.int64), lengths)
         share = 1.0 / episodes.sizes[episodes.owner]
@@ -107,17 +115,32 @@ class ReinforcePlusPlus:
             share = share / np.maximum(trained, 1)
         if not config.per_token:
             return self._whiten(rewards, share * trained)
-        costs = batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens, np.float32)
-        to_come = rewards_to_come(rewards, costs, lengths)
-        return self._whiten(to_come, expand(share, lengths) * mask)
+        if config.kl_of == "own":
+            values = self._to_come(rewards, np.zeros(batch.tokens), mask, lengths) + costs
+        else:
+            values = self._to_come(rewards, costs, mask, lengths)
+        return self._whiten(values, expand(share, lengths) * mask)
+
+    def _to_come(
+        self, totals: NDArray[Any], costs: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]
+    ) -> NDArray[Any]:
+        """Give what is still to come at each token [N], discounted: what totals [B] hold beside costs is at the end."""
+        if self.config.gamma == 1:
+            return rewards_to_come(totals, costs, lengths)
+        placed = at_last(totals - segment_sum(costs, lengths), mask, lengths) + costs
+        return gae(placed, np.zeros(len(mask)), mask, lengths, gamma=self.config.gamma, lambda_=1.0)
 
     def _whiten(self, values: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float32]:
-        config = self.config
-        return whiten(values, weights, unbiased=config.unbiased, epsilon=config.epsilon).astype(np.float32)
+        c = self.config
+        found = whiten(values, weights, unbiased=c.unbiased, epsilon=c.epsilon, epsilon_at=c.epsilon_at)
+        return found.astype(np.float32)
 
 
 class Gdpo:
-    """Each named reward normalised in its group, then added up; see `whet.ops.advantages.gdpo`."""
+    """Each named reward normalised in its group, then added up, then scaled over the batch.
+
+    See `whet.ops.advantages.gdpo` and `whiten`. Over tokens, those of an episode with n sequences weigh 1 / n each.
+    """
 
     def __init__(self, config: GdpoConfig) -> None:
         self.config = config
@@ -136,11 +159,21 @@ class Gdpo:
                 f"algorithm.advantages.weights names the reward {unknown[0]!r}, which no environment gives; there are "
                 f"{', '.join(named)}"
             )
+        lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
+        trained = np.bincount(episodes.owner, segment_sum(mask.astype(np.int64), lengths), len(episodes.sizes))
         advantages = gdpo(
             {name: named[name][episodes.first] for name in weights},
             batch["group"][episodes.first],
             weights,
+            scale=config.scale,
             unbiased=config.unbiased,
             epsilon=config.epsilon,
+            leave_one_out=config.leave_one_out,
+            deviation_of=config.deviation_of,
+            alone=config.alone,
+            tokens=trained / episodes.sizes if config.over == "tokens" else None,
+            centre=config.centre,
+            batch_epsilon=config.batch_epsilon,
+            epsilon_at=config.epsilon_at,
         )
         return np.asarray(advantages[episodes.owner])

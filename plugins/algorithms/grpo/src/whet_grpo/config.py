@@ -3,7 +3,7 @@
 from typing import Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, le
+from attrs.validators import ge, gt, le, optional
 
 from whet.component import Facts, Selection
 from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
@@ -54,7 +54,7 @@ class KlLossSection:
 
     weight: float = field(default=0.0, validator=ge(0))
     """Of a nat per token; 0: no penalty, and no reference policy is needed."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """How the divergence is estimated from one token."""
     importance: Literal["none", "score", "ratio"] = "none"
     """What the estimate is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1 whose
@@ -77,7 +77,11 @@ class PolicyLossConfig:
     the paper of GRPO; tokens of short answers weigh more. `constant`: the sum over tokens divided by the number of
     sequences times `max_length`, as in Dr. GRPO."""
     max_length: int = field(default=0, validator=ge(0))
-    """Of the aggregation `constant`: tokens that each sequence counts as, e.g. `rollout.max_tokens`."""
+    """Of the aggregation `constant`: tokens that each sequence counts as, e.g. `rollout.max_tokens`; 1: the mean over
+    sequences of each one's sum."""
+    count_empty: bool = False
+    """Of the aggregations `sequence` and `constant`: whether sequences without a trained token count, as in TRL and, of
+    a whole optimizer step, in verl."""
     kl: KlLossSection = Factory(KlLossSection)
     """A penalty for leaving the reference policy."""
     entropy: bool = False
@@ -150,6 +154,8 @@ class GroupMeanConfig:
     """Centre by the mean of the group's other rewards, as RLOO does."""
     deviation_of: Literal["group", "others"] = "group"
     """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
+    alone: Literal["zero", "reward"] = "zero"
+    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
 @frozen
@@ -162,6 +168,8 @@ class RlooConfig:
     """That deviation with n - 1 rather than n in the denominator."""
     epsilon: float = field(default=1.0e-4, validator=ge(0))
     """Added to it."""
+    alone: Literal["zero", "reward"] = "zero"
+    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
 @frozen
@@ -173,12 +181,22 @@ class ReinforcePlusPlusConfig:
     per_token: bool = True
     """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
     sequence its whole reward."""
+    kl_of: Literal["onwards", "own"] = "onwards"
+    """Which divergence of `algorithm.kl_reward` a token pays for: its own and what follows, as in the paper, or its own
+    alone, as in NeMo RL."""
+    gamma: float = field(default=1.0, validator=[gt(0), le(1)])
+    """Discount of a reward for each trained token that it comes later."""
     over: Literal["tokens", "sequences"] = "tokens"
     """What mean and deviation are taken over: all trained tokens of the batch, or its episodes."""
     unbiased: bool = False
     """Variance with n - 1 rather than n in the denominator."""
     epsilon: float = field(default=1.0e-8, validator=gt(0))
-    """Smallest variance."""
+    """What keeps small variances from blowing up; see `epsilon_at`."""
+    epsilon_at: Literal["floor", "variance", "deviation"] = "floor"
+    """`floor`: it is the smallest variance, as in OpenRLHF and NeMo RL. `variance`: it is added to the variance, as in
+    verl. `deviation`: it is added to the deviation."""
+    alone: Literal["zero", "reward"] = "zero"
+    """With a baseline, what a sample counts for that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
 @frozen
@@ -188,10 +206,27 @@ class GdpoConfig:
     weights: dict[str, float] = Factory(dict)
     """Of each named reward; those that are not named here do not count. Empty: all of them, with weight 1. The rewards
     that `overlong` and `kl_reward` make are named `overlong` and `kl`."""
+    scale: Literal["group", "none"] = "group"
+    """Divide each reward by its deviation in the group, or by nothing."""
     unbiased: bool = True
     """Standard deviations with n - 1 rather than n in the denominator."""
     epsilon: float = field(default=1.0e-4, validator=ge(0))
     """Added to the standard deviations."""
+    leave_one_out: bool = False
+    """Centre by the mean of the group's other rewards, as NeMo RL does."""
+    deviation_of: Literal["group", "others"] = "group"
+    """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
+    alone: Literal["zero", "reward"] = "zero"
+    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+    over: Literal["sequences", "tokens"] = "sequences"
+    """What the deviation over the batch is taken over: its episodes, or all trained tokens, as in verl."""
+    centre: bool = False
+    """Also take away the mean over the batch. It is 0 but where tokens are counted, or others of the group compared."""
+    batch_epsilon: float | None = field(default=None, validator=optional(ge(0)))
+    """That of the deviation over the batch; null: `epsilon`."""
+    epsilon_at: Literal["floor", "variance", "deviation"] = "deviation"
+    """Where it goes over the batch. `deviation`: it is added to the deviation, as in TRL. `variance`: it is added to
+    the variance, as in verl. `floor`: it is the smallest variance."""
 
 
 @frozen
@@ -237,10 +272,11 @@ def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
 
 
 def group_facts(config: object, model: ModelInfo) -> Facts:
-    """Say that an estimator or a filter compares samples of one task."""
-    return Facts(least_group_size=2)
+    """Say that an estimator or a filter compares samples of one task, unless it knows what to do with a single one."""
+    return Facts(least_group_size=1 if getattr(config, "alone", "zero") == "reward" else 2)
 
 
 def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the estimator."""
-    return Facts(least_group_size=2 if config.baseline else 1, token_advantages=config.per_token)
+    compares = config.baseline and config.alone == "zero"
+    return Facts(least_group_size=2 if compares else 1, token_advantages=config.per_token)

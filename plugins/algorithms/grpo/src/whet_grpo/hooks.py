@@ -66,6 +66,7 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
         answers = f"the {grpo.prompts_per_step} x {grpo.group_size} answers of a step"
         yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {answers}")
     yield from shaping_problems(grpo.overlong, grpo.correction, config.rollout)
+    yield from _of_advantages(grpo)
     if grpo.correction.wanted and grpo.old_logprobs == "sampler":
         yield Problem(
             "algorithm.correction",
@@ -74,10 +75,23 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
         )
 
 
+def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
+    found = grpo.advantages.config
+    if isinstance(found, sections.ReinforcePlusPlusConfig) and not found.per_token:
+        for name in (name for name, is_set in (("gamma", found.gamma < 1), ("kl_of", found.kl_of == "own")) if is_set):
+            yield Problem(
+                f"algorithm.advantages.{name}", "has no effect without per_token: all tokens have one advantage"
+            )
+    if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.deviation_of == "others":
+        yield Problem("algorithm.advantages.deviation_of", "has no effect with scale: none, which divides by nothing")
+
+
 def _of_loss(loss: PolicyLossConfig, config: "Config") -> Iterable[Problem]:
     if loss.aggregation == "constant" and not loss.max_length:
         say = f"e.g. to rollout.max_tokens, which is {config.rollout.max_tokens}"
         yield Problem("algorithm.loss.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {say}")
+    if loss.count_empty and loss.aggregation == "token":
+        yield Problem("algorithm.loss.count_empty", "has no effect on the aggregation `token`, which counts tokens")
     dual, high = getattr(loss, "clip_dual", 0.0), getattr(loss, "clip_high", 0.0)
     if dual and dual <= 1 + high:
         yield Problem("algorithm.loss.clip_dual", f"is {dual:g}, wanted more than 1 + clip_high, or 0 for none")

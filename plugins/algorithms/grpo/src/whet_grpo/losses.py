@@ -55,7 +55,9 @@ class PolicyLoss:
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count what both terms are divided by, dead sequences included."""
         config = self.config
-        number = aggregation.count(batch["loss_mask"], batch["lengths"], config.aggregation, config.max_length)
+        number = aggregation.count(
+            batch["loss_mask"], batch["lengths"], config.aggregation, config.max_length, config.count_empty
+        )
         return dict.fromkeys(self.weights, number)
 
     def live(self, batch: Batch) -> Any:

@@ -36,7 +36,12 @@ class GaeSection:
     """Give the advantages of all trained tokens of a batch mean 0 and deviation 1. `unbiased`: variance with n - 1 in
     the denominator; `biased`: with n."""
     whiten_epsilon: float = field(default=1.0e-8, validator=gt(0))
-    """Smallest variance by which advantages are divided."""
+    """What keeps small variances of advantages from blowing up; see `whiten_epsilon_at`."""
+    whiten_epsilon_at: Literal["floor", "variance"] = "floor"
+    """`floor`: it is the smallest variance. `variance`: it is added to the variance, as in verl, NeMo RL and TRL."""
+    whiten_rewards: bool = False
+    """First give the rewards of all trained tokens deviation 1, keeping their mean, as TRL can; variance and epsilon as
+    of the advantages."""
 
 
 @frozen
@@ -99,9 +104,13 @@ class PpoClipConfig:
     """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
     clip_dual: float = field(default=0.0, validator=ge(0))
     """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
-    aggregation: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token", "sequence", "constant"] = "token"
     """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean; tokens of
-    short answers weigh more."""
+    short answers weigh more. `constant`: the sum over tokens divided by the number of sequences times `max_length`."""
+    max_length: int = field(default=0, validator=ge(0))
+    """Of the aggregation `constant`: tokens that each sequence counts as."""
+    count_empty: bool = False
+    """Of the aggregations `sequence` and `constant`: whether sequences without a trained token count."""
     likelihood: LikelihoodSection = Factory(LikelihoodSection)
     """A likelihood term on right answers."""
     entropy_weight: float = field(default=0.0, validator=ge(0))
@@ -122,8 +131,13 @@ class ValueClipConfig:
     clip: float = field(default=0.2, validator=ge(0))
     """Values count as at most this far from those before the step, where that makes the error larger, in units of the
     reward; 0: no clipping."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean.
+    `constant`: the sum over tokens divided by the number of sequences times `max_length`."""
+    max_length: int = field(default=0, validator=ge(0))
+    """Of the aggregation `constant`: tokens that each sequence counts as."""
+    count_empty: bool = False
+    """Of the aggregations `sequence` and `constant`: whether sequences without a trained token count."""
 
 
 def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:

@@ -34,7 +34,9 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     if isinstance(ppo, PpoConfig):
         yield from _of_critic(ppo, config)
         yield from _of_numbers(ppo, config)
+        yield from _of_averages("algorithm.value_loss", ppo.value_loss.config)
     dual = getattr(loss, "config", None)
+    yield from _of_averages("algorithm.loss", dual)
     if isinstance(dual, PpoClipConfig) and dual.clip_dual and dual.clip_dual <= 1 + dual.clip_high:
         words = f"is {dual.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
         yield Problem("algorithm.loss.clip_dual", words)
@@ -47,6 +49,15 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if facts_of(ppo.value_loss, ModelInfo(config.model.path, {})).role != CRITIC:
         words = f"{ppo.value_loss.name} is no loss of a critic; choose one that reads its values, e.g. value-clip"
         yield Problem("algorithm.value_loss", words)
+
+
+def _of_averages(path: str, loss: object) -> Iterable[Problem]:
+    if not isinstance(loss, PpoClipConfig | ValueClipConfig):
+        return
+    if loss.aggregation == "constant" and not loss.max_length:
+        yield Problem(f"{path}.max_length", "is 0, and the aggregation `constant` divides by it; set it")
+    if loss.count_empty and loss.aggregation == "token":
+        yield Problem(f"{path}.count_empty", "has no effect on the aggregation `token`, which counts tokens")
 
 
 def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:

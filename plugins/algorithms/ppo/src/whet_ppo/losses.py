@@ -61,7 +61,7 @@ class PpoClip:
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right answers."""
         mask = batch["loss_mask"]
-        number = aggregation.count(mask, batch["lengths"], self.config.aggregation)
+        number = _count(mask, batch, self.config)
         counts = dict.fromkeys(self.weights, number)
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
@@ -117,7 +117,7 @@ class ValueClip:
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count loss tokens, or sequences that have any."""
-        return {"value": aggregation.count(batch["loss_mask"], batch["lengths"], self.config.aggregation)}
+        return {"value": _count(batch["loss_mask"], batch, self.config)}
 
     def live(self, batch: Batch) -> Any:
         """Say which sequences have a loss token."""
@@ -138,6 +138,11 @@ class ValueClip:
 def _trained(mask: Tensor, batch: Batch) -> Any:
     """Say which sequences [B] have a token under a mask [N]."""
     return segment_sum(mask.long(), batch["lengths"]) > 0
+
+
+def _count(mask: Any, batch: Batch, config: PpoClipConfig | ValueClipConfig) -> Any:
+    """Count what sums over a mask [N] are divided by."""
+    return aggregation.count(mask, batch["lengths"], config.aggregation, config.max_length, config.count_empty)
 
 
 def _sum(values: Tensor, mask: Tensor, lengths: Tensor, how: aggregation.Aggregation) -> Tensor:

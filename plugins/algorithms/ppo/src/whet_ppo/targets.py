@@ -70,8 +70,12 @@ def estimate(
     sizes = segment_sum(mask.astype(np.int64), lengths)
     of_policy = adaptive_lambda(sizes, section.adaptive_alpha) if section.adaptive_alpha else section.lambda_policy
 
+    rewards = (
+        _whitened_rewards(batch["token_rewards"], mask, section) if section.whiten_rewards else batch["token_rewards"]
+    )
+
     def advantages(lambda_: Any) -> NDArray[Any]:
-        return gae(batch["token_rewards"], values, mask, lengths, gamma=section.gamma, lambda_=lambda_, after=after)
+        return gae(rewards, values, mask, lengths, gamma=section.gamma, lambda_=lambda_, after=after)
 
     returns = np.where(mask, advantages(section.lambda_value) + values, 0)
     found = advantages(of_policy)
@@ -88,7 +92,19 @@ def estimate(
         **advantage_metrics(batch),
     }
     if section.whiten != "none":
-        unbiased = section.whiten == "unbiased"
-        found[mask] = whiten(found[mask], np.ones(count), unbiased=unbiased, epsilon=section.whiten_epsilon)
+        found[mask] = _whiten(found[mask], section)
         batch = batch.with_columns(advantages=found.astype(np.float32))
     return batch, metrics
+
+
+def _whitened_rewards(rewards: NDArray[Any], mask: NDArray[Any], section: GaeSection) -> NDArray[Any]:
+    """Give rewards of trained tokens deviation 1 around their mean. rewards, mask [N] -> [N]; equal ones stay."""
+    found = np.asarray(rewards, np.float64).copy()
+    if mask.any() and np.ptp(found[mask]) > 0:
+        found[mask] = _whiten(found[mask], section) + found[mask].mean()
+    return found
+
+
+def _whiten(values: NDArray[Any], section: GaeSection) -> NDArray[Any]:
+    unbiased, epsilon, at = section.whiten == "unbiased", section.whiten_epsilon, section.whiten_epsilon_at
+    return whiten(values, np.ones(len(values)), unbiased=unbiased, epsilon=epsilon, epsilon_at=at)

@@ -1,6 +1,6 @@
 """The sections of reward modelling and its loss, and what planning needs to know of them. Imports no torch."""
 
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
@@ -50,6 +50,8 @@ class BradleyTerryConfig:
     centering: float = field(default=0.0, validator=validators.ge(0))
     """Weight of the square of the sum of a pair's scores, which keeps scores around 0; 0: there is no such term. The
     paper's is 0.01."""
+    ties: Literal["half", "wrong", "right"] = "half"
+    """What a pair whose scores are equal counts for in `rewards/accuracies`; in TRL and NeMo RL it is `wrong`."""
 
 
 def reads_margin(loss: Selection, model: ModelInfo) -> bool:

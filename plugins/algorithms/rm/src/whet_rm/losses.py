@@ -20,6 +20,8 @@ from whet.ops.reductions import segment_sum
 from whet_rm import formulas
 from whet_rm.config import MARGIN, BradleyTerryConfig
 
+TIES = {"half": 0.5, "wrong": 0.0, "right": 1.0}
+
 
 class BradleyTerry:
     """See `whet_rm.formulas.bradley_terry`; its second term is `whet_rm.formulas.centering`."""
@@ -54,7 +56,7 @@ class BradleyTerry:
         terms = {"preference": losses.sum()}
         if self.config.centering:
             terms["centering"] = formulas.centering(chosen, rejected).sum()
-        return LossResult(terms, _metrics(chosen.detach().double(), rejected.detach().double()))
+        return LossResult(terms, _metrics(chosen.detach().double(), rejected.detach().double(), TIES[self.config.ties]))
 
 
 def _pairs(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,8 +67,8 @@ def _pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     return chosen[alive], rejected[alive]
 
 
-def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-    """Give means over pairs; a tie is half right. Means of squares are what deviations are made of."""
+def _metrics(chosen: Tensor, rejected: Tensor, tie: float) -> dict[str, Metric]:
+    """Give means over pairs, a tie being right by so much. Means of squares are what deviations are made of."""
     count, ahead = len(chosen), chosen - rejected
     return {
         "rewards/chosen": mean(chosen.sum(), count),
@@ -74,5 +76,5 @@ def _metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
         "rewards/chosen_squared": mean(chosen.square().sum(), count),
         "rewards/rejected_squared": mean(rejected.square().sum(), count),
         "rewards/margins": mean(ahead.sum(), count),
-        "rewards/accuracies": mean(torch.heaviside(ahead, ahead.new_tensor(0.5)).sum(), count),
+        "rewards/accuracies": mean(torch.heaviside(ahead, ahead.new_tensor(tie)).sum(), count),
     }

@@ -74,7 +74,7 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
     """Give the outputs that a model with this config has."""
     if config.head == "value":
         return frozenset({"values"})
-    divergences = {"kl_forward", "kl_reverse"} if config.teacher else set()
+    divergences = {"kl_forward", "kl_reverse", "jensen_shannon"} if config.teacher else set()
     return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
 
 

@@ -129,14 +129,27 @@ class Root(nn.Module):
             if kind in ("topk_ids", "topk_logprobs") and name not in found:
                 ids, logprobs = top_logprobs(hidden, head.weight, int(k), chunk=self.chunk, **terms)
                 found |= {f"topk_ids:{k}": ids.int(), f"topk_logprobs:{k}": logprobs}
-        if {"kl_forward", "kl_reverse"} & set(outputs):
-            with torch.no_grad():
-                other = self.teacher[0](feed, ("logits",))
-            found["kl_forward"], found["kl_reverse"] = distribution_kl(
-                hidden, head.weight, other["hidden"], other["weight"], other_bias=other.get("bias"), chunk=self.chunk,
-                **terms,
+        return found | self._divergences(feed, outputs, hidden, head.weight, terms)
+
+    def _divergences(
+        self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Give those to the teacher that these workers hold."""
+        both = ("kl_forward", "kl_reverse") if {"kl_forward", "kl_reverse"} & set(outputs) else ()
+        mixtures = [name for name in outputs if name.startswith("jensen_shannon:")]
+        if not both and not mixtures:
+            return {}
+        with torch.no_grad():
+            other = self.teacher[0](feed, ("logits",))
+
+        def divergences(beta: float | None = None) -> tuple[Tensor, ...]:
+            return distribution_kl(
+                hidden, weight, other["hidden"], other["weight"], other_bias=other.get("bias"), chunk=self.chunk,
+                beta=beta, **terms,
             )  # fmt: skip
-        return found
+
+        found = {name: divergences(float(name.partition(":")[2]))[0] for name in mixtures}
+        return found | (dict(zip(both, divergences(), strict=True)) if both else {})
 
     def _hidden(self, feed: Feed) -> Tensor:
         hidden = self.model.base_model(**feed.arguments).last_hidden_state

@@ -397,7 +397,7 @@ def _room(name: str, batch: Batch) -> Any:
     kind, _, k = name.partition(":")
     if kind == "logprobs_at":
         return np.zeros(batch["topk_ids"].shape, np.float32)
-    shape = (batch.tokens, int(k)) if k else (batch.tokens,)
+    shape = (batch.tokens, int(k)) if kind.startswith("topk_") else (batch.tokens,)
     return np.zeros(shape, np.int32 if kind == "topk_ids" else np.float32)
 
 

@@ -1,0 +1,277 @@
+"""What others compute, written again from their formulas in float64 on padded rows, and the options that give it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet.config.policy import CorrectionSection, OverlongSection
+from whet.data.batch import Batch, from_sequences
+from whet.stages import correct_gap, penalise_overlong
+from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
+from whet_grpo.config import (
+    ClippedPgConfig,
+    GdpoConfig,
+    GroupMeanConfig,
+    KlLossSection,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+)
+from whet_grpo.losses import ClippedPg
+
+REWARDS = [1.0, 0.0, 0.5, 2.0, 0.3, 1.7, 0.2]
+FORMAT = [0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 0.0]
+GROUPS = [4, 4, 4, 9, 9, 9, 9]
+ALONE = [4, 4, 4, 9, 9, 9, 1]
+"""The same, the last one by itself."""
+SIZES = [3, 1, 5, 2, 4, 1, 2]
+LONGEST = max(SIZES)
+KL = np.random.default_rng(1).normal(size=(7, LONGEST))
+PADDED = np.arange(LONGEST) < np.array(SIZES)[:, None]
+
+
+def batch(groups: Sequence[int] = GROUPS, **columns: Any) -> Batch:
+    rows = [{"tokens": range(n + 1), "loss_mask": np.arange(n + 1) > 0} for n in SIZES]
+    made = from_sequences(rows, prompt_lengths=[1] * len(rows), group=list(groups))
+    return made.with_columns(reward=np.array(REWARDS, np.float32), **columns)
+
+
+def ragged(padded: Any) -> Any:
+    """Lay padded rows out as tokens, after a prompt of one token each."""
+    return np.concatenate([[0.0, *row[:n]] for row, n in zip(np.asarray(padded), SIZES, strict=True)])
+
+
+def penalised(groups: Sequence[int] = GROUPS, weight: float = 0.1) -> Batch:
+    """Give the batch as a penalty in the reward leaves it."""
+    made, costs = batch(groups), ragged(-weight * KL).astype(np.float32)
+    totals = np.array([(-weight * row[:n]).sum() for row, n in zip(KL, SIZES, strict=True)], np.float32)
+    return made.with_columns(**{"token_rewards": costs, "reward": made["reward"] + totals, "reward:kl": totals})
+
+
+def others(values: Sequence[float], groups: Sequence[int], i: int) -> np.ndarray:
+    return np.array([v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if g == groups[i] and j != i])
+
+
+def own(values: Sequence[float], groups: Sequence[int], i: int) -> np.ndarray:
+    return np.array([v for v, g in zip(values, groups, strict=True) if g == groups[i]])
+
+
+def verl_whiten(values: np.ndarray) -> np.ndarray:
+    """`masked_whiten`: the unbiased variance, to which the epsilon is added."""
+    seen = values[PADDED]
+    return (values - seen.mean()) / np.sqrt(seen.var(ddof=1) + 1e-8) * PADDED
+
+
+TRAINED = ragged(PADDED).astype(bool)
+
+
+def check(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALONE])
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_group_mean_of_verl(groups: list[int], by_deviation: bool) -> None:
+    expected = []
+    for i, reward in enumerate(REWARDS):
+        mine = own(REWARDS, groups, i)
+        mean, deviation = (mine.mean(), mine.std(ddof=1)) if len(mine) > 1 else (0.0, 1.0)
+        expected.append((reward - mean) / (deviation + 1e-6 if by_deviation else 1.0))
+    config = GroupMeanConfig(scale="group" if by_deviation else "none", epsilon=1e-6, alone="reward")
+    check(GroupMean(config)(batch(groups)), expected)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALONE])
+def test_group_mean_of_nemo_rl(groups: list[int]) -> None:
+    expected = []
+    for i, reward in enumerate(REWARDS):
+        rest = others(REWARDS, groups, i)
+        deviation = rest.std(ddof=1) if len(rest) > 1 else 0.0
+        ahead = reward - rest.mean() if len(rest) else 0.0
+        expected.append(ahead / (deviation + 1e-6) if deviation > 0 else ahead)
+    check(GroupMean(GroupMeanConfig(leave_one_out=True, deviation_of="others", epsilon=1e-6))(batch(groups)), expected)
+
+
+def test_leave_one_out_of_verl_keeps_the_reward_of_a_single_sample() -> None:
+    rest = [others(REWARDS, ALONE, i) for i in range(7)]
+    expected = [reward - (o.mean() if len(o) else 0.0) for reward, o in zip(REWARDS, rest, strict=True)]
+    check(Rloo(RlooConfig(alone="reward"))(batch(ALONE)), expected)
+    check(Rloo(RlooConfig())(batch(ALONE)), [*expected[:-1], 0.0])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_of_verl(gamma: float) -> None:
+    rewards = -0.1 * KL * PADDED
+    rewards[np.arange(7), np.array(SIZES) - 1] += REWARDS
+    returns = np.zeros_like(rewards)
+    for t in reversed(range(LONGEST)):
+        returns[:, t] = rewards[:, t] + gamma * (returns[:, t + 1] if t + 1 < LONGEST else 0.0)
+    config = ReinforcePlusPlusConfig(unbiased=True, epsilon_at="variance", gamma=gamma)
+    check(ReinforcePlusPlus(config)(penalised())[TRAINED], ragged(verl_whiten(returns))[TRAINED])
+
+
+def test_reinforce_plus_plus_with_baseline_of_verl() -> None:
+    mean = [own(REWARDS, ALONE, i).mean() * (len(own(REWARDS, ALONE, i)) > 1) for i in range(7)]
+    centred = (np.array(REWARDS) - mean)[:, None] * np.ones((1, LONGEST))
+    config = ReinforcePlusPlusConfig(baseline=True, unbiased=True, epsilon_at="variance", alone="reward")
+    check(ReinforcePlusPlus(config)(batch(ALONE))[TRAINED], ragged(verl_whiten(centred))[TRAINED])
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_reinforce_plus_plus_of_nemo_rl_charges_a_token_its_own_divergence(baseline: bool) -> None:
+    mean = [own(REWARDS, GROUPS, i).mean() * baseline for i in range(7)]
+    values = (np.array(REWARDS) - mean)[:, None] - 0.1 * KL
+    seen = values[PADDED]
+    expected = (values - seen.mean()) / np.sqrt(max(seen.var(), 1e-8)) * PADDED
+    config = ReinforcePlusPlusConfig(baseline=baseline, kl_of="own")
+    wanted = ragged(expected)[TRAINED]
+    check(ReinforcePlusPlus(config)(penalised())[TRAINED], wanted)
+    onwards = ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline=baseline))(penalised())[TRAINED]
+    assert not np.allclose(onwards, wanted)
+
+
+def named() -> Batch:
+    first, second = np.array(REWARDS, np.float32), np.array(FORMAT, np.float32)
+    return batch(**{"reward:right": first, "reward:format": second})
+
+
+WEIGHTS = {"right": 1.0, "format": 0.4}
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_gdpo_of_verl_is_whitened_over_tokens(scale: Any) -> None:
+    total = np.zeros(7)
+    for rewards, weight in ((REWARDS, 1.0), (FORMAT, 0.4)):
+        mine = [own(rewards, GROUPS, i) for i in range(7)]
+        by = [m.std(ddof=1) + 1e-6 if scale == "group" else 1.0 for m in mine]
+        total += weight * (np.array(rewards) - [m.mean() for m in mine]) / by
+    expected = verl_whiten(total[:, None] * np.ones((1, LONGEST)))[:, 0]
+    config = GdpoConfig(
+        weights=WEIGHTS, scale=scale, epsilon=1e-6, over="tokens", centre=True, batch_epsilon=1e-8,
+        epsilon_at="variance",
+    )  # fmt: skip
+    check(Gdpo(config)(named()), expected)
+
+
+def test_gdpo_of_nemo_rl_leaves_the_sample_itself_out() -> None:
+    total = np.zeros(7)
+    for rewards, weight in ((REWARDS, 1.0), (FORMAT, 0.4)):
+        rest = [others(rewards, GROUPS, i) for i in range(7)]
+        spread = np.array([r.std(ddof=1) for r in rest])
+        by = np.where(spread > 0, spread + 1e-6, 1.0)
+        total += weight * (np.array(rewards) - [r.mean() for r in rest]) / by
+    config = GdpoConfig(
+        weights=WEIGHTS, leave_one_out=True, deviation_of="others", epsilon=1e-6, centre=True, batch_epsilon=0.0
+    )
+    check(Gdpo(config)(named()), (total - total.mean()) / total.std(ddof=1))
+
+
+def loss_of(batch: Batch, config: ClippedPgConfig) -> float:
+    torched = batch.map(lambda column: torch.from_numpy(np.array(column)))
+    loss = ClippedPg(config)
+    result = loss({"logprobs": torched["new"]}, torched)
+    return float(result.terms["policy"] / loss.counts(torched)["policy"])
+
+
+def policy_batch() -> tuple[Batch, np.ndarray]:
+    """Give a batch whose third sequence is masked whole, and the losses of its tokens as padded rows."""
+    rng = np.random.default_rng(3)
+    new, old = rng.normal(-1, 0.3, (7, LONGEST)), rng.normal(-1, 0.3, (7, LONGEST))
+    advantages = rng.normal(size=7)
+    ratio = np.exp(new - old)
+    losses = -np.minimum(ratio * advantages[:, None], ratio.clip(0.8, 1.2) * advantages[:, None]) * PADDED
+    losses[2] = 0.0
+    made = batch()
+    kept = made["loss_mask"] & np.repeat(np.arange(7) != 2, made["lengths"])
+    columns = {"new": ragged(new), "old_logprobs": ragged(old), "sampler_logprobs": ragged(old)}
+    columns = {name: values.astype(np.float32) for name, values in columns.items()}
+    return made.with_columns(loss_mask=kept, advantages=advantages.astype(np.float32), **columns), losses
+
+
+def test_averages_of_trl_count_masked_sequences() -> None:
+    made, losses = policy_batch()
+    sizes = np.array(SIZES)
+    grpo = (losses.sum(1) / sizes.clip(1)).mean()
+    config = ClippedPgConfig(aggregation="sequence", count_empty=True)
+    assert loss_of(made, config) == pytest.approx(grpo, rel=1e-5)
+    constant = losses.sum() / (7 * 10)
+    assert loss_of(made, ClippedPgConfig(aggregation="constant", max_length=10, count_empty=True)) == pytest.approx(
+        constant, rel=1e-5
+    )
+    assert loss_of(made, ClippedPgConfig(aggregation="constant", max_length=10)) == pytest.approx(constant * 7 / 6)
+
+
+def test_the_mean_of_sums_of_verl() -> None:
+    made, losses = policy_batch()
+    config = ClippedPgConfig(aggregation="constant", max_length=1)
+    assert loss_of(made, config) == pytest.approx(losses.sum() / 6, rel=1e-5)
+
+
+def test_an_absolute_penalty_is_that_of_verl() -> None:
+    made, _ = policy_batch()
+    torched = made.with_columns(reference_logprobs=made["old_logprobs"]).map(lambda c: torch.from_numpy(np.array(c)))
+    penalty = KlLossSection(weight=1.0, estimator="abs", clamp=0.0)
+    loss = ClippedPg(ClippedPgConfig(kl=penalty))
+    found = loss({"logprobs": torched["new"]}, torched).terms["kl"]
+    expected = np.abs(made["new"] - made["old_logprobs"])[made["loss_mask"]].sum()
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_penalty_for_length_of_verl_and_nemo_rl_goes_on() -> None:
+    section = OverlongSection(penalty=0.5, buffer=2, length=3, bounded=False)
+    shaped, _ = penalise_overlong(batch(), section, 99)
+    expected = [r + min(-(n - (3 - 2)) / 2 * 0.5, 0.0) for r, n in zip(REWARDS, SIZES, strict=True)]
+    check(shaped["reward"], expected)
+    bounded, _ = penalise_overlong(batch(), OverlongSection(penalty=0.5, buffer=2, length=3), 99)
+    check(bounded["reward"], [r + max(e - r, -0.5) for r, e in zip(REWARDS, expected, strict=True)])
+
+
+def corrected(**options: Any) -> tuple[Batch, np.ndarray]:
+    """Correct a batch whose advantages are 1; gives it, and the padded log-ratios of trainer and sampler."""
+    gaps = np.random.default_rng(5).normal(0, 0.6, (7, LONGEST))
+    made = batch(
+        advantages=np.ones(7, np.float32),
+        old_logprobs=ragged(gaps - 1).astype(np.float32),
+        sampler_logprobs=ragged(np.full((7, LONGEST), -1.0)).astype(np.float32),
+    )
+    return correct_gap(made, CorrectionSection(**options))[0], gaps
+
+
+def test_weights_of_verl_may_have_mean_1() -> None:
+    found, gaps = corrected(weights="token", normalise=True)
+    weights = np.exp(gaps).clip(max=2.0)
+    check(found["advantages"][found["loss_mask"]], (weights / weights[PADDED].mean())[PADDED])
+    found, gaps = corrected(weights="sequence", normalise=True)
+    weights = np.exp((gaps * PADDED).sum(1)).clip(max=2.0)
+    check(found["advantages"], weights / weights.mean())
+
+
+def test_the_mean_of_icepops_weights_counts_what_is_out_as_0() -> None:
+    found, gaps = corrected(weights="token", cap=9e9, mask="token", low=0.5, high=2.0, normalise=True)
+    ratio = np.exp(gaps)
+    weights = np.where((ratio >= 0.5) & (ratio <= 2.0), ratio, 0.0)
+    check(found["advantages"][found["loss_mask"]], (weights / weights[PADDED].mean())[PADDED])
+
+
+@pytest.mark.parametrize("measure", ["k2", "k3"])
+@pytest.mark.parametrize("mask", ["token", "sequence", "product", "worst"])
+def test_rejection_by_divergence_of_verl(measure: Any, mask: Any) -> None:
+    high = 0.15 if mask != "product" else 0.5
+    found, gaps = corrected(mask=mask, measure=measure, high=high, count_masked=False)
+    each = (gaps**2 / 2 if measure == "k2" else np.exp(gaps) - 1 - gaps) * PADDED
+    size = {"token": each, "sequence": each.sum(1) / SIZES, "product": each.sum(1), "worst": each.max(1)}[mask]
+    stays = (size <= high) if mask == "token" else (size <= high)[:, None] * np.ones((1, LONGEST), bool)
+    kept = ragged(stays & PADDED).astype(bool)
+    assert found["loss_mask"].tolist() == kept.tolist()
+    assert kept.any()
+    assert not kept[batch()["loss_mask"]].all()
+
+
+def test_the_guard_of_nemo_rl_is_the_mean_factor() -> None:
+    found, gaps = corrected(max_mean_error=1.6)
+    error = (np.exp(np.abs(gaps)) * PADDED).sum(1) / SIZES
+    kept = np.repeat(error <= 1.6, found["lengths"]) & batch()["loss_mask"]
+    assert found["loss_mask"].tolist() == kept.tolist()
+    assert 0 < (error <= 1.6).sum() < 7
