@@ -86,5 +86,5 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure steps of GRPO, DPO and reward models against TRL's, in turn, and print ratios."""
     install(session, "trl==1.16.0", "datasets")
-    for script in ("grpo_step", "dpo_step", "rm_step"):
-        session.run("python", f"benchmarks/{script}.py", *session.posargs)
+    for script, *kind in (["grpo_step"], ["pair_step", "dpo"], ["pair_step", "rm"]):
+        session.run("python", f"benchmarks/{script}.py", *kind, *session.posargs)

@@ -1,11 +1,14 @@
-"""Measure a DPO step of whet against TRL's DPOTrainer: same model, pairs, sizes and threads, in turn.
+"""Measure a step on pairs of whet against TRL's: same model, pairs, sizes and threads, in turn.
 
-    nox -s bench                                    among others, three rounds of twelve steps each
-    python benchmarks/dpo_step.py --precomputed     with the reference scored beforehand, by both
+    nox -s bench                                       among others, three rounds of twelve steps of each
+    python benchmarks/pair_step.py dpo                 DPO against DPOTrainer
+    python benchmarks/pair_step.py dpo --precomputed   with the reference scored beforehand, by both
+    python benchmarks/pair_step.py rm                  a reward model against RewardTrainer
 
-TRL is set as is fastest for a model this small on a CPU: float32, no gradient checkpointing. Both score each batch with
-the reference as it comes, unless `--precomputed` is given. The first steps of each run are left out. Ratios are of
-medians, within a round. The losses of the first and the last step are printed for both; their order of pairs differs.
+TRL is set as is fastest for a model this small on a CPU: float32, no gradient checkpointing. With DPO both score each
+batch with the reference as it comes, unless `--precomputed` is given. The first steps of each run are left out. Ratios
+are of medians, within a round. The losses of the first and the last step are printed for both; the order of pairs
+differs, and so do new heads.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from grpo_step import HERE, START, prepare, run
 
@@ -25,12 +29,13 @@ PAIRS = Path("models/bench/pairs.jsonl")
 def main() -> None:
     """Run both in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["dpo", "rm"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="pairs of a step")
-    parser.add_argument("--precomputed", action="store_true", help="score all pairs with the reference beforehand")
+    parser.add_argument("--precomputed", action="store_true", help="of dpo: score all pairs with the reference before")
     args = parser.parse_args()
     prepare()
     make_pairs(args.steps * args.batch)
@@ -46,7 +51,7 @@ def main() -> None:
             f"command to the end of the first step: {own_start:.1f} s against {peer_start:.1f} s",
             flush=True,
         )
-    print(f"ratio of a DPO step, median of {args.rounds} rounds: {statistics.median(ratios):.2f}")
+    print(f"ratio of a step of {args.kind}, median of {args.rounds} rounds: {statistics.median(ratios):.2f}")
     print(f"losses of the first and the last step: whet {rows[0]['loss']:.4f} {rows[-1]['loss']:.4f}, "
           f"TRL {peer_losses[0]:.4f} {peer_losses[-1]:.4f}")  # fmt: skip
 
@@ -73,44 +78,43 @@ def worked(prompt: str, answer: int) -> str:
 
 def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
     """Train with whet; give the metrics of each step, and the seconds until the end of the first."""
-    folder, recipe = Path("runs/bench/whet-dpo"), Path("runs/bench/dpo.yaml")
+    folder, recipe = Path(f"runs/bench/whet-{args.kind}"), Path(f"runs/bench/{args.kind}.yaml")
     shutil.rmtree(folder, ignore_errors=True)
-    on_the_fly = not args.precomputed
-    recipe.write_text(
-        json.dumps(
-            {
-                "run": {"folder": str(folder), "steps": args.steps, "export": False},
-                "model": {"path": f"{START}/model"},
-                "algorithm": {
-                    "use": "dpo",
-                    "batch_size": args.batch,
-                    "reference": "on-the-fly" if on_the_fly else "precomputed",
-                },
-                "backend": {
-                    "use": "fsdp2",
-                    "reference": on_the_fly,
-                    "optimizer": {"lr": 1.0e-4, "betas": [0.9, 0.99]},
-                    "schedule": {"warmup_steps": 3},
-                },
-                "data": {"train": [{"path": str(PAIRS)}]},
-                "cluster": {"threads": {"backend": args.threads}},
-                "loggers": [],
-            }
-        ),
-        encoding="utf-8",
-    )
+    algorithm, backend = of_kind(args)
+    document = {
+        "run": {"folder": str(folder), "steps": args.steps, "export": False},
+        "model": {"path": f"{START}/model"},
+        "algorithm": {"use": args.kind, "batch_size": args.batch, **algorithm},
+        "backend": {
+            "use": "fsdp2",
+            "optimizer": {"lr": 1.0e-4, "betas": [0.9, 0.99]},
+            "schedule": {"warmup_steps": 3},
+            **backend,
+        },
+        "data": {"train": [{"path": str(PAIRS)}]},
+        "cluster": {"threads": {"backend": args.threads}},
+        "loggers": [],
+    }
+    recipe.write_text(json.dumps(document), encoding="utf-8")
     began = time.time()
     run("whet", "run", str(recipe))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, rows[0]["time"] - began
 
 
+def of_kind(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Give the keys of algorithm and backend that are those of one kind alone."""
+    if args.kind == "rm":
+        return {}, {"head": "value"}
+    return {"reference": "precomputed" if args.precomputed else "on-the-fly"}, {"reference": not args.precomputed}
+
+
 def trl(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
     """Train with TRL; give the seconds and the loss of each step, and the seconds until the end of the first."""
-    words = [f"{START}/model", str(PAIRS), "--steps", str(args.steps), "--threads", str(args.threads)]
+    words = [args.kind, f"{START}/model", str(PAIRS), "--steps", str(args.steps), "--threads", str(args.threads)]
     words += ["--batch", str(args.batch), *["--precomputed"] * args.precomputed]
     began = time.time()
-    told = json.loads(run(sys.executable, str(HERE / "trl_dpo.py"), *words).splitlines()[-1])
+    told = json.loads(run(sys.executable, str(HERE / "trl_pairs.py"), *words).splitlines()[-1])
     return [float(s) for s in told["seconds"]], told["losses"], told["first"] - began
 
 
