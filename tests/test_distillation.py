@@ -107,5 +107,5 @@ def test_a_data_set_is_as_good_a_place_to_learn(config, tmp_path, tiny_model_fol
     assert found[-1] < 0.5 * found[0]
     held_out = [row["validation/kl/forward"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")
                 if "validation/kl/forward" in row]  # fmt: skip
-    assert len(held_out) == 2
-    assert held_out[1] < held_out[0]
+    assert len(held_out) == 3, "before the first step, on the 8th and after the last"
+    assert held_out[2] < held_out[1] < held_out[0]

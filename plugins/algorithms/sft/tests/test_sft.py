@@ -32,6 +32,17 @@ class Recorded:
         self._events.append(f"finish {self.number}")
 
 
+class Listed(list):
+    """The steps that are left."""
+
+    def __init__(self, steps, done: int) -> None:
+        super().__init__(steps)
+        self.done, self.recorded = done, {}
+
+    def record(self, number: int, metrics) -> None:
+        self.recorded[number] = plain(metrics)
+
+
 @pytest.fixture
 def run(tmp_path, tiny_model_folder):
     def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0):
@@ -40,7 +51,7 @@ def run(tmp_path, tiny_model_folder):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         section = DataSection(*[[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")])
         events: list[str] = []
-        steps = [Recorded(n, end, events) for n in range(begin, end + 1)]
+        steps = Listed([Recorded(n, end, events) for n in range(begin, end + 1)], begin - 1)
         parts = SimpleNamespace(
             backend=FakeBackend(),
             data=OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0),
@@ -68,9 +79,15 @@ def test_a_resumed_run_sees_the_batches_it_would_have_seen(run):
         assert np.array_equal(one["tokens"], two["tokens"])
 
 
-def test_validation_comes_when_due_and_after_the_last_step(run):
+def test_validation_comes_before_the_first_step_when_due_and_after_the_last(run):
     found = run(20, SftConfig(batch_size=4, validate_every=4))
     assert [step.number for step in found.steps if "validation/loss" in step.metrics] == [4, 6]
+    assert list(found.steps.recorded) == [0]
+    assert "validation/loss" in found.steps.recorded[0]
+
+
+def test_a_resumed_run_does_not_begin_its_curves_again(run):
+    assert not run(20, SftConfig(batch_size=4), begin=4).steps.recorded
 
 
 def test_the_generator_gets_the_weights_before_it_is_evaluated(run):

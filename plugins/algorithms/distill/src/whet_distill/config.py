@@ -53,7 +53,7 @@ class DistillDataConfig(TaughtConfig):
     fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`."""
     validate_every: int = field(default=0, validator=validators.ge(0))
-    """Steps between validation losses; 0: only after the last step."""
+    """Steps between validation losses; 0: only before the first and after the last step."""
 
 
 def _share(instance: object, attribute: Any, value: float) -> None:

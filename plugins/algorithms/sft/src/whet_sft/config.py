@@ -25,7 +25,7 @@ class SftConfig:
     loss: Selection = selection("losses", "nll")
     """What is minimised."""
     validate_every: int = field(default=0, validator=validators.ge(0))
-    """Steps between validation losses; 0: only after the last step."""
+    """Steps between validation losses; 0: only before the first and after the last step."""
 
 
 @frozen

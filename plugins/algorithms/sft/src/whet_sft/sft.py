@@ -33,6 +33,8 @@ class Sft:
         data = parts.data.prepare(partial(encode, names=config.fields, train_on=config.train_on, plain=config.plain))
         validation = data.validation(config.batch_size)
 
+        if validation and parts.steps.done == 0:
+            parts.steps.record(0, validate(backend, validation, parts.loss))
         for step in parts.steps:
             batch = data.batch(step.number, config.batch_size)
             step.log(with_perplexity(backend.train(batch, parts.loss)))
