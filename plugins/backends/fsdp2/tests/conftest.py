@@ -57,11 +57,16 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
     """Give a function that builds a worker of one rank: `make_worker(family, dtype=..., **config)`."""
 
     def make(
-        family: str = "qwen3", dtype: str = "float32", folder: Path | None = None, longest: int = 0, **config: Any
+        family: str = "qwen3",
+        dtype: str = "float32",
+        folder: Path | None = None,
+        longest: int = 0,
+        role: str = "backend",
+        **config: Any,
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank("backend", 0, 1), config, model, total_steps=10, longest=longest)
+        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, longest=longest)
 
     return make
 
@@ -101,7 +106,8 @@ def gradients(worker: Worker, batch: Batch, loss: Spec = LOSS) -> dict[str, torc
 
     made = worker._loss(loss)
     worker._weights.drop_gradients()
-    worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), Watch(torch.device("cpu")))
+    watch = Watch(torch.device("cpu"), "backend")
+    worker._accumulate(worker._live(batch, made), made, worker._counts(made, batch), watch)
     found = {name: master.grad.clone() for name, master in worker._weights.trained.items()}
     worker._weights.drop_gradients()
     return found

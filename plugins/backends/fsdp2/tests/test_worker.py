@@ -55,6 +55,13 @@ def test_scores_and_gradients_are_those_of_eager_attention(
     assert worker.evaluate(batch, WEIGHTED)["loss"].number() == pytest.approx(loss.item(), abs=1e-6)
 
 
+def test_phases_are_told_by_the_name_of_the_role(make_worker, batch):
+    found = make_worker(role="critic").train(batch, WEIGHTED)
+    assert {name for name in found if name.startswith("seconds/")} == {
+        f"seconds/critic.{phase}" for phase in ("forward", "backward", "optimizer")
+    }
+
+
 def test_temperature_divides_the_logits_and_0_counts_as_1(make_worker, folders, batch):
     worker = make_worker()
     for temperature, meant in ((0.5, 0.5), (0.0, 1.0)):

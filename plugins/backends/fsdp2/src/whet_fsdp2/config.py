@@ -59,9 +59,9 @@ class Fsdp2Config:
     """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, a third slower."""
     reshard_after_forward: bool = True
     """With several ranks: free a layer's gathered weights between its forward and backward pass."""
-    reference: bool = False
+    reference: bool = attrs.field(default=False, metadata={"policy": True})
     """Hold a frozen copy of the weights that the run started from, for algorithms that compare the policy with it."""
-    teacher: str = attrs.field(default="", metadata={"path": True})
+    teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
     """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary, which
     it must share."""
     head: Literal["lm", "value"] = "lm"

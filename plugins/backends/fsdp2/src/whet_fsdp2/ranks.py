@@ -15,7 +15,7 @@ class Ranks:
     """Joins the process group where there is more than one rank."""
 
     def __init__(self, rank: WorkerRank) -> None:
-        self.rank, self.size = rank.rank, rank.size
+        self.rank, self.size, self.role = rank.rank, rank.size, rank.role
         self.device = torch.device(rank.device)
         self._joined = False
         if self.size > 1:
@@ -81,8 +81,9 @@ def clock(device: torch.device) -> float:
 class Watch:
     """Adds up the seconds of each phase."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, role: str) -> None:
+        """Take the role under whose name the phases are told, e.g. `seconds/critic.forward`."""
+        self._device, self._role = device, role
         self._last = clock(device)
         self._seconds: dict[str, float] = {}
 
@@ -94,4 +95,4 @@ class Watch:
 
     def metrics(self) -> dict[str, Metric]:
         """Give the seconds of each phase."""
-        return {f"seconds/backend.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}
+        return {f"seconds/{self._role}.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}

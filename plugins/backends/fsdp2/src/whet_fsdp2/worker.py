@@ -27,7 +27,7 @@ from whet.data.batch import Batch
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.interfaces.loss import Loss
 from whet.metrics import Metric
-from whet.model import ModelInfo, locate, read_model
+from whet.model import ModelInfo, locate, read_model, write_chat_template
 from whet.refit.link import Link
 from whet.run_folder import disk_errors
 from whet_fsdp2 import attention, checkpoint
@@ -128,7 +128,7 @@ class Worker:
                 **self._of_step(0.0, 0.0, self._stepper.next_rate()),
                 **(_flag("skipped_steps") if self._first else {}),
             }
-        watch = Watch(self._device)
+        watch = Watch(self._device, self._ranks.role)
         self._weights.drop_gradients()
         total, found = self._accumulate(self._live(batch, made), made, counts, watch)
         value, square = self._ranks.sum([total, float(self._stepper.square_of_norm())])
@@ -364,6 +364,7 @@ class Worker:
             model.config.dtype = torch.bfloat16 if self._low else torch.float32
             with disk_errors(Path(folder)), quiet():
                 copy_companions(Path(self._info.path), Path(folder))
+                write_chat_template(self._info, folder)
                 if isinstance(self._root, ValueRoot):
                     set_padding(model.config, Path(folder))
                 model.save_pretrained(folder, state_dict=state)
