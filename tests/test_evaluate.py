@@ -3,6 +3,8 @@
 import json
 import os
 import pty
+import re
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -52,6 +54,35 @@ def test_over_budget_the_error_names_the_replica(tmp_path, evaluation, whet):
     strike = {"victim": "generator-0", "questions": [1]}
     error = whet("eval", evaluation(tmp_path, strike, recovery={"replicas": 0})).error
     assert "generator rank 0 failed in generate: its process was killed by SIGKILL" in error
+
+
+RAISES = """
+from whet import hookimpl
+from whet.component import Component
+from whet_hf.config import HfConfig
+
+class Worker:
+    def __init__(self, rank):
+        raise LookupError("there is no such engine")
+
+def build(config, site):
+    return site.slice.spawn("file:" + __file__ + ":Worker", {})
+
+@hookimpl
+def whet_generators():
+    return [Component("raises", HfConfig, __name__ + ":build", "whet_hf.facts:facts")]
+"""
+
+
+def test_the_log_that_an_error_names_is_there_to_be_read(tmp_path, evaluation, whet):
+    (tmp_path / "raises.py").write_text(RAISES)
+    given = ["generator=raises", f"plugins=[{tmp_path / 'raises.py'}, {HERE / 'striking.py'}]"]
+    error = whet("eval", evaluation(tmp_path), *given).error
+    log = Path(re.search(r"\(see (\S+)\)", error)[1])
+    try:
+        assert "there is no such engine" in log.read_text()
+    finally:
+        shutil.rmtree(log.parents[1])
 
 
 @pytest.mark.parametrize("share", [[], [["backend", "generator"]]], ids=["apart", "shared"])

@@ -1,8 +1,10 @@
 """The shorter jobs beside a run: evaluate a model, export a checkpoint."""
 
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +62,8 @@ def evaluate(
     """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched.
 
     The generator loads the model itself, so no backend is started. A replica that is lost is replaced, as often as
-    `cluster.recovery` allows. `against` is an evaluation that was written before, to be compared with task by task.
+    `cluster.recovery` allows. Where it fails, what the workers logged stays in the folder that the error names.
+    `against` is an evaluation that was written before, to be compared with task by task.
     `progress` is told what is waited for.
     """
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
@@ -69,8 +72,8 @@ def evaluate(
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
     other = read_written(against) if against else None
-    with tempfile.TemporaryDirectory(prefix="whet-eval-") as scratch, closing_all([]) as closers:
-        builder = _builder(prepared, scratch, closers)
+    with _workplace("eval") as folder, closing_all([]) as closers:
+        builder = _builder(prepared, folder, closers)
         builder.recovery = Recovery(config.cluster.recovery, builder.folder)
         if progress is not None:
             builder.watchers.add("progress", progress)
@@ -94,8 +97,8 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         raise CheckpointError(f"{run.path} holds no checkpoint yet; set run.save_every to save more often")
     alone = ["cluster.launcher=local", "cluster.workers=inline", "cluster.ranks={}", "cluster.gpus={}"]
     prepared = prepare(run.path / "config.yaml", alone, config_only=False, trains=False)
-    with tempfile.TemporaryDirectory(prefix="whet-export-") as scratch, closing_all([]) as closers:
-        builder = _builder(prepared, scratch, closers)
+    with _workplace("export") as folder, closing_all([]) as closers:
+        builder = _builder(prepared, folder, closers)
         backend = builder.handle("backend", builder.cluster())
         written = _load(backend, run, step)
         with disk_errors(Path(out)):
@@ -125,7 +128,23 @@ def _load(backend: "Backend", run: RunFolder, step: int | None) -> int:
 _ATTEMPTS = 5
 
 
-def _builder(prepared: Prepared, scratch: str, closers: list[Callable[[], None]]) -> Builder:
-    folder = RunFolder(scratch)
+@contextmanager
+def _workplace(job: str) -> Iterator[RunFolder]:
+    """Give a job a folder of its own. After an error, which names them, the logs of its workers stay there."""
+    folder = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-"))
+    try:
+        yield folder
+    except Exception:
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        if not any(log.stat().st_size for log in folder.logs.glob("*.log")):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _builder(prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> Builder:
     folder.scratch.mkdir(parents=True)
     return Builder(prepared, folder, closers)
