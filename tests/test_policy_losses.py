@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.cluster.local import LocalCluster
 from whet.component import Selection
@@ -12,7 +13,7 @@ from whet.config.policy import CorrectionSection
 from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
 from whet.plugins import load_plugins
-from whet.stages import correct_gap
+from whet.stages import correct_gap, with_correction
 from whet.testing.batches import random_batch
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
@@ -95,3 +96,27 @@ def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(buil
         found = numbers(cut.train(shuffled, loss))
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), document
         assert expected["grad_norm"] > 1e-3
+
+
+CORRECTIONS = [
+    CorrectionSection(weights="token", cap=1.1),
+    CorrectionSection(weights="token", mask="sequence", low=0.9, high=1.05),
+    CorrectionSection(mask="token", low=0.8, high=1.2),
+]
+
+
+@pytest.mark.parametrize("section", CORRECTIONS)
+def test_a_correction_within_the_training_pass_gives_what_one_before_it_gives(
+    build: Any, section: CorrectionSection
+) -> None:
+    one, other = build(layout="shared"), build(layout="packed", micro_batch_tokens=40)
+    loss = spec({"use": "clipped-pg", "aggregation": "sequence"})
+    batch = batch_for(0, one)
+    batch = evolve(batch, per_token={n: column for n, column in batch.per_token.items() if n != "old_logprobs"})
+    scored = batch.with_columns(old_logprobs=one.score(batch, ("logprobs",))["logprobs"])
+    corrected, before = correct_gap(scored, section)
+    expected, found = numbers(one.train(corrected, loss)), numbers(other.train(batch, with_correction(loss, section)))
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=2e-4)
+    assert expected["grad_norm"] != pytest.approx(numbers(build().train(batch, loss))["grad_norm"], rel=1e-2)
+    assert before.keys() <= found.keys()

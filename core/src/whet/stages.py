@@ -3,14 +3,16 @@
     take -> mask_overlong, penalise_overlong -> scores -> penalise_kl -> advantages -> correct_gap -> train
 
 All of them run on the driver, on NumPy columns, and each leaves the batch as it was where its section asks for nothing.
+Only a correction that needs no more than the training pass itself happens there; see `place_correction`.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from attrs import evolve
+from attrs import asdict, evolve
 from numpy.typing import NDArray
 
+from whet.component import Spec
 from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
 from whet.data.batch import Batch
 from whet.metrics import Metric, largest, mean, smallest
@@ -27,18 +29,39 @@ Metrics = dict[str, Metric]
 OldLogprobs = Literal["current", "score", "sampler"]
 
 
+def place_correction(
+    section: CorrectionSection, scored: bool, penalty: KlRewardSection
+) -> tuple[CorrectionSection, CorrectionSection]:
+    """Split a correction into what happens before the training pass, and what within it; one of the two is nothing.
+
+    It happens within where that pass is the only one (not `scored`), so that its logprobs are those of the weights
+    before the step, where every token stays in the mean, and where no penalty in the reward reads them before.
+    """
+    nothing = CorrectionSection()
+    before = scored or section.drops or penalty.weight > 0
+    return (section, nothing) if before else (nothing, section)
+
+
+def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
+    """Give the loss with a correction within the training pass, where one is wanted; see `whet.corrected`."""
+    if not section.wanted:
+        return loss
+    return Spec("whet.corrected:Corrected", "", {"loss": asdict(loss), "correction": asdict(section)})
+
+
 def choose_old_logprobs(
-    wanted: Literal["auto", "trainer", "sampler"], several: bool, corrected: bool, max_staleness: int
+    wanted: Literal["auto", "trainer", "sampler"], scored: bool, corrected: bool, max_staleness: int
 ) -> OldLogprobs:
-    """Say where the old policy's logprobs come from, of a batch that gets one optimizer step or several.
+    """Say where the old policy's logprobs come from.
 
     `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass
-    of the trainer before the first minibatch. `sampler`: as recorded while sampling. `auto` takes the trainer's at
-    staleness 0, and where what is compared with the sampler must be the trainer's (`corrected`).
+    of the trainer before the first minibatch, for a batch that gets several optimizer steps or a correction before
+    (`scored`). `sampler`: as recorded while sampling. `auto` takes the trainer's at staleness 0, and where what is
+    compared with the sampler must be the trainer's (`corrected`).
     """
     if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
         return "sampler"
-    return "score" if several or corrected else "current"
+    return "score" if scored else "current"
 
 
 def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:

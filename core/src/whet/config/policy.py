@@ -46,7 +46,9 @@ class KlRewardSection:
 
 @frozen
 class CorrectionSection:
-    """What happens where the trainer's logprobs differ from the sampler's. Any of it has the trainer score batches."""
+    """What happens where the trainer's logprobs differ from the sampler's. Where a batch gets one optimizer step and
+    every token stays in the mean, the training pass gives them; else the trainer scores each batch before.
+    """
 
     weights: Literal["none", "token", "sequence"] = "none"
     """Multiply the loss by trainer's over sampler's probability of each token, or of the whole sequence, truncated."""
@@ -82,6 +84,12 @@ class CorrectionSection:
         """Whether anything is to be done."""
         guard = self.max_token_gap or self.max_mean_gap or self.max_mean_error
         return self.weights != "none" or self.mask != "none" or bool(guard)
+
+    @property
+    def drops(self) -> bool:
+        """Whether tokens may leave the loss's mean."""
+        masks = self.mask != "none" and not self.count_masked
+        return masks or bool(self.max_token_gap or self.max_mean_gap)
 
     @property
     def per_token(self) -> bool:

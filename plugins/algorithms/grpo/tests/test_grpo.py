@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from whet.component import Component, Selection
-from whet.config.build import build_selection
+from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
 from whet.data.records import Completion, Request, Task
@@ -69,7 +69,7 @@ class Table:
     def train(self, batch: Any, loss: Any, count_over: Any = None) -> Mapping[str, Metric]:
         self._said.append("train")
         self.advantages.append(batch["advantages"])
-        torched = batch.map(torch.as_tensor)
+        torched, loss = batch.map(torch.as_tensor), build(loss)
         result, counts = loss(self._outputs(torched), torched), loss.counts(torched)
         self._optimizer.zero_grad()
         sum(loss.weights[name] * term / counts[name] for name, term in result.terms.items()).backward()
@@ -106,7 +106,7 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     numbers = [Step(n, said) for n in range(1, steps + 1)]
     parts = SimpleNamespace(
         config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers, refit=refit,
-        loss=build_selection(config.loss), build=build_selection,
+        loss=to_spec(config.loss), build=build_selection,
     )  # fmt: skip
     try:
         Grpo(config).run(parts)  # type: ignore[arg-type]
@@ -183,8 +183,28 @@ def test_the_order_of_a_step() -> None:
     run(1, said, prompts_per_step=2, kl_reward={"weight": 0.1})
     assert said == ["reference", "train", "refit", "finish"]
     said.clear()
-    run(1, said, prompts_per_step=2, correction={"weights": "token"}, loss={"use": "gspo", "kl": {"weight": 0.1}})
+    guard = {"max_token_gap": 5.0}
+    run(1, said, prompts_per_step=2, correction=guard, loss={"use": "gspo", "kl": {"weight": 0.1}})
     assert said == ["reference", "score", "train", "refit", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({"correction": {"weights": "token"}}, 1),
+        ({"correction": {"weights": "sequence", "mask": "token"}}, 1),
+        ({"correction": {"weights": "token"}, "staleness": 2}, 1),
+        ({"correction": {"weights": "token"}, "minibatches": 2}, 3),
+        ({"correction": {"mask": "token", "count_masked": False}}, 2),
+        ({"correction": {"max_mean_gap": 1.0}}, 2),
+        ({"correction": {"weights": "token"}, "kl_reward": {"weight": 0.1}}, 2),
+    ],
+)
+def test_a_correction_takes_a_forward_pass_of_its_own_only_where_it_must(changes: Any, passes: int) -> None:
+    said: list[str] = []
+    _, steps = run(1, said, prompts_per_step=2, **changes)
+    assert sum(word in ("score", "train") for word in said) == passes
+    assert "correction/masked" in steps[0].metrics
 
 
 def test_on_policy_the_trainer_agrees_with_the_sampler_and_nothing_is_clipped() -> None:

@@ -42,10 +42,10 @@ class GrpoConfig:
     """What happens where the trainer's logprobs differ from the sampler's."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
     """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
-    cost of a forward pass where a batch gets several optimizer steps or a `correction`; with one step and none the
-    ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which also corrects
-    for stale weights, and for a generator that rounds differently. `auto`: `trainer` at `rollout.max_staleness` 0 and
-    with a `correction`, else `sampler`."""
+    cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
+    make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
+    also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
+    `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
 
 
 @frozen

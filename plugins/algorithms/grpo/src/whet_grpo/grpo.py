@@ -17,7 +17,9 @@ from whet.stages import (
     mask_overlong,
     penalise_kl,
     penalise_overlong,
+    place_correction,
     scored,
+    with_correction,
 )
 from whet_grpo.config import GrpoConfig, wants_reference
 
@@ -36,7 +38,9 @@ class Grpo:
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
         assert rollouts is not None  # what feeds on rollouts gets them
         advantages = parts.build(config.advantages)
+        before, within = place_correction(config.correction, several(config), config.kl_reward)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)
+        loss = with_correction(parts.loss, within)
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         longest = parts.config.rollout.max_tokens
 
@@ -48,15 +52,21 @@ class Grpo:
             batch = logged(step, mask_overlong(batch, config.overlong))
             batch = batch.with_columns(advantages=clip_advantages(advantages(batch), config.clip_advantages))
             step.log(advantage_metrics(batch))
-            batch = logged(step, correct_gap(batch, config.correction))
+            batch = logged(step, correct_gap(batch, before))
             for epoch in range(config.epochs):
                 for part in batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch)):
-                    step.log(backend.train(part, parts.loss))
+                    step.log(backend.train(part, loss))
             parts.refit(version=step.number)
             step.finish(batch)
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
     """Say where the old policy's logprobs come from; see `whet.stages.choose_old_logprobs`."""
-    several = config.minibatches * config.epochs > 1
-    return stages.choose_old_logprobs(config.old_logprobs, several, config.correction.wanted, max_staleness)
+    before, _ = place_correction(config.correction, several(config), config.kl_reward)
+    scored = several(config) or before.wanted
+    return stages.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
+
+
+def several(config: GrpoConfig) -> bool:
+    """Whether a batch gets more than one optimizer step."""
+    return config.minibatches * config.epochs > 1

@@ -13,7 +13,16 @@ from whet.config.build import to_spec
 from whet.data.batch import Batch
 from whet.model import ModelInfo
 from whet.randomness import derive_seed
-from whet.stages import choose_old_logprobs, correct_gap, logged, mask_overlong, penalise_overlong, scored
+from whet.stages import (
+    choose_old_logprobs,
+    correct_gap,
+    logged,
+    mask_overlong,
+    penalise_overlong,
+    place_correction,
+    scored,
+    with_correction,
+)
 from whet_ppo.config import CRITIC, PpoConfig, wants_reference
 from whet_ppo.targets import estimate, place_rewards, values_of
 
@@ -36,7 +45,10 @@ class Ppo:
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1
-        old = choose_old_logprobs(config.old_logprobs, several, config.correction.wanted, run.max_staleness)
+        before, within = place_correction(config.correction, several, config.kl_reward)
+        scores = several or before.wanted
+        old = choose_old_logprobs(config.old_logprobs, scores, config.correction.wanted, run.max_staleness)
+        loss = with_correction(parts.loss, within)
 
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
@@ -46,12 +58,12 @@ class Ppo:
             batch = logged(step, mask_overlong(batch, config.overlong))
             values, after = values_of(batch, critic, config.gae.truncated == "bootstrap")
             batch = logged(step, estimate(batch, values, after, config.gae))
-            batch = logged(step, correct_gap(batch, config.correction))
+            batch = logged(step, correct_gap(batch, before))
             for part in parts_of(batch, config, step, config.critic_epochs or config.epochs):
                 step.log(named(critic.train(part, value_loss)))
             if step.number > config.critic_warmup:
                 for part in parts_of(batch, config, step, config.epochs):
-                    step.log(backend.train(part, parts.loss))
+                    step.log(backend.train(part, loss))
             parts.refit(version=step.number)
             step.finish(batch)
 

@@ -1,0 +1,57 @@
+"""A loss that corrects for the gap between sampler and trainer within the training pass. Needs torch.
+
+    forward pass -> trainer's logprobs -> weights and masks -> advantages -> the loss itself
+
+Where a batch gets one optimizer step, the pass that trains on it gives the logprobs that the correction compares, so no
+other pass is needed; see `whet.stages.place_correction`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from whet.component import Spec
+from whet.config.build import build
+from whet.config.policy import CorrectionSection
+from whet.data.batch import Batch
+from whet.interfaces.loss import Loss, LossResult
+from whet.stages import correct_gap
+
+
+class Corrected:
+    """Another loss, on advantages that are corrected by what its own forward pass says of each token.
+
+    The corrections are those of `whet.stages.correct_gap` that leave every token in the mean, so that counts are known
+    before the pass. They carry no gradient. Its metrics are over the sequences that can move the loss.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._loss: Loss = build(Spec(**config["loss"]))
+        self._section = CorrectionSection(**config["correction"])
+        if self._section.drops:
+            raise ValueError("a correction that leaves tokens out of the mean must come before the training pass")
+        self.columns = tuple(dict.fromkeys((*self._loss.columns, "advantages", "sampler_logprobs")))
+        self.outputs = tuple(dict.fromkeys((*self._loss.outputs, "logprobs")))
+        self.weights = self._loss.weights
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count as the loss does."""
+        return self._loss.counts(batch)
+
+    def live(self, batch: Batch) -> Any:
+        """Say which sequences can move the loss before any correction."""
+        return self._loss.live(batch)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Correct the advantages, and compute the loss."""
+        logprobs = outputs["logprobs"]
+        plain = batch.map(_plain).with_columns(old_logprobs=_plain(logprobs.float()))
+        corrected, metrics = correct_gap(plain, self._section)
+        advantages = torch.from_numpy(corrected["advantages"]).to(logprobs.device)
+        result = self._loss(outputs, batch.with_columns(advantages=advantages))
+        return LossResult(result.terms, {**result.metrics, **metrics})
+
+
+def _plain(column: Any) -> Any:
+    return column.detach().cpu().numpy()
