@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from attrs import evolve
+
 from whet.component import resolve
 from whet.config.structure import structure
 from whet.plugins import Registry
@@ -20,11 +22,14 @@ BASE = {
 """All else of the config: a backend that holds a reference and a teacher, so that none is refused for lack of one."""
 EXTRA: Mapping[str, Mapping[str, object]] = {"rm": {"backend": {"use": "fsdp2", "head": "value"}, "generator": None}}
 """Sections that an algorithm wants to be otherwise, by its name."""
+SEVERAL = 4
+"""Answers to each prompt, so that what compares them fits algorithms that need only one, too."""
 HEAD = """\
 # Combinations
 
 What can stand beside what, as each part's facts say: found by asking the plan about every pair, with all other settings
-at their defaults, a backend that holds a reference and a teacher, and the roles that the algorithm asks for.
+at their defaults, several answers to each prompt, a backend that holds a reference and a teacher, and the roles that
+the algorithm asks for.
 `tests/test_combinations.py` takes two steps with combinations in which every pair that fits occurs. What does not fit
 is refused by `whet check` with the reason given here."""
 
@@ -36,7 +41,9 @@ def page(registry: Registry, algorithms: Sequence[str]) -> str:
 
 def problems_of(one: Combination, registry: Registry) -> list[str]:
     """Say what does not fit in a combination."""
-    return reasons(one, {**BASE, **further(one, registry)}, registry)
+    keys = registry.find("algorithms", one.algorithm).component.config.__annotations__
+    several = {"group_size": SEVERAL} if "group_size" in keys else {}
+    return reasons(one, {**BASE, **further(one, registry)}, registry, **several)
 
 
 def further(one: Combination, registry: Registry) -> dict[str, object]:
@@ -54,22 +61,23 @@ def one_algorithm(registry: Registry, name: str) -> str:
     every = list(combinations(registry, [name]))
     notes: list[str] = []
     parts = [f"## `{name}`"]
-    if any(one.advantages for one in every):
-        plain = {(one.loss, one.advantages): one for one in every if not one.filters}
-        parts.append(table("loss", "advantages", plain, registry, notes))
-    elif any(one.loss for one in every):
-        parts.append(table("loss", "", {(one.loss, ""): one for one in every if not one.filters}, registry, notes))
+    pairs = {(one.loss, one.advantages): Combination(name, one.loss, one.advantages) for one in every}
+    across = "advantages" if any(one.advantages for one in every) else ""
+    if any(one.loss for one in every):
+        parts.append(table("loss", across, pairs, registry, notes))
     else:
         parts.append("It has no parts to choose.")
-    filters = {(one.filters, one.advantages): one for one in every if one.filters and fits_without(one, registry)}
+    critics = {(one.value_loss, ""): Combination(name, value_loss=one.value_loss) for one in every if one.value_loss}
+    if critics:
+        parts.append(table("value_loss", "", critics, registry, notes))
+    fitting = [one for one in pairs.values() if not problems_of(one, registry)]
+    filters = {
+        (chosen, one.advantages): evolve(one, filters=chosen)
+        for one in fitting for chosen in dict.fromkeys(other.filters for other in every) if chosen
+    }  # fmt: skip
     if filters:
-        parts.append(table("filter", "advantages", filters, registry, notes))
+        parts.append(table("filter", across, filters, registry, notes))
     return "\n\n".join([*parts, *(["\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1))] if notes else [])])
-
-
-def fits_without(one: Combination, registry: Registry) -> bool:
-    """Whether a combination fits without its filter, so that what a table says is the filter's doing."""
-    return not problems_of(Combination(one.algorithm, one.loss, one.advantages), registry)
 
 
 def table(

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
-from whet.component import Kind, resolve
+from whet.component import resolve
 from whet.compose import run
 from whet.config.structure import structure
 from whet.plugins import Registry, load_plugins
-from whet.testing.combinations import Combination, combinations, covering
+from whet.testing.combinations import SLOTS, Combination, combinations, covering
 from whet.testing.contracts.algorithm import RECORDS
 from whet.testing.contracts.component import MODEL
 
 ROOT = Path(__file__).parents[1]
+OWN = Path(__file__).parent / "own_parts.py"
 SMALL = {
     "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "pairs_per_step": 4,
 }  # fmt: skip
@@ -36,12 +37,25 @@ def page() -> Any:
 
 @functools.cache
 def registry() -> Registry:
-    return load_plugins()
+    """All that is installed, and parts of a single file beside."""
+    made = load_plugins()
+    made.load_file(OWN)
+    return made
 
 
 @functools.cache
 def fitting() -> list[Combination]:
-    return [one for one in combinations(registry()) if not page().problems_of(one, registry())]
+    return [one for one in combinations(registry()) if critic_fits(one.algorithm, one.value_loss) and fits(one)]
+
+
+@functools.cache
+def critic_fits(algorithm: str, value_loss: str) -> bool:
+    """Ask this first: the others need not be asked with each of a critic's losses that fits nowhere."""
+    return not value_loss or fits(Combination(algorithm, value_loss=value_loss))
+
+
+def fits(one: Combination) -> bool:
+    return not page().problems_of(one, registry())
 
 
 def named(one: Combination) -> str:
@@ -73,7 +87,7 @@ def test_what_fits_takes_two_steps(one: Combination, tmp_path: Path, tiny_model_
         "backend": {"use": "fsdp2", "reference": True, "teacher": str(tiny_model_folder)},
         "rollout": {"max_tokens": 4},
         "cluster": {"workers": "inline", "threads": {"backend": 1}},
-        "plugins": [str(Path(__file__).parent / "even_digits.py")],
+        "plugins": [str(Path(__file__).parent / "even_digits.py"), str(OWN)],
         **page().further(one, registry()),
         **records_of(one, tmp_path),
     }
@@ -92,15 +106,21 @@ def test_every_pair_that_fits_is_run() -> None:
 
 
 def test_every_loss_advantage_and_filter_fits_something() -> None:
-    used = {part for one in fitting() for part in one.parts()}
-    for slot, kind in (("loss", "losses"), ("advantages", "advantages"), ("filters", "filters")):
-        assert {(slot, name) for name in registry().offers(kind) if not of_a_role(kind, name)} <= used
+    used = {(SLOTS[slot], name) for one in fitting() for slot, name in one.parts() if slot in SLOTS}
+    for kind in set(SLOTS.values()):
+        assert {(kind, name) for name in registry().offers(kind)} <= used
 
 
-def of_a_role(kind: Kind, name: str) -> bool:
-    """Whether it is a loss of a further model, which has a key of its own, e.g. `algorithm.value_loss`."""
-    component = registry().find(kind, name).component
-    return kind == "losses" and resolve(component.facts)(component.config(), MODEL).role != "backend"
+def test_parts_of_a_single_file_are_run_with_those_of_others() -> None:
+    run_with = {name: set() for name in ("own-pg", "own-value", "own-advantages", "own-filter")}
+    for one in covering(fitting()):
+        names = {name for _, name in one.parts() if name}
+        for own in names & run_with.keys():
+            run_with[own] |= names - {own}
+    assert {"grpo", "ppo", "group-mean", "unequal-rewards", "value-clip"} <= run_with["own-pg"]
+    assert {"ppo", "ppo-clip", "clipped-pg", "unequal-rewards"} <= run_with["own-value"]
+    assert {"grpo", "clipped-pg", "unequal-rewards", "own-pg"} <= run_with["own-advantages"]
+    assert {"grpo", "ppo", "group-mean", "value-clip"} <= run_with["own-filter"]
 
 
 def test_the_page_says_why_something_does_not_fit() -> None:

@@ -20,22 +20,25 @@ from whet.plan import Machine, gather_facts, make_plan
 from whet.plugins import Registry
 from whet.testing.contracts.component import MODEL
 
-SLOTS: Mapping[str, Kind] = {"loss": "losses", "advantages": "advantages", "filters": "filters"}
+SLOTS: Mapping[str, Kind] = {
+    "loss": "losses", "advantages": "advantages", "filters": "filters", "value_loss": "losses",
+}  # fmt: skip
 """Keys of an algorithm's section under which parts are chosen, with their kinds."""
 
 
 @frozen
 class Combination:
-    """An algorithm with its parts by name; empty: the algorithm has no such part, or no filter is chosen."""
+    """An algorithm with its parts by name; empty: it has no such part, it is the default one, or no filter."""
 
     algorithm: str
     loss: str = ""
     advantages: str = ""
     filters: str = ""
+    value_loss: str = ""
 
     def section(self) -> dict[str, Any]:
         """Give the section `algorithm`."""
-        chosen = {"loss": self.loss, "advantages": self.advantages}
+        chosen = {"loss": self.loss, "advantages": self.advantages, "value_loss": self.value_loss}
         named = {slot: name for slot, name in chosen.items() if name}
         return {"use": self.algorithm, **named, **({"filters": [self.filters]} if self.filters else {})}
 

@@ -47,7 +47,7 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
         example = "roles: {critic: {like: backend, head: value}}"
         yield Problem("roles", f"has no critic, which ppo trains beside the policy; add `{example}`")
     if facts_of(ppo.value_loss, ModelInfo(config.model.path, {})).role != CRITIC:
-        words = f"{ppo.value_loss.name} is no loss of a critic; choose one that reads its values, e.g. value-clip"
+        words = "is no loss of a critic; choose one that reads its values, e.g. value-clip"
         yield Problem("algorithm.value_loss", words)
 
 
