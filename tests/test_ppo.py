@@ -12,6 +12,8 @@ from whet.cluster.local import LocalCluster
 from whet.component import Spec
 from whet.compose import run
 from whet.data.batch import Batch, concatenate
+from whet.rollout.journal import check
+from whet.run_folder import read_rows
 from whet.testing.batches import random_batch, token_advantages
 
 POLICY = {"likelihood": {"weight": 0.1, "at_least": 0.0}, "entropy_weight": 0.01, "clip_high": 0.28}
@@ -97,6 +99,38 @@ def test_a_short_run_learns_and_its_critic_too(tmp_path, tiny_model_folder):
     assert last > first + 0.1
     assert found[-1]["critic/explained_variance"] > found[0]["critic/explained_variance"]
     assert all(row["logprob_gap/max"] < 1e-3 for row in found[2:])
+    spans = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {"seconds/critic.forward", "seconds/backend.forward", "seconds/critic.optimizer"} <= set(spans[-1])
+
+
+def test_answers_of_older_weights_teach_policy_and_critic_and_none_is_lost(tmp_path, tiny_model_folder):
+    changes = {
+        "algorithm": {"use": "ppo", "prompts_per_step": 8, "group_size": 4, "minibatches": 2},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 3.0e-3}},
+        "rollout": {"max_tokens": 12, "max_staleness": 2},
+    }
+    path = write(tmp_path, tiny_model_folder, **changes)
+    run(path, ["run.steps=8"])
+    assert run(path, ["run.steps=16"]).finished
+    assert check(tmp_path / "run") == []
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, 17))
+    assert {row["staleness/max"] for row in found} == {0, 1, 2}
+    # the ratio is against who sampled, so with weights that are older it is not 1
+    assert any(abs(row["ratio/mean"] - 1) > 1e-4 for row in found if row["staleness/max"] > 0)
+    first, last = (np.mean([row["reward/mean"] for row in part]) for part in (found[:3], found[-3:]))
+    assert last > first + 0.1
+    assert found[-1]["critic/explained_variance"] > found[0]["critic/explained_variance"]
+
+
+def test_with_staleness_and_one_optimizer_step_a_correction_needs_no_further_pass(tmp_path, tiny_model_folder):
+    algorithm = {"use": "ppo", "prompts_per_step": 8, "minibatches": 1, "correction": {"weights": "token", "cap": 1.5}}
+    rollout = {"max_tokens": 12, "max_staleness": 1}
+    assert run(write(tmp_path, tiny_model_folder, algorithm=algorithm, rollout=rollout), ["run.steps=3"]).finished
+    assert "score" not in {
+        span["phase"] for span in read_rows(tmp_path / "run/spans.jsonl") if span["role"] == "backend"
+    }
+    assert all(0 < row["correction/weight/max"] <= 1.5 for row in rows(tmp_path))
 
 
 def test_a_resumed_run_gives_the_same_numbers(tmp_path, tiny_model_folder):
