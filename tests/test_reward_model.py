@@ -3,6 +3,8 @@ learns from what came of it.
 """
 
 import json
+import logging
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,45 @@ def test_a_judge_within_another_environment_leaves_its_rewards_beside(judged, tr
     for row, score in zip(rows, scores, strict=True):
         assert row["rewards"] == {"correct": 0.0, "judge": pytest.approx((score - 2) / 0.5, abs=1e-3)}
         assert row["reward"] == row["rewards"]["judge"]
+
+
+def test_a_judge_with_too_few_positions_is_refused_or_reads_the_end(judged, trained, tmp_path, caplog):
+    short = shutil.copytree(trained / "rm/model", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    chosen = [f"roles.judge.model.path={short}", "evaluation.environments=[]", "run.steps=1"]
+    with pytest.raises(ConfigError) as caught:
+        prepare(judged, chosen)
+    assert "rollout.max_context: allows for conversations of 256 tokens, and the positions of the role 'judge'" in str(
+        caught.value
+    )
+    with caplog.at_level(logging.WARNING):
+        assert run(judged, [*chosen, "environments.0.too_long=cut"]).finished
+    assert any("whose positions end at 24, so its end is scored alone" in record.message for record in caplog.records)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""Ends turns with the token that fills up rows of the tiny tokenizer."""
+
+
+def test_the_chat_template_of_its_training_is_exported_and_used_by_the_judge(judged, tmp_path, tiny_model_folder):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    run(document(tmp_path, tiny_model_folder), ["run.steps=2", f"model.chat_template={tmp_path / 'own.jinja'}"])
+    folder = tmp_path / "rm/model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.chat_template, tokenizer.pad_token != "<|endoftext|>") == (TEMPLATE, True)
+    run(
+        judged,
+        [f"roles.judge.model.path={folder}", "environments=[{use: judge, environment: arithmetic}]", "run.steps=1"],
+    )
+    rows = list(read_rows(tmp_path / "grpo/rollouts/step-000001.jsonl"))
+    scores = classified(folder, [row["messages"] for row in rows])
+    assert [row["rewards"]["judge"] for row in rows] == pytest.approx(list(scores), abs=1e-3)
 
 
 def test_a_judge_that_is_missing_or_gives_no_values_is_named(judged):

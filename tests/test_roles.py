@@ -87,6 +87,15 @@ def test_a_role_like_the_backend_takes_over_what_it_does_not_say(config):
     assert loaded.config.roles["teacher"].component.config.optimizer.lr == 1e-5
 
 
+def test_what_is_of_the_policy_alone_is_not_taken_over(config, tiny_model_folder):
+    held = ["backend.reference=true", f"backend.teacher={tiny_model_folder}"]
+    roles = load_config(config, held).config.roles
+    assert not any(roles[name].component.config.reference for name in roles)
+    assert not any(roles[name].component.config.teacher for name in roles)
+    asked = load_config(config, [*held, "roles.critic.reference=true"]).config.roles["critic"]
+    assert asked.component.config.reference
+
+
 def test_roles_that_are_missing_unwanted_or_cannot_do_it_are_named(config):
     wrong = [
         (["roles.critic.head=lm"], "roles.critic: must give the model output 'values'; it gives entropy"),

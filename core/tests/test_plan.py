@@ -181,6 +181,15 @@ def test_votes_of_subsets_of_too_many_samples_are_refused() -> None:
     assert not problems(evaluating({"samples": 1000}, majority_at=[1000], pass_at=[500]))
 
 
+def test_votes_in_an_environment_that_states_no_answers_are_refused() -> None:
+    config, place = evaluating({"samples": 4, "name": "chat"}, majority_at=[4]), "evaluation.environments.0"
+    (found,) = problems(config, {**FACTS, place: Facts(states_answers=False)})
+    assert found.startswith(f"{place}.majority_at: the environment 'chat' does not say what an answer is")
+    for known in (True, None):
+        assert not problems(config, {**FACTS, place: Facts(states_answers=known)})
+    assert not problems(evaluating({"samples": 4}), {**FACTS, place: Facts(states_answers=False)})
+
+
 @pytest.mark.parametrize("key", ["pass_at", "majority_at"])
 def test_what_is_of_evaluation_is_refused_in_training(key: str) -> None:
     section = EnvironmentSection(component=chosen("environments", "sums"), **{key: [1]})

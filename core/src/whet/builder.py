@@ -182,7 +182,10 @@ class Builder:
 
         made: dict[str, Scorer] = {}
         for name in names:
-            made[name] = scorer = RoleScorer(partial(self.roles.__getitem__, name), cache(partial(self.chat, name)))
+            longest = self.prepared.models.get(name, self.prepared.model).max_positions
+            made[name] = scorer = RoleScorer(
+                partial(self.roles.__getitem__, name), cache(partial(self.chat, name)), longest, name
+            )
             self.closers.append(scorer.close)
             self.asked.add(name)
         return made
@@ -268,7 +271,8 @@ class Builder:
             seed=self.config.run.seed,
             scratch=self.folder.scratch.resolve(),
             status=self.watchers.status,
-            max_context=self.plan.max_context,
+            # What is read by another template or tokenizer may be longer than what the policy sees.
+            max_context=0 if role in self.asked else self.plan.max_context,
             trained=role not in self._needs or self._needs[role].trained,
             replacing=self.recovery if self.recovery and self.recovery.enabled else None,
         )

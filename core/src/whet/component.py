@@ -44,6 +44,8 @@ class RoleNeed:
     """Model outputs that it must give, e.g. `values`."""
     trained: bool = False
     """Whether it is trained, and so saved with the run; else it stays as it was loaded."""
+    conversations: bool = False
+    """Whether it reads whole conversations of episodes, none of which may be longer than its positions."""
 
 
 @frozen
@@ -69,6 +71,8 @@ class Facts:
     """Of a loss: the role whose outputs it reads."""
     roles: Mapping[str, RoleNeed] = field(factory=dict)
     """Of an algorithm or environment: further models that it uses, by the names they have under `roles`."""
+    states_answers: bool | None = None
+    """Of an environment: whether it has a `final_answer`, which majority votes need. None: only the built one tells."""
     columns_read: frozenset[str] = frozenset()
     """Batch columns that a loss or algorithm reads beyond those that are always there."""
     columns_written: frozenset[str] = frozenset()

@@ -21,6 +21,8 @@ class ModelInfo:
     """`config.json`."""
     dtype: str = "float32"
     trust_remote_code: bool = False
+    chat_template: str = ""
+    """A Jinja chat template that takes the place of the folder's own; empty: there is none."""
 
     @property
     def vocab_size(self) -> int:
@@ -86,6 +88,12 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {file} holds {type(config).__name__}, wanted a JSON object")
     return ModelInfo(str(folder), config, dtype, trust_remote_code)
+
+
+def write_chat_template(model: ModelInfo, folder: str | Path) -> None:
+    """Let an exported model folder have the chat template that the model was trained with, where it is another one."""
+    if model.chat_template:
+        (Path(folder) / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
 
 
 def check_weights(folder: str | Path) -> None:

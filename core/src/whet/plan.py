@@ -130,18 +130,23 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
 
 
 def make_plan(
-    config: Config, model: ModelInfo, facts: Mapping[str, Facts], machine: Machine
+    config: Config,
+    model: ModelInfo,
+    facts: Mapping[str, Facts],
+    machine: Machine,
+    models: Mapping[str, ModelInfo] | None = None,
 ) -> tuple[Plan | None, list[Problem]]:
-    """Decide where everything runs. With problems there is no plan."""
+    """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
     algorithm = facts["algorithm"]
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
-        *_inputs(config, feeds_on),
+        *_inputs(config, facts, feeds_on),
         *_needs(config, facts),
         *_losses(facts, feeds_on, algorithm),
         *_weights(config, facts),
         *misfits(config, facts),
         *_lengths(config, model),
+        *_conversations(config, model, facts, models or {}),
         *_shares(config, facts, machine),
         *_updates(config, facts),
     ]
@@ -214,7 +219,7 @@ def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machin
     return RolePlan(name, component, ranks, threads, devices, "+".join(group), memory)
 
 
-def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
+def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterator[Problem]:
     name = config.algorithm.name
     if feeds_on == "rollouts":
         if not config.environments:
@@ -232,7 +237,7 @@ def _inputs(config: Config, feeds_on: str) -> Iterator[Problem]:
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    yield from evaluation_problems(config)
+    yield from evaluation_problems(config, facts)
     for where, entries in (
         ("environments", config.environments),
         ("evaluation.environments", config.evaluation.environments),
@@ -268,9 +273,11 @@ def _needs(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
 
 def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iterator[Problem]:
     columns = ALWAYS | algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
+    needs = needed_roles(facts)
     for path, found in facts.items():
         given = facts[role_path(found.role)].outputs_given if role_path(found.role) in facts else found.outputs_needed
-        for output in sorted(found.outputs_needed - given):
+        told = needs[found.role].outputs if found.role in needs else frozenset()
+        for output in sorted(found.outputs_needed - given - told):
             words = f"needs the model output {output!r}, which the {found.role} does not give: it gives"
             yield Problem(path, f"{words} {', '.join(sorted(given))}")
         if found.outputs_needed:
@@ -296,6 +303,21 @@ def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
         yield Problem(
             "rollout.max_tokens", f"is {config.rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
         )
+
+
+def _conversations(
+    config: Config, model: ModelInfo, facts: Mapping[str, Facts], models: Mapping[str, ModelInfo]
+) -> Iterator[Problem]:
+    """Find models that read whole conversations and have fewer positions than those may have."""
+    longest = config.rollout.max_context or model.max_positions
+    for name, need in needed_roles(facts).items():
+        most = models.get(name, model).max_positions
+        if need.conversations and name in config.roles and 0 < most < longest:
+            yield Problem(
+                "rollout.max_context",
+                f"allows for conversations of {longest} tokens, and the positions of the role {name!r}, which reads "
+                f"them, end at {most}: set it to {most} or less, or have the environment cut what is too long",
+            )
 
 
 def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:

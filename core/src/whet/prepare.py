@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from whet.component import Problem
 from whet.config.load import Loaded, load_config
@@ -62,7 +62,7 @@ def prepare(
         for name, role in loaded.config.roles.items() if role.model is not None
     }  # fmt: skip
     facts = gather_facts(loaded.config, model, models)
-    plan, problems = make_plan(loaded.config, model, facts, machine())
+    plan, problems = make_plan(loaded.config, model, facts, machine(), models)
     problems += missing_launcher(loaded.config)
     if trains:
         problems += data_problems(loaded.config, facts["algorithm"].record_fields)
@@ -77,11 +77,23 @@ def _model(section: "ModelSection", config_only: bool, where: str = "") -> Model
     try:
         folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
         model = read_model(folder, section.dtype, section.trust_remote_code)
+        if section.chat_template is not None:
+            model = evolve(model, chat_template=_template(section.chat_template))
         if not config_only:
             check_weights(folder)
     except ConfigError as error:
         raise ConfigError([f"{where}{problem}" for problem in error.problems]) from error
     return model
+
+
+def _template(given: str) -> str:
+    """Read a chat template that a config names."""
+    from whet.data.chat import given_template
+
+    try:
+        return given_template(given)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
 
 
 def missing_launcher(config: "Config") -> list[Problem]:

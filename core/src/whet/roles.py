@@ -54,5 +54,9 @@ def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
     for found in facts.values():
         for name, need in found.roles.items():
             before = needs.get(name, RoleNeed())
-            needs[name] = RoleNeed(before.outputs | need.outputs, before.trained or need.trained)
+            needs[name] = RoleNeed(
+                before.outputs | need.outputs,
+                before.trained or need.trained,
+                before.conversations or need.conversations,
+            )
     return needs

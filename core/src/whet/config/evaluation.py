@@ -1,9 +1,9 @@
 """What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from whet.component import Problem
+from whet.component import Facts, Problem
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,12 @@ def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) 
     return getattr(section, key) if own is None else own
 
 
-def evaluation_problems(config: "Config") -> Iterator[Problem]:
-    """Find out whether every environment has the samples that its figures need."""
+def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Find out whether every environment has the samples and the answers that its figures need."""
     for i, entry in enumerate(config.evaluation.environments):
+        known = facts.get(f"evaluation.environments.{i}", Facts()).states_answers
+        if known is False and chosen(entry, config.evaluation, "majority_at"):
+            yield _no_votes(i, entry)
         for key, figure in (("pass_at", "pass"), ("majority_at", "maj")):
             most = max(chosen(entry, config.evaluation, key), default=0)
             where = f"evaluation.environments.{i}.{key}" if getattr(entry, key) is not None else f"evaluation.{key}"
@@ -49,6 +52,14 @@ def evaluation_problems(config: "Config") -> Iterator[Problem]:
                 yield Problem(f"environments.{i}.{key}", "is of evaluation; move it to evaluation.environments")
 
 
+def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
+    return Problem(
+        f"evaluation.environments.{i}.majority_at",
+        f"the environment {entry.name or entry.component.name!r} does not say what an answer is, so nobody can vote; "
+        "give it a `final_answer`, or this entry `majority_at: []`",
+    )
+
+
 def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
     """Say what is worked out of the environment at a position of `evaluation.environments`.
 
@@ -60,9 +71,6 @@ def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
     entry, section = config.evaluation.environments[i], config.evaluation
     pass_at, majority_at, passing = (chosen(entry, section, key) for key in OWN)
     if majority_at and not states_answers(environment):
-        raise ConfigError(
-            f"evaluation.environments.{i}.majority_at: the environment {entry.name or entry.component.name!r} does not "
-            "say what an answer is, so nobody can vote; give it a `final_answer`, or this entry `majority_at: []`"
-        )
+        raise ConfigError(str(_no_votes(i, entry)))
     passes = Passing(passing.reward, passing.at_least)
     return Scoring(tuple(sorted(set(pass_at))), tuple(sorted(set(majority_at))), passes)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from whet.config.document import Document, read_file, read_text
 from whet.config.sections import Config
@@ -55,12 +55,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             problems.extend(error.problems)
     document, wrong = _laid_out(layers)
     problems.extend(wrong)
-    for alike in list(_likenesses(document)):
-        layers.insert(0, alike)
-        document = laid_over(document, evolve(alike, document=Document(_role_over(alike, document))))
     _locate_plugins(document, path)
     registry = load_plugins() if registry is None else registry
     problems.extend(_load_files(document.get("plugins"), registry))
+    for alike in list(_likenesses(document, registry)):
+        layers.insert(0, alike)
+        document = laid_over(document, evolve(alike, document=Document(_role_over(alike, document))))
     try:
         config = structure(document, Config, registry, also=["extends"])
     except ConfigError as error:
@@ -83,13 +83,23 @@ def _laid_out(layers: Iterable[Layer]) -> tuple[dict[str, Any], list[str]]:
     return document, problems
 
 
-def _likenesses(document: dict[str, Any]) -> Iterator[Layer]:
+def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]:
     """Give what roles take over from the section `backend`, as layers below all others."""
     roles, backend = document.get("roles"), document.get("backend")
     for name, role in roles.items() if isinstance(roles, dict) else ():
         if isinstance(role, dict) and role.get("like") == "backend" and backend is not None:
-            value = {"use": backend} if isinstance(backend, str) else backend
+            value = {"use": backend} if isinstance(backend, str) else _shareable(backend, registry)
             yield Layer("extends", f"roles.{name}.like: backend", Document(value), ("roles", name))
+
+
+def _shareable(backend: Any, registry: Registry) -> Any:
+    """Leave out what is of the policy alone; a section that holds something else is refused when it is structured."""
+    use = backend.get("use") if isinstance(backend, dict) else None
+    offer = registry.offers("backends").get(use) if isinstance(use, str) else None
+    if offer is None:
+        return backend
+    own = {field.alias for field in fields(offer.component.config) if field.metadata.get("policy")}
+    return {key: value for key, value in backend.items() if key not in own}
 
 
 def _role_over(alike: Layer, document: dict[str, Any]) -> Any:

@@ -82,14 +82,17 @@ class CorrectionSection:
     @property
     def wanted(self) -> bool:
         """Whether anything is to be done."""
-        guard = self.max_token_gap or self.max_mean_gap or self.max_mean_error
-        return self.weights != "none" or self.mask != "none" or bool(guard)
+        return self.weights != "none" or self.mask != "none" or self.guards
 
     @property
     def drops(self) -> bool:
         """Whether tokens may leave the loss's mean."""
-        masks = self.mask != "none" and not self.count_masked
-        return masks or bool(self.max_token_gap or self.max_mean_gap)
+        return self.guards or (self.mask != "none" and not self.count_masked)
+
+    @property
+    def guards(self) -> bool:
+        """Whether sequences may be dropped."""
+        return bool(self.max_token_gap or self.max_mean_gap or self.max_mean_error)
 
     @property
     def per_token(self) -> bool:

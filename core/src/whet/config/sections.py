@@ -1,7 +1,8 @@
 """The sections of a config file. A default stands here and nowhere else; its documentation beneath it.
 
 Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind. Of a field's metadata,
-`off` is the value that switches its section off, and `path: True` says that it may name a file or folder.
+`off` is the value that switches its section off, `path: True` says that it may name a file or folder, `policy: True`
+that it is of the model that is trained alone: roles that are `like: backend` do not take it over.
 """
 
 import math
@@ -92,7 +93,8 @@ class RoleSection:
     component: Selection = selection("backends", inline=True)
     """What holds the model."""
     like: Literal["", "backend"] = ""
-    """`backend`: every key that is not given here is as in the section `backend`."""
+    """`backend`: every key that is not given here is as in the section `backend`, but for those that are of the policy
+    alone, e.g. `reference` and `teacher` of `fsdp2`."""
     model: ModelSection | None = None
     """The model; by default the one that the run starts from."""
 

@@ -58,7 +58,7 @@ class ChatTokenizer:
         self._tokenizer = _read_tokenizer(self.folder, self._config, self._special)
         generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
         self._eos = generation.get("eos_token_id")
-        given = None if chat_template is None else _given_template(chat_template)
+        given = None if chat_template is None else given_template(chat_template)
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -321,7 +321,8 @@ def _further_tokens(config: dict[str, Any], special: dict[str, str]) -> Iterator
             yield AddedToken(text, special=True, normalized=False)
 
 
-def _given_template(chat_template: str) -> str:
+def given_template(chat_template: str) -> str:
+    """Read what `model.chat_template` names: a file, or a template itself. Raises `DataError` where it cannot."""
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     try:

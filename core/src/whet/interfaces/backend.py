@@ -68,7 +68,9 @@ class Backend(Protocol):
         ...
 
     def export(self, folder: "Path") -> None:
-        """Write a folder that `transformers` loads: weights, config, tokenizer."""
+        """Write a folder that `transformers` loads: weights, config, tokenizer, and the chat template of the site's
+        model where that is not the folder's own (`whet.model.write_chat_template`).
+        """
         ...
 
     def sleep(self) -> None:

@@ -4,6 +4,7 @@ Requests that are made while another one is under way travel together.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,22 +14,29 @@ from attrs import frozen
 
 from whet.data.batch import Batch, from_sequences
 from whet.data.messages import Message, conversation
+from whet.errors import DataError
 
 if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.interfaces.backend import Backend
 
+logger = logging.getLogger(__name__)
+
 MOST_TOGETHER = 256
 """Conversations of one batch."""
+
+
+_TOLD = frozenset(10**i for i in range(12))
 
 
 class Scorer(Protocol):
     """A further model, as environments see it."""
 
-    async def value(self, messages: "str | Message | Sequence[Message]") -> float:
+    async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
         """Give the value of a conversation that ends with the assistant's turn: the number of the model's head there.
 
-        Raises `DataError` where it cannot be rendered by that model's chat template.
+        One that is longer than the model's positions is cut to its end where `cut` says so. Raises `DataError` where it
+        is not to be, or where that model's chat template cannot render it.
         """
         ...
 
@@ -53,21 +61,46 @@ class _Asked:
 class RoleScorer:
     """Scores with the backend of a role, one batch after the other, on a thread of its own."""
 
-    def __init__(self, backend: "Callable[[], Backend]", chat: "Callable[[], ChatTokenizer]") -> None:
-        """Take functions that give the parts, which need not be there yet: environments are built before them."""
-        self._backend, self._chat = backend, chat
+    def __init__(
+        self,
+        backend: "Callable[[], Backend]",
+        chat: "Callable[[], ChatTokenizer]",
+        longest: int = 0,
+        role: str = "judge",
+    ) -> None:
+        """Take functions that give the parts, which need not be there yet: environments are built before them.
+
+        `longest`: tokens for which the model has positions; 0: it is not known. `role` is its name in errors.
+        """
+        self._backend, self._chat, self._longest, self._role = backend, chat, longest, role
+        self._cut = 0
         self._waiting: list[_Asked] = []
         self._serving: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "whet-scorer")
 
-    async def value(self, messages: "str | Message | Sequence[Message]") -> float:
-        """See `Scorer.value`."""
-        tokens = self._chat().training(conversation(messages)).tokens
+    async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
+        """See `Scorer.value`. What was cut is told on the 1st, 10th, 100th time and so on."""
+        tokens = self._fitted(self._chat().training(conversation(messages)).tokens, cut)
         asked = _Asked(tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return await asked.answer
+
+    def _fitted(self, tokens: Any, cut: bool) -> Any:
+        """Give the end of what is too long, or refuse it."""
+        if not self._longest or len(tokens) <= self._longest:
+            return tokens
+        words = f"a conversation has {len(tokens)} tokens for the role {self._role!r}, whose positions end at"
+        if not cut:
+            raise DataError(
+                f"{words} {self._longest}; lower rollout.max_context or rollout.max_tokens, or have the environment "
+                "cut what is too long"
+            )
+        self._cut += 1
+        if self._cut in _TOLD:
+            logger.warning(f"{words} {self._longest}, so its end is scored alone ({self._cut} of these so far)")
+        return tokens[-self._longest :]
 
     def close(self) -> None:
         """Wait for the batch under way and end the thread."""

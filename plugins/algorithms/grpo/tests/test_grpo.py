@@ -197,6 +197,7 @@ def test_the_order_of_a_step() -> None:
         ({"correction": {"weights": "token"}, "minibatches": 2}, 3),
         ({"correction": {"mask": "token", "count_masked": False}}, 2),
         ({"correction": {"max_mean_gap": 1.0}}, 2),
+        ({"correction": {"max_mean_error": 1.5}}, 2),
         ({"correction": {"weights": "token"}, "kl_reward": {"weight": 0.1}}, 2),
     ],
 )

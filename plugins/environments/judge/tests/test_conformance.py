@@ -11,7 +11,7 @@ from whet_env_judge.judge import Judge
 class Length:
     """A judge to whom short answers are worth more."""
 
-    async def value(self, messages):
+    async def value(self, messages, cut=False):
         return -float(len(messages[-1].text))
 
 
@@ -27,6 +27,7 @@ class TestPlugin(ComponentContract):
 
 class TestPrompts(EnvironmentContract):
     splits = ("train", "test")
+    states_answers = False
 
     @pytest.fixture(autouse=True)
     def files(self, tmp_path):
@@ -41,6 +42,7 @@ class TestPrompts(EnvironmentContract):
 
 class TestAnotherEnvironment(EnvironmentContract):
     splits = ("train", "test")
+    states_answers = True
 
     def make(self):
         return Judge(JudgeConfig(environment=environment("arithmetic")), {"judge": Length()})

@@ -23,10 +23,11 @@ class Heard:
     """Keeps what it was asked, and says what it was told to."""
 
     def __init__(self, value=3.0):
-        self.said, self.asked = value, []
+        self.said, self.asked, self.cut = value, [], []
 
-    async def value(self, messages):
+    async def value(self, messages, cut=False):
         self.asked.append(tuple(messages))
+        self.cut.append(cut)
         return self.said
 
 
@@ -91,6 +92,13 @@ def test_a_value_is_shifted_scaled_and_then_clipped(prompts, settings, reward):
     assert play(environment, "y") == {"judge": reward}
 
 
+def test_what_is_too_long_is_cut_only_if_wanted(prompts):
+    for settings, cut in (({}, False), ({"too_long": "cut"}, True)):
+        environment, judge = prompts({"prompt": "x"}, **settings)
+        play(environment, "y")
+        assert judge.cut == [cut]
+
+
 def test_own_rewards_are_recorded_and_count_only_if_wanted():
     for factor in (0.0, 2.0):
         config = JudgeConfig(environment=selected("arithmetic"), judge_weight=0.5, environment_weight=factor)
@@ -146,7 +154,9 @@ def test_judges_can_be_stacked_and_each_gets_its_role(prompts, tmp_path):
     prompts({"prompt": "x"})
     inner = selected("judge", role="helpful", dataset=str(tmp_path / "prompts.jsonl"))
     config = JudgeConfig(role="harmless", environment=inner, environment_weight=2.0)
-    assert judge_facts(config, MODEL).roles == dict.fromkeys(("helpful", "harmless"), RoleNeed(frozenset({"values"})))
+    assert judge_facts(config, MODEL).roles == dict.fromkeys(
+        ("helpful", "harmless"), RoleNeed(frozenset({"values"}), conversations=True)
+    )
     environment = Judge(config, {"helpful": Heard(1.0), "harmless": Heard(5.0)})
     assert play(environment, "y") == {"helpful": 1.0, "harmless": 5.0}
     assert environment.reward_weights == {"helpful": 2.0, "harmless": 1.0}
@@ -155,7 +165,9 @@ def test_judges_can_be_stacked_and_each_gets_its_role(prompts, tmp_path):
 def test_votes_are_those_of_the_environment_within(prompts):
     environment = Judge(JudgeConfig(environment=selected("arithmetic")), {"judge": Heard()})
     assert environment.final_answer((Message("assistant", "\\boxed{4}"),)) == "4"
+    assert judge_facts(JudgeConfig(environment=selected("arithmetic")), MODEL).states_answers
     assert prompts({"prompt": "x"})[0].final_answer is None
+    assert judge_facts(JudgeConfig(dataset="x"), MODEL).states_answers is False
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ class TestPlugin(ComponentContract):
 
 class TestArithmetic(EnvironmentContract):
     splits = ("train", "test")
+    states_answers = True
 
     def make(self) -> Arithmetic:
         return Arithmetic(ArithmeticConfig())
@@ -30,6 +31,7 @@ class MathContract(EnvironmentContract):
     """Uses one environment for all tests of a class: its graders take a second to start."""
 
     config: MathConfig
+    states_answers = True
     deadline_seconds = 60.0
 
     @pytest.fixture(scope="class")

@@ -11,6 +11,7 @@ class TestPlugin(ComponentContract):
 
 class TestCalculator(EnvironmentContract):
     splits = ("train", "test")
+    states_answers = True
 
     def make(self) -> Calculator:
         return Calculator(CalculatorConfig())

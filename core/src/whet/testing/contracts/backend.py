@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.cluster.slices import Site
 from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
+from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.refit import handover
@@ -54,9 +56,9 @@ class BackendContract(Placed):
         """Give a function that builds one more backend, of the same weights unless told; all are closed afterwards."""
         built: list[Backend] = []
 
-        def build(model_folder: Path = tiny_model_folder) -> Backend:
-            folder = tmp_path / f"backend-{len(built)}"
-            built.append(self.make(self.site(folder, "backend", model_folder, slices)))
+        def build(model_folder: Path = tiny_model_folder, chat_template: str = "") -> Backend:
+            site = self.site(tmp_path / f"backend-{len(built)}", "backend", model_folder, slices)
+            built.append(self.make(evolve(site, model=evolve(site.model, chat_template=chat_template))))
             return built[-1]
 
         yield build
@@ -304,6 +306,14 @@ class BackendContract(Placed):
         expected = _logprobs(Reference(tmp_path / "export"), batch)
         np.testing.assert_allclose(backend.score(batch, ("logprobs",))["logprobs"], expected, atol=TOLERANCE)
         assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template
+
+    def test_an_exported_folder_has_the_chat_template_of_the_run(self, fresh: Fresh, tmp_path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+        fresh(chat_template=template).export(tmp_path / "export")
+        assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
+        assert ChatTokenizer(tmp_path / "export").template.source == template
 
     def test_weights_handed_over_are_the_whole_policy(self, backend: Backend, tmp_path: Path) -> None:
         backend.train(_batch(), LIKELIHOOD)

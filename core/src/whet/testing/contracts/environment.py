@@ -42,6 +42,8 @@ class EnvironmentContract:
     """The longest that an episode may take when the model answers at once."""
     gold_samples: int = 16
     """How many tasks of each split are answered with gold."""
+    states_answers: bool | None = None
+    """What the facts of its component say; see `Facts.states_answers`."""
 
     def make(self) -> Environment:
         """Build the environment that is tested."""
@@ -60,6 +62,11 @@ class EnvironmentContract:
 
     def test_it_is_an_environment(self, environment: Environment) -> None:
         assert isinstance(environment, Environment)
+
+    def test_it_states_answers_as_its_facts_say(self, environment: Environment) -> None:
+        if self.states_answers is None:
+            pytest.skip("its facts do not say whether it states answers")
+        assert states_answers(environment) == self.states_answers
 
     def test_tasks_of_a_split_are_a_sequence(self, environment: Environment) -> None:
         for split in self.splits:

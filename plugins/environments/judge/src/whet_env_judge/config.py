@@ -1,7 +1,7 @@
 """The config of the environment `judge`, and what planning needs to know of it."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
@@ -53,6 +53,10 @@ class JudgeConfig:
     """The rest is divided by this, e.g. its deviation there."""
     clip: tuple[float, float] | None = field(default=None, validator=_bounds)
     """Bounds of the reward after that, e.g. `[-5, 5]`; null: none."""
+    too_long: Literal["refuse", "cut"] = "refuse"
+    """What happens to a conversation for which the judge has too few positions. `refuse`: the run, where
+    `rollout.max_context` allows for such a one; and where it has more tokens for the judge than for the policy, the
+    group is dropped with an error. `cut`: the judge reads its end alone, and a warning says how often."""
     judge_weight: float = field(default=1.0, validator=_FINITE)
     """Weight of the judge's reward in the sum that is learned from."""
     environment_weight: float = field(default=0.0, validator=_FINITE)
@@ -61,7 +65,8 @@ class JudgeConfig:
 
 def judge_facts(config: JudgeConfig, model: ModelInfo) -> Facts:
     """Ask for the judge, and for what the environment within asks for."""
-    within = facts_of(config.environment, model).roles if config.environment else {}
-    need = within.get(config.role, RoleNeed())
-    judge = RoleNeed(need.outputs | {"values"}, need.trained)
-    return Facts(roles={**within, config.role: judge})
+    within = facts_of(config.environment, model) if config.environment else Facts(states_answers=False)
+    need = within.roles.get(config.role, RoleNeed())
+    whole = need.conversations or config.too_long == "refuse"
+    judge = RoleNeed(need.outputs | {"values"}, need.trained, whole)
+    return Facts(roles={**within.roles, config.role: judge}, states_answers=within.states_answers)

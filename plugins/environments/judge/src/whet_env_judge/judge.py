@@ -45,13 +45,14 @@ class Judge:
         return {**own, self._config.role: self._config.judge_weight}
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play the episode, then ask the judge. Raises `DataError` where its chat template cannot show it."""
+        """Play the episode, then ask the judge. Raises `DataError` where it cannot read the conversation."""
         overheard, role = Overheard(model), self._config.role
         own = await self._environment.run(task, overheard)
         if role in own:
             raise WhetEnvironmentError(f"the environment has a reward {role!r}, too; give the role another name")
         self._own |= own.keys()
-        return {**own, role: self.reward(await self._scorer.value(overheard.messages))}
+        value = await self._scorer.value(overheard.messages, cut=self._config.too_long == "cut")
+        return {**own, role: self.reward(value)}
 
     def reward(self, value: float) -> float:
         """Turn what the judge said into a reward."""

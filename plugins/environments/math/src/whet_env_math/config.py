@@ -4,6 +4,9 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
+from whet.component import Facts
+from whet.model import ModelInfo
+
 
 @frozen
 class ArithmeticConfig:
@@ -60,3 +63,8 @@ class MathConfig:
     """Processes that compare answers which are more than plain numbers."""
     timeout_seconds: float = field(default=5.0, validator=validators.gt(0))
     """Longest comparison. An episode whose answer takes longer fails; it is played again, and counted."""
+
+
+def facts(config: ArithmeticConfig | MathConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know: answers can be voted on."""
+    return Facts(states_answers=True)

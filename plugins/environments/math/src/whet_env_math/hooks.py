@@ -11,6 +11,6 @@ from whet_env_math.config import ArithmeticConfig, MathConfig
 def whet_environments() -> Iterable[Component]:
     """Offer generated arithmetic, and data sets."""
     return [
-        Component("arithmetic", ArithmeticConfig, "whet_env_math.arithmetic:Arithmetic"),
-        Component("math", MathConfig, "whet_env_math.dataset:MathDataset"),
+        Component("arithmetic", ArithmeticConfig, "whet_env_math.arithmetic:Arithmetic", "whet_env_math.config:facts"),
+        Component("math", MathConfig, "whet_env_math.dataset:MathDataset", "whet_env_math.config:facts"),
     ]

@@ -4,6 +4,9 @@ from typing import Literal
 
 from attrs import field, frozen, validators
 
+from whet.component import Facts
+from whet.model import ModelInfo
+
 
 @frozen
 class CalculatorConfig:
@@ -25,3 +28,8 @@ class CalculatorConfig:
     """Most tasks in the split `test`: of the tenth of all products that `train` never shows."""
     seed: int = 0
     """Another seed gives other tasks."""
+
+
+def facts(config: CalculatorConfig, model: ModelInfo) -> Facts:
+    """Say what planning needs to know: answers can be voted on."""
+    return Facts(states_answers=True)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 @hookimpl
 def whet_environments() -> Iterable[Component]:
     """Offer `calculator`."""
-    return [Component("calculator", CalculatorConfig, "whet_env_tools.calculator:Calculator")]
+    target = "whet_env_tools.calculator:Calculator"
+    return [Component("calculator", CalculatorConfig, target, "whet_env_tools.config:facts")]
 
 
 @hookimpl
