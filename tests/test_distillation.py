@@ -67,8 +67,14 @@ def divergences(config, tmp_path, *overrides, name="kl/reverse"):
         ["algorithm.loss.forward=0.5"],
         ["algorithm.topk=200", "algorithm.topk_of=student", "algorithm.loss={use: topk-kl, forward: 0, outside: rest}"],
         ["algorithm.loss=teacher-pg", "algorithm.prompts_per_step=64", "algorithm.minibatches=2"],
+        [
+            "algorithm.loss=teacher-pg",
+            "algorithm.prompts_per_step=64",
+            "algorithm.minibatches=2",
+            "algorithm.old_logprobs=trainer",
+        ],
     ],
-    ids=["mixed", "reverse on the student's tokens", "advantages"],
+    ids=["mixed", "reverse on the student's tokens", "advantages", "advantages against the trainer"],
 )
 def test_a_student_comes_near_its_teacher_on_its_own_answers(config, tmp_path, overrides):
     found = divergences(config, tmp_path, *overrides)
@@ -90,8 +96,27 @@ def test_a_teacher_that_no_worker_holds_is_refused_with_what_to_change(config):
         prepare(config, ["algorithm.loss=full-kl", "roles={}"])
     with pytest.raises(ConfigError, match=r"roles\.teacher: is missing: distill or an environment asks for it"):
         prepare(config, ["roles={}"])
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.old_logprobs: has no effect on the loss topk-kl, which reads no"
+    ):
+        prepare(config, ["algorithm.old_logprobs=trainer"])
+    with pytest.raises(ConfigError, match=r"needs the model output 'jensen_shannon', which the backend does not give"):
+        prepare(config, ["algorithm.loss={use: full-kl, divergence: jensen-shannon}", "roles={}"])
     with pytest.raises(ConfigError, match=r"algorithm\.teachers\.odd: there is no such environment; there are even"):
         prepare(config, ["algorithm.teachers={odd: teacher}"])
+
+
+def test_the_jensen_shannon_divergence_over_all_tokens_is_that_over_the_likeliest_when_they_are_all(
+    config, tmp_path, teacher
+):
+    chosen = ["roles={}", f"backend.teacher={teacher}", "run.steps=2"]
+    loss = "algorithm.loss={use: full-kl, divergence: jensen-shannon, beta: 0.3}"
+    full = divergences(config, tmp_path, *chosen, loss, name="kl/jensen_shannon")
+    every = [f"run.folder={tmp_path / 'other' / 'run'}", f"algorithm.topk={read_model(teacher).vocab_size}"]
+    loss = "algorithm.loss={use: topk-kl, divergence: jensen-shannon, beta: 0.3}"
+    found = divergences(config, tmp_path / "other", *every, loss, "run.steps=2", name="kl/jensen_shannon")
+    assert found == pytest.approx(full, rel=1e-3)
+    assert found[0] > 0
 
 
 def test_a_data_set_is_as_good_a_place_to_learn(config, tmp_path, tiny_model_folder):

@@ -175,6 +175,12 @@ def test_figures_of_an_evaluation_need_as_many_samples() -> None:
     assert not problems(evaluating({"samples": 4, "majority_at": []}, {"samples": 8}, majority_at=[8]))
 
 
+def test_who_votes_matters_only_where_there_are_votes() -> None:
+    (found,) = problems(evaluating({"samples": 4}, unanswered="vote"))
+    assert found.startswith("evaluation.unanswered: has no effect without a majority vote")
+    assert not problems(evaluating({"samples": 4}, majority_at=[4], unanswered="vote"))
+
+
 def test_votes_of_subsets_of_too_many_samples_are_refused() -> None:
     (found,) = problems(evaluating({"samples": 1000}, majority_at=[4, 1000]))
     assert found.startswith("evaluation.environments.0.majority_at: asks for votes of fewer than all 1000 samples")

@@ -1,6 +1,8 @@
 """What the samples of a task are worth, and the figures over tasks."""
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,6 +41,26 @@ def test_a_task_has_its_mean_rewards_its_passes_and_its_votes() -> None:
         "maj@2": majority_at(2, [(2, 2), (1, 0)], 1),
         "maj@3": majority_at(3, [(2, 2), (1, 0)], 1),
     }
+
+
+def cons_at(k: int, votes: Sequence[tuple[str | None, bool]]) -> float:
+    """NeMo RL's cons@k over all subsets, where None is an answer like others, and a tie is a fair draw."""
+    worth = []
+    for subset in itertools.combinations(votes, k):
+        most = Counter(answer for answer, _ in subset).most_common()
+        winners = [answer for answer, count in most if count == most[0][1]]
+        right = dict(subset)
+        worth.append(sum(right[one] for one in winners) / len(winners))
+    return float(np.mean(worth))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_samples_without_an_answer_may_vote(k: int) -> None:
+    votes = [("42", True), (None, False), ("41", False), (None, False), ("42", True), ("40", False)]
+    given = [episode(float(passes), answer) for answer, passes in votes]
+    found = scored(given, Scoring(majority_at=(k,), unanswered_vote=True)).values[f"maj@{k}"]
+    assert found == pytest.approx(cons_at(k, votes))
+    assert found <= scored(given, Scoring(majority_at=(k,))).values[f"maj@{k}"] + 1e-12
 
 
 def test_the_order_of_samples_and_of_tasks_does_not_matter() -> None:

@@ -25,6 +25,10 @@ def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) 
 
 def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
     """Find out whether every environment has the samples and the answers that its figures need."""
+    if config.evaluation.unanswered == "vote" and not any(
+        chosen(entry, config.evaluation, "majority_at") for entry in config.evaluation.environments
+    ):
+        yield Problem("evaluation.unanswered", "has no effect without a majority vote; set evaluation.majority_at")
     for i, entry in enumerate(config.evaluation.environments):
         known = facts.get(f"evaluation.environments.{i}", Facts()).states_answers
         if known is False and chosen(entry, config.evaluation, "majority_at"):
@@ -73,4 +77,5 @@ def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
     if majority_at and not states_answers(environment):
         raise ConfigError(str(_no_votes(i, entry)))
     passes = Passing(passing.reward, passing.at_least)
-    return Scoring(tuple(sorted(set(pass_at))), tuple(sorted(set(majority_at))), passes)
+    vote = section.unanswered == "vote"
+    return Scoring(tuple(sorted(set(pass_at))), tuple(sorted(set(majority_at))), passes, vote)

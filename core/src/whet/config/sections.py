@@ -276,6 +276,9 @@ class EvaluationSection:
     majority_at: list[int] = field(factory=list, validator=_COUNTS)
     """Estimate maj@k for each of these k: how likely it is that the answer which most of k samples give passes. None
     above `samples`; needs environments that say what an answer is."""
+    unanswered: Literal["silent", "vote"] = "silent"
+    """What samples without an answer do in maj@k: `silent`: they have no vote. `vote`: they vote together for an answer
+    that never passes, as in NeMo RL."""
     passing: PassingSection = attrs.Factory(PassingSection)
     """What counts as a pass."""
 

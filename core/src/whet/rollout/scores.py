@@ -48,6 +48,8 @@ class Scoring:
     pass_at: tuple[int, ...] = ()
     majority_at: tuple[int, ...] = ()
     passing: Passing = field(factory=Passing)
+    unanswered_vote: bool = False
+    """Whether samples without an answer vote, as for one that never passes."""
 
 
 @frozen(eq=False)
@@ -95,6 +97,8 @@ def score(position: int, task: Task, episodes: Sequence[Episode], wanted: int, s
 def _values(episodes: Sequence[Episode], passes: int, answers: Answers, scoring: Scoring) -> dict[str, float]:
     count, votes = len(episodes), [(size, passes) for _, size, passes in answers]
     abstained = count - sum(size for size, _ in votes)
+    if scoring.unanswered_vote and abstained:
+        votes, abstained = [*votes, (abstained, 0)], 0
     return {
         **{name: _mean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)},
         TOTAL: _mean([episode.reward for episode in episodes]),

@@ -33,6 +33,11 @@ class TestDistillLoopOverTheVocabulary(AlgorithmContract):
     document = {"prompts_per_step": 4, "loss": {"use": "full-kl"}}
 
 
+class TestDistillLoopAgainstTheTrainer(AlgorithmContract):
+    use = "distill"
+    document = {"prompts_per_step": 4, "loss": "teacher-pg", "old_logprobs": "trainer", "minibatches": 2}
+
+
 class TestDistillLoopByJensenShannon(AlgorithmContract):
     use = "distill"
     document = {"prompts_per_step": 4, "loss": {"use": "full-kl", "divergence": "jensen-shannon", "beta": 0.3}}

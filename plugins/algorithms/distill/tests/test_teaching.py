@@ -67,6 +67,10 @@ def test_advantages_are_by_how_much_the_teacher_likes_a_token_more(tiny_model_fo
     np.testing.assert_allclose(np.where(batch["loss_mask"], found["advantages"], 0), expected, rtol=1e-6)
     assert "old_logprobs" not in found
     assert "old_logprobs" in with_advantages(teach(batch), moves=True)
+    own = np.where(batch["loss_mask"], -0.25, 0).astype(np.float32)
+    found = with_advantages(teach(batch), moves=True, own=own)
+    np.testing.assert_array_equal(found["advantages"], found["teacher_logprobs"] - own)
+    np.testing.assert_array_equal(found["old_logprobs"], own)
     assert "topk_ids" not in found
 
 

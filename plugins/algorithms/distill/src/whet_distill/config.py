@@ -37,6 +37,10 @@ class DistillConfig(TaughtConfig):
     """Answers to each prompt."""
     minibatches: int = field(default=1, validator=validators.ge(1))
     """Optimizer steps taken on each batch."""
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    """Of losses that read advantages: whose logprobs the teacher's are compared with, and the ratio is taken against.
+    `sampler`: those recorded while sampling. `trainer`: those of the student's weights before the step, as in NeMo RL,
+    at the cost of a forward pass."""
     teachers: dict[str, str] = field(factory=dict)
     """The role of the teacher for each environment, by the environment's name; `teacher` for those that are not
     named."""

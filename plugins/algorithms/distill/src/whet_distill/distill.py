@@ -5,7 +5,7 @@ advantages from the teacher: Lu et al. 2025, "On-policy distillation" (thinkingm
 Left out on purpose: rewards, which are reported and teach nothing here.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import Batch
 from whet.model import read_model
@@ -30,21 +30,27 @@ class Distill:
         moves = config.minibatches > 1 or parts.config.rollout.max_staleness > 0
 
         for step in parts.steps:
-            batch = with_advantages(teach(rollouts.take(config.prompts_per_step)), moves)
+            batch = teach(rollouts.take(config.prompts_per_step))
+            own = backend.score(batch, ("logprobs",))["logprobs"] if self._scores(batch) else None
+            batch = with_advantages(batch, moves, own)
             for part in batch.split(config.minibatches, seed=step.seed):
                 step.log(backend.train(part, parts.loss))
             parts.refit(version=step.number)
             step.finish(batch)
 
+    def _scores(self, batch: Batch) -> bool:
+        return self.config.old_logprobs == "trainer" and "teacher_logprobs" in batch
 
-def with_advantages(batch: Batch, moves: bool) -> Batch:
+
+def with_advantages(batch: Batch, moves: bool, own: Any = None) -> Batch:
     """Add as advantages by how many nats the teacher likes a token more than who sampled it did.
 
-    `moves`: the student is no longer who sampled, at least from the second minibatch on, so the ratio is against
-    `old_logprobs`, the sampler's; else it is 1 by construction.
+    Who sampled it are the student's weights of before the step where their logprobs are given, `own` [N]. `moves`: the
+    student is no longer who sampled, at least from the second minibatch on, so the ratio is against `old_logprobs`;
+    else it is 1 by construction.
     """
     if "teacher_logprobs" not in batch:
         return batch
-    sampled = batch["sampler_logprobs"]
-    batch = batch.with_columns(advantages=batch["teacher_logprobs"] - sampled)
-    return batch.with_columns(old_logprobs=sampled) if moves else batch
+    old = batch["sampler_logprobs"] if own is None else own
+    batch = batch.with_columns(advantages=batch["teacher_logprobs"] - old)
+    return batch.with_columns(old_logprobs=old) if moves else batch

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
+from whet.model import ModelInfo
+from whet.plan import facts_of
 from whet_distill.config import (
     DistillConfig,
     DistillDataConfig,
@@ -46,6 +48,11 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     for name in section.teachers:
         if name not in names:
             yield Problem(f"algorithm.teachers.{name}", f"there is no such environment; there are {', '.join(names)}")
+    read = facts_of(section.loss, ModelInfo(config.model.path, {})).columns_read
+    if section.old_logprobs == "trainer" and "advantages" not in read:
+        yield Problem(
+            "algorithm.old_logprobs", f"has no effect on the loss {section.loss.name}, which reads no advantages"
+        )
     answers = section.prompts_per_step * section.group_size
     if section.minibatches > answers:
         yield Problem("algorithm.minibatches", f"is {section.minibatches}, more than the {answers} answers of a step")

@@ -1,0 +1,33 @@
+"""What the numerics page names as options is there, and gives no complaint from `whet check`."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whet.errors import ConfigError
+from whet.prepare import prepare
+
+PAGE = (Path(__file__).parents[2] / "docs/reference/numerics.md").read_text()
+TABLE = PAGE.split("### The numbers of others")[1].split("\n## ")[0]
+ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][2:]
+CASES = [(row[0], cell) for row in ROWS for cell in row[1:] if cell != "-"]
+
+
+def test_the_table_is_read():
+    assert len(CASES) > 30
+
+
+@pytest.mark.parametrize(("of", "cell"), CASES)
+def test_the_numbers_of_others_can_be_asked_for(small_run, tmp_path, of, cell):
+    (key,) = re.findall(r"`(advantages|loss|correction|overlong|kl_reward)`", of)
+    section = yaml.safe_load(cell.strip("`"))
+    algorithm = {"use": "grpo", "prompts_per_step": 2, "group_size": 4, key: section}
+    if key == "advantages":  # which may be of tokens
+        algorithm["loss"] = "clipped-pg"
+    document = small_run(tmp_path, algorithm=algorithm, backend={"use": "fsdp2", "reference": True})
+    try:
+        prepare(document)
+    except ConfigError as error:
+        pytest.fail(f"{of}: {cell}: {error}")
