@@ -26,7 +26,7 @@ LOSSES: list[dict[str, Any]] = [
     {"use": "gspo", "clip_low": 0.2, "clip_high": 0.2},
     {"use": "gspo", "level": "token", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant", "max_length": 9},
     {"use": "cispo", "kl": {"weight": 0.1, "straight_through": True}},
-    {"use": "reinforce", "aggregation": "constant", "max_length": 9},
+    {"use": "reinforce", "aggregation": "constant", "max_length": 9, "count_empty": True},
 ]
 COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")
 
@@ -102,6 +102,7 @@ CORRECTIONS = [
     CorrectionSection(weights="token", cap=1.1),
     CorrectionSection(weights="token", mask="sequence", low=0.9, high=1.05),
     CorrectionSection(mask="token", low=0.8, high=1.2),
+    CorrectionSection(mask="worst", measure="k3", high=0.02),
 ]
 
 

@@ -10,7 +10,15 @@ from attrs import evolve
 from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
 from whet.data.batch import Batch, from_sequences
 from whet.ops.correction import gap, importance_weights
-from whet.stages import advantage_metrics, clip_advantages, correct_gap, mask_overlong, penalise_kl, penalise_overlong
+from whet.stages import (
+    advantage_metrics,
+    clip_advantages,
+    correct_gap,
+    mask_overlong,
+    penalise_kl,
+    penalise_overlong,
+    place_correction,
+)
 from whet.testing.batches import random_batch
 
 
@@ -132,6 +140,8 @@ def test_the_guard_drops_whole_sequences(guard: dict[str, float]) -> None:
     CorrectionSection(weights="token"),
     CorrectionSection(weights="sequence", mask="sequence"),
     CorrectionSection(mask="token", count_masked=False, max_token_gap=1.0, max_mean_gap=0.1),
+    CorrectionSection(weights="token", normalise=True, mask="worst", measure="k3", high=0.4),
+    CorrectionSection(weights="sequence", normalise=True, mask="product", measure="k2", max_mean_error=3.0),
 ])  # fmt: skip
 def test_correcting_does_not_depend_on_order_and_stays_finite(section: CorrectionSection) -> None:
     given = random_batch(3, columns=["advantages", "old_logprobs", "sampler_logprobs"])
@@ -143,6 +153,21 @@ def test_correcting_does_not_depend_on_order_and_stays_finite(section: Correctio
     assert all(np.isfinite(metric.number()) for metric in metrics.values())
     for name in ("advantages", "loss_mask"):
         np.testing.assert_allclose(found.take(order)[name].astype(float), shuffled[name].astype(float))
+
+
+def test_what_must_know_the_whole_batch_happens_before_the_training_pass() -> None:
+    alone, together = CorrectionSection(weights="token"), CorrectionSection(weights="token", normalise=True)
+    dropping = CorrectionSection(max_mean_error=2.0)
+    assert place_correction(alone, False, KlRewardSection()) == (CorrectionSection(), alone)
+    for section in (together, dropping):
+        assert place_correction(section, False, KlRewardSection()) == (section, CorrectionSection())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_an_empty_mask_normalises_nothing(level: Any) -> None:
+    empty = batch(loss_mask=np.zeros(9, bool))
+    found, _ = correct_gap(empty, CorrectionSection(weights=level, normalise=True))
+    assert np.isfinite(found["advantages"]).all()
 
 
 def test_an_empty_mask_corrects_nothing() -> None:

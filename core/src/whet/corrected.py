@@ -23,14 +23,15 @@ class Corrected:
     """Another loss, on advantages that are corrected by what its own forward pass says of each token.
 
     The corrections are those of `whet.stages.correct_gap` that leave every token in the mean, so that counts are known
-    before the pass. They carry no gradient. Its metrics are over the sequences that can move the loss.
+    before the pass, and that look at each sequence by itself. They carry no gradient. Its metrics are over the
+    sequences that can move the loss.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._loss: Loss = build(Spec(**config["loss"]))
         self._section = CorrectionSection(**config["correction"])
-        if self._section.drops:
-            raise ValueError("a correction that leaves tokens out of the mean must come before the training pass")
+        if self._section.whole:
+            raise ValueError("a correction that must know the whole batch must come before the training pass")
         self.columns = tuple(dict.fromkeys((*self._loss.columns, "advantages", "sampler_logprobs")))
         self.outputs = tuple(dict.fromkeys((*self._loss.outputs, "logprobs")))
         self.weights = self._loss.weights

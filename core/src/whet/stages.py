@@ -35,10 +35,10 @@ def place_correction(
     """Split a correction into what happens before the training pass, and what within it; one of the two is nothing.
 
     It happens within where that pass is the only one (not `scored`), so that its logprobs are those of the weights
-    before the step, where every token stays in the mean, and where no penalty in the reward reads them before.
+    before the step, where it need not know the whole batch, and where no penalty in the reward reads them before.
     """
     nothing = CorrectionSection()
-    before = scored or section.drops or penalty.weight > 0
+    before = scored or section.whole or penalty.weight > 0
     return (section, nothing) if before else (nothing, section)
 
 

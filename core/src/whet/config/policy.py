@@ -46,8 +46,9 @@ class KlRewardSection:
 
 @frozen
 class CorrectionSection:
-    """What happens where the trainer's logprobs differ from the sampler's. Where a batch gets one optimizer step and
-    every token stays in the mean, the training pass gives them; else the trainer scores each batch before.
+    """What happens where the trainer's logprobs differ from the sampler's. Where a batch gets one optimizer step, every
+    token stays in the mean and weights are not normalised, the training pass gives them; else the trainer scores each
+    batch before.
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
@@ -88,6 +89,11 @@ class CorrectionSection:
     def drops(self) -> bool:
         """Whether tokens may leave the loss's mean."""
         return self.guards or (self.mask != "none" and not self.count_masked)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it must know the whole batch: what leaves the mean, or the mean of weights."""
+        return self.drops or self.normalise
 
     @property
     def guards(self) -> bool:
