@@ -1,6 +1,7 @@
 """Where a run runs does not matter: in this process, in worker processes or on Ray's nodes, every bit is the same."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from whet.testing.environments import make_environment
 
 
 def train(folder: Path, model: Path, **cluster: object) -> Path:
@@ -61,6 +64,42 @@ def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_tempo
     assert json.loads((run / "plan.json").read_text())["transport"] == "shared"
     assert (run / "logs/backend-0.log").is_file()
     assert not set(Path(tempfile.gettempdir()).glob("whet-ray-*")) - before
+
+
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_a_generator_in_a_python_of_its_own_gives_the_same_bits(
+    tmp_path, tiny_model_folder, inline, generator_python, launcher
+):
+    if launcher == "ray":
+        pytest.importorskip("ray")
+    run = train(tmp_path, tiny_model_folder, launcher=launcher, python={"generator": str(generator_python)})
+    assert numbers(run) == numbers(inline)
+    assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
+    assert json.loads((run / "plan.json").read_text())["transport"] == "shared-memory"
+    versions = json.loads((run / "versions.json").read_text())
+    assert "whet-fsdp2" in versions
+    assert "whet-hf" in versions["roles"]["generator"]
+    assert not {"whet-fsdp2", "whet-grpo", "ray"} & set(versions["roles"]["generator"])
+
+
+@pytest.fixture(scope="module")
+def generator_python(tmp_path_factory) -> Path:
+    """A Python with all that a generator needs, and no trainer, algorithm or Ray."""
+    without = ["whet-fsdp2", "whet-grpo", "whet-sft", "ray", "datasets", "pytest"]
+    return make_environment(tmp_path_factory.mktemp("other") / "venv", without=without)
+
+
+@pytest.mark.skipif(
+    "WHET_OTHER_PYTHON" not in os.environ, reason="WHET_OTHER_PYTHON names no Python with another torch"
+)
+def test_trainer_and_generator_have_different_versions_of_torch(tmp_path, tiny_model_folder):
+    other = os.environ["WHET_OTHER_PYTHON"]
+    run = train(tmp_path, tiny_model_folder, python={"generator": other})
+    versions = json.loads((run / "versions.json").read_text())
+    assert versions["torch"] != versions["roles"]["generator"]["torch"]
+    rows = numbers(run)
+    assert any(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-4
 
 
 def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(

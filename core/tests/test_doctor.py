@@ -1,6 +1,7 @@
 """A doctor that finds what would end a run, and that nothing can hold up."""
 
 import os
+import platform
 import socket
 import threading
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+import whet
 from whet import doctor
 from whet.doctor import Check, examine, within
 from whet.plugins import load_plugins
 from whet.prepare import prepare
+from whet.testing.environments import make_environment
 
 ALWAYS = [
     "python", "plugins", "torch", "ray", "cores", "memory", "shared memory", "disk", "write access", "clock",
@@ -162,3 +165,19 @@ def test_broken_plugins_are_warnings(offers: Any, install: Any) -> None:
     assert "whet-offers 1.0" in good.found
     assert (bad.status, bad.change) == ("warn", "`whet plugins why whet-bad`")
     assert "ZeroDivisionError" in bad.found
+
+
+def test_the_python_of_a_role_is_shown_with_its_torch(good: Path, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "other")
+    prepared = prepare(good, [f"cluster.python.backend={python}"])
+    assert list(prepared.interpreters) == ["backend"]
+    found = list(doctor._interpreter("backend", prepared.interpreters["backend"], 60.0))
+    assert [(check.name, check.status) for check in found] == [("python of backend", "ok"), ("torch of backend", "ok")]
+    assert found[0].found.startswith(f"{python}: Python {platform.python_version()}, whet {whet.__version__}, torch ")
+
+
+def test_a_python_that_does_not_fit_a_role_fails_the_config(good: Path, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "other", without=["whet"])
+    [check] = doctor._config(str(good), [f"cluster.python.backend={python}"], load_plugins(), [])
+    assert check.status == "fail"
+    assert check.found.startswith(f"cluster.python.backend: {python} has no whet (ModuleNotFoundError")

@@ -87,6 +87,25 @@ def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
     assert plan.transport == "shared-memory"
 
 
+def test_roles_of_different_pythons_are_apart_and_hand_over_by_memory_that_they_share():
+    plan, found = make_plan(make_config(cluster=ClusterSection(python={"generator": "x"})), MODEL, FACTS, Machine(8))
+    assert not found
+    assert plan.role("backend").processes != plan.role("generator").processes
+    assert plan.transport == "shared-memory"
+    assert plan.role("backend").threads == plan.role("generator").threads == 8, "they take turns"
+    assert "in processes 'generator' of the Python 'x'" in plan.describe()
+    both = ClusterSection(python={"generator": "x", "backend": "x"})
+    plan, _ = make_plan(make_config(cluster=both), MODEL, FACTS, Machine(8))
+    assert plan.transport == "shared"
+
+
+def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    section = ClusterSection(python={"a": "vllm", "b": "./venv/bin/python", "c": "~/venv", "d": "/opt/venv"})
+    assert list(section.python.values()) == ["vllm", f"{tmp_path}/venv/bin/python", "/home/me/venv", "/opt/venv"]
+
+
 def test_several_ranks_do_not_hand_over_by_reference():
     config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
     plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
@@ -132,6 +151,15 @@ def test_facts_are_asked_of_every_component_at_any_depth():
             {"cluster": ClusterSection(gpus={"backend": 3, "generator": 2}, share=[["backend"]])},
             "cluster.gpus: asks for 5 GPUs; this machine has 0",
         ),
+        (
+            {"cluster": ClusterSection(python={"generator": "vllm"}, share=[["backend", "generator"]])},
+            "cluster.share.0: has roles of different Pythons, which no process can be in at one time: backend in the ",
+        ),
+        (
+            {"cluster": ClusterSection(python={"generator": "vllm"}, workers="inline")},
+            "cluster.python.generator: inline workers live in the driver",
+        ),
+        ({"cluster": ClusterSection(python={"genarator": "x"})}, "cluster.python.genarator: there is no such role"),
         (
             {"cluster": ClusterSection(share=[["backend"], ["generator", "backend"]])},
             "cluster.share: names backend more than once",

@@ -20,15 +20,15 @@ from whet.config.document import to_text
 from whet.config.evaluation import scoring
 from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
-from whet.identity import identity_of, versions
+from whet.identity import identity_of, versions_of
 from whet.interfaces.logger import RunInfo
 from whet.metrics import Metrics
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
-from whet.plan import facts_of, gather_facts
+from whet.plan import facts_of
 from whet.prepare import Prepared
 from whet.recovery import Recovery
 from whet.refit.link import Link
-from whet.roles import needed_roles, role_selection
+from whet.roles import needed_roles, role_path, role_selection
 from whet.run_folder import RunFolder
 from whet.spans import Spans
 from whet.startup import Startup
@@ -74,7 +74,7 @@ class Builder:
         """Further models, from when they are started on."""
         self.asked = set[str]()
         """Those that environments ask for."""
-        self._needs = needed_roles(gather_facts(self.config, prepared.model, prepared.models))
+        self._needs = needed_roles(prepared.facts)
         self.spans = Spans()
         self._startup = Startup(time.time())
         self._episodes: EpisodeLoop | None = None
@@ -201,7 +201,7 @@ class Builder:
         folder.scratch.mkdir(parents=True, exist_ok=True)
         folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
         folder.write_json("identity.json", identity)
-        folder.write_json("versions.json", versions())
+        folder.write_json("versions.json", versions_of(self.prepared.interpreters))
         folder.write_json("plan.json", self.plan.to_dict())
         folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
         self.opened = True
@@ -248,8 +248,8 @@ class Builder:
         self._cluster = cluster = make_cluster(self.config, [place.role for place in roles], self.folder.logs)
         self.closers.append(cluster.close)
         slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
-        wanted = [facts_of(role_selection(self.config, place.role), self.prepared.model).imports for place in roles]
-        cluster.warm(slices.values(), tuple(dict.fromkeys(module for modules in wanted for module in modules)))
+        for role, part in slices.items():
+            cluster.warm([part], self.prepared.facts[role_path(role)].imports)
         return slices.__getitem__
 
     def start_roles(self, slice_of: "Callable[[str], Slice]", names: Iterable[str] | None = None) -> None:

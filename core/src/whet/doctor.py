@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ from whet import machine
 from whet.component import KINDS
 from whet.data.readers import find_file, read
 from whet.errors import ConfigError, WhetError, in_words
+from whet.interpreters import Interpreter, surroundings
 from whet.model import check_weights
 from whet.plan import joins
 from whet.plugins import Registry, load_plugins
@@ -93,6 +95,10 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
     }
     if plan:
         checkers |= {"model": lambda: _model(plan), "data": lambda: _data(plan)}
+        checkers |= {
+            f"python of {role}": partial(_interpreter, role, found, seconds)
+            for role, found in plan.interpreters.items()
+        }  # fmt: skip
     return found + within(seconds, checkers)
 
 
@@ -151,38 +157,53 @@ def _plugins(registry: Registry) -> Iterator[Check]:
 
 
 def _torch(seconds: float) -> Iterator[Check]:
-    gpus = machine.gpu_count()
     if importlib.util.find_spec("torch") is None:
         yield Check("torch", "warn", "not installed here", "pip install torch, wherever backends and generators run")
         return
-    command = [sys.executable, "-P", "-c", PROBE]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=0.9 * seconds, check=False)
-    except subprocess.TimeoutExpired:
-        yield Check("torch", "fail", f"its import or CUDA gave no answer in {0.9 * seconds:g} s", "look at the driver")
+    found = _asked_torch("torch", [sys.executable, "-P"], os.environ, seconds)
+    yield found
+    if found.status == "fail":
         return
-    if done.returncode:
-        words = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        yield Check("torch", "fail", f"it cannot be imported: {words}", "install torch anew")
-        return
-    yield _of_torch(json.loads(done.stdout.splitlines()[-1]), gpus)
     packages = {name: _version(name) for name in ("transformers", "safetensors")}
     missing = " ".join(name for name, found in packages.items() if not found)
     words = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
     yield Check("libraries", "warn" if missing else "ok", words, f"pip install {missing}" if missing else "")
 
 
-def _of_torch(torch: Any, gpus: int) -> Check:
+def _asked_torch(name: str, python: Sequence[str], environment: Mapping[str, str], seconds: float) -> Check:
+    """Import torch in a process of its own, and say what it sees."""
+    command = [*python, "-c", PROBE]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=0.9 * seconds, check=False, env=environment
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Check(name, "fail", f"its import or CUDA gave no answer in {0.9 * seconds:g} s", "look at the driver")
+    if done.returncode:
+        words = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        return Check(name, "fail", f"it cannot be imported: {words}", "install torch anew")
+    return _of_torch(json.loads(done.stdout.splitlines()[-1]), machine.gpu_count(), name)
+
+
+def _interpreter(role: str, found: Interpreter, seconds: float) -> Iterator[Check]:
+    """Show the Python of a role, and what torch sees there; that it fits the driver was checked with the config."""
+    yield Check(f"python of {role}", "ok", str(found))
+    if "torch" in found.versions:
+        environment = surroundings(found.executable, os.environ)
+        yield _asked_torch(f"torch of {role}", [found.executable, "-P"], environment, seconds)
+
+
+def _of_torch(torch: Any, gpus: int, name: str = "torch") -> Check:
     seen = "; ".join(f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free" for name, free, total in torch["gpus"])
     build = f"CUDA {torch['build']}" if torch["build"] else "CPU build"
     found = f"{torch['version']} ({build}), {torch['threads']} threads, {seen or 'no GPU'}"
     if gpus and not torch["build"]:
-        return Check("torch", "warn", f"{found}; the driver shows {gpus}", "install a torch built for CUDA")
+        return Check(name, "warn", f"{found}; the driver shows {gpus}", "install a torch built for CUDA")
     if gpus > len(torch["gpus"]):
         status: Status = "warn" if torch["gpus"] else "fail"
         change = f"update the driver, or install a torch for its CUDA; {torch['build']} is what this one was built for"
-        return Check("torch", status, f"{found}; the driver shows {gpus}", change)
-    return Check("torch", "ok", found)
+        return Check(name, status, f"{found}; the driver shows {gpus}", change)
+    return Check(name, "ok", found)
 
 
 def _ray(plan: Prepared | None) -> Iterator[Check]:

@@ -1,19 +1,18 @@
 """What makes a run this run: a resume that would mix two of them is refused with the difference shown."""
 
 import hashlib
-import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import whet
 from whet.config.structure import unstructure
+from whet.interpreters import versions
 from whet.model import fingerprint
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
     from whet.data.offline import OfflineData
+    from whet.interpreters import Interpreter
     from whet.model import ModelInfo
     from whet.rollout.routing import Route
 
@@ -89,15 +88,10 @@ def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """List the versions of Python, whet, every plugin, and what they stand on; nothing is imported."""
-    found = {"python": platform.python_version(), "whet": whet.__version__}
-    wanted = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "sglang"}
-    for distribution in metadata.distributions():
-        name = (distribution.metadata["Name"] or "").lower()
-        if name in wanted or name.startswith("whet-"):
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
+def versions_of(interpreters: "Mapping[str, Interpreter]") -> dict[str, Any]:
+    """List the versions that a run stands on, and under `roles` those of roles that have a Python of their own."""
+    roles = {role: {"interpreter": found.executable, **found.versions} for role, found in interpreters.items()}
+    return {**versions(), **({"roles": roles} if roles else {})}
 
 
 def _without(section: Any, keys: tuple[str, ...]) -> Any:

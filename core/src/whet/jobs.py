@@ -12,6 +12,7 @@ from attrs import frozen
 
 from whet import checkpoint
 from whet.builder import Builder
+from whet.config.load import load_config
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.parts import closing_all
 from whet.prepare import Prepared, prepare
@@ -95,16 +96,25 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     if not any(run.checkpoints.glob("step-*")):
         raise CheckpointError(f"{run.path} holds no checkpoint yet; set run.save_every to save more often")
-    alone = ["cluster.launcher=local", "cluster.workers=inline", "cluster.ranks={}", "cluster.gpus={}"]
-    prepared = prepare(run.path / "config.yaml", alone, config_only=False, trains=False)
+    prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
     with _workplace("export") as folder, closing_all([]) as closers:
         builder = _builder(prepared, folder, closers)
-        backend = builder.handle("backend", builder.cluster())
+        backend = builder.handle("backend", builder.cluster("backend"))
         written = _load(backend, run, step)
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
         backend.export(Path(out))
     return written
+
+
+def _alone(config: Path) -> list[str]:
+    """Change a config so that its backend runs as one worker: in this process, unless it has a Python of its own."""
+    python = load_config(config).config.cluster.python.get("backend")
+    return [
+        f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.share=[]",
+        f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
+        "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",
+    ]  # fmt: skip
 
 
 def _load(backend: "Backend", run: RunFolder, step: int | None) -> int:

@@ -48,6 +48,8 @@ class RolePlan:
     """Name of the group of processes; roles with equal names share theirs and take turns."""
     memory_bytes: int | None = None
     """For each rank, as far as known."""
+    python: str = ""
+    """Its Python environment, as the config names it; empty: the driver's."""
 
 
 @frozen
@@ -85,6 +87,7 @@ class Plan:
             memory = f", about {role.memory_bytes / 2**20:,.0f} MiB each" if role.memory_bytes else ""
             ranks = f"{role.ranks} rank{'s' if role.ranks > 1 else ''}"
             processes = "" if self.inline else f", in processes {role.processes!r}"
+            processes += f" of the Python {role.python!r}" if role.python else ""
             lines.append(
                 f"{role.role}: {role.component}, {ranks} x {role.threads} thread{'s' if role.threads > 1 else ''} "
                 f"on {', '.join(dict.fromkeys(role.devices))}{memory}{processes}"
@@ -216,7 +219,8 @@ def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machin
     first = sum(max(cluster.gpus.get(r, 0) for r in g) for g in all_groups[: all_groups.index(group)])
     devices = tuple(f"cuda:{first + rank % gpus}" if gpus else "cpu" for rank in range(ranks))
     component, memory = role_selection(config, name).name, facts[role_path(name)].memory_bytes
-    return RolePlan(name, component, ranks, threads, devices, "+".join(group), memory)
+    python = cluster.python.get(name, "")
+    return RolePlan(name, component, ranks, threads, devices, "+".join(group), memory, python)
 
 
 def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterator[Problem]:
@@ -338,6 +342,7 @@ def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
 
 def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
     known = _known(config)
+    yield from _pythons(config)
     for key in ("ranks", "gpus", "threads"):
         for role, number in getattr(config.cluster, key).items():
             if role not in known:
@@ -357,6 +362,30 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
     if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in role_names(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
+
+
+def _pythons(config: Config) -> Iterator[Problem]:
+    """Match the Python environments of roles with where these live; what is in them is looked at later."""
+    python, known = config.cluster.python, _known(config)
+    for role in python:
+        if role not in known:
+            yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")
+        elif config.cluster.workers == "inline":
+            yield Problem(
+                f"cluster.python.{role}",
+                "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
+            )
+    for i, group in enumerate(config.cluster.share or []):
+        found = {role: python.get(role, "") for role in group}
+        if len(set(found.values())) > 1:
+            listed = " and ".join(
+                f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()
+            )
+            yield Problem(
+                f"cluster.share.{i}",
+                f"has roles of different Pythons, which no process can be in at one time: {listed}; set them apart, or "
+                "change cluster.python",
+            )
 
 
 def _known(config: Config) -> list[str]:

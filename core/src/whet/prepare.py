@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from whet.component import Problem
+from whet.cluster.process import extra_folders
+from whet.component import Facts, Problem
 from whet.config.load import Loaded, load_config
 from whet.errors import ConfigError, DataError
+from whet.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.machine import gpu_count, usable_cores, without_ray
 from whet.model import ModelInfo, check_weights, locate, read_model
-from whet.plan import Machine, Plan, gather_facts, make_plan
+from whet.plan import Machine, Plan, gather_facts, joins, make_plan, selections
+from whet.roles import role_names, role_path
 from whet.spans import Span
 
 if TYPE_CHECKING:
@@ -30,6 +33,10 @@ class Prepared:
     plan: Plan
     models: Mapping[str, ModelInfo] = field(factory=dict)
     """Of roles that have a model of their own."""
+    facts: Mapping[str, Facts] = field(factory=dict)
+    """Of every chosen component, by path into the config."""
+    interpreters: Mapping[str, Interpreter] = field(factory=dict)
+    """Of roles that do not run in the driver's, as far as this machine has them."""
     spans: tuple[Span, ...] = field(default=(), eq=False)
     """What it took to get here."""
 
@@ -64,12 +71,14 @@ def prepare(
     facts = gather_facts(loaded.config, model, models)
     plan, problems = make_plan(loaded.config, model, facts, machine(), models)
     problems += missing_launcher(loaded.config)
+    interpreters, unfit = find_interpreters(loaded.config, facts)
+    problems += unfit
     if trains:
         problems += data_problems(loaded.config, facts["algorithm"].record_fields)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
-    return Prepared(loaded, model, plan, models, spans)
+    return Prepared(loaded, model, plan, models, facts, interpreters, spans)
 
 
 def _model(section: "ModelSection", config_only: bool, where: str = "") -> ModelInfo:
@@ -100,6 +109,42 @@ def missing_launcher(config: "Config") -> list[Problem]:
     """Look whether what starts the processes is installed; nothing is imported."""
     needed = config.cluster.launcher == "ray" and config.cluster.workers != "inline"
     return [Problem("cluster.launcher", words)] if needed and (words := without_ray()) else []
+
+
+def find_interpreters(
+    config: "Config", facts: Mapping[str, Facts]
+) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
+    """Look into the Pythons of roles that do not run in the driver's, and say why their workers could not run there.
+
+    On a cluster of other machines those that are not here are left to the nodes.
+    """
+    found, problems = dict[str, Interpreter](), list[Problem]()
+    roles = role_names(config) if config.cluster.workers == "process" else []
+    for role, named in config.cluster.python.items():
+        if role not in roles or (joins(config) and not located(named).exists()):
+            continue
+        modules, distributions = _wanted(config, facts, role)
+        try:
+            found[role] = probe(find(named), modules, distributions, extra_folders())
+            words = faults(found[role], distributions)
+        except ConfigError as error:
+            words = error.problems
+        problems += [Problem(f"cluster.python.{role}", one) for one in words]
+    return found, problems
+
+
+def _wanted(config: "Config", facts: Mapping[str, Facts], role: str) -> tuple[list[str], dict[str, str]]:
+    """Give the modules that a role's workers import, and who offers them with the versions that the driver has."""
+    own = role_path(role)
+    parts = [
+        selection for path, selection in selections(config)
+        if path == own or (selection.kind == "losses" and facts[path].role == role)
+    ]  # fmt: skip
+    targets = [selection.component.target for selection in parts]
+    modules = [target.partition(":")[0] for target in targets if not target.startswith("file:")]
+    held = versions(selection.distribution for selection in parts)
+    distributions = {name: held[normal(name)] for s in parts if normal(name := s.distribution) in held}
+    return [*modules, *facts[own].imports], distributions
 
 
 def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> list[Problem]:

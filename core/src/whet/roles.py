@@ -16,7 +16,9 @@ def share_groups(config: Config) -> list[list[str]]:
     if config.cluster.share is not None:
         return config.cluster.share
     together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
-    return [together] if len(together) > 1 else []
+    pythons = dict.fromkeys(config.cluster.python.get(role, "") for role in together)
+    parts = [[role for role in together if config.cluster.python.get(role, "") == python] for python in pythons]
+    return [part for part in parts if len(part) > 1]
 
 
 def groups(config: Config) -> list[list[str]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from whet.cluster.channel import send
-from whet.cluster.connection import Call, Clock, Connection
+from whet.cluster.clock import Clock
+from whet.cluster.connection import Call, Connection
 from whet.cluster.traffic import Traffic
 from whet.cluster.wire import encode
 from whet.errors import WorkerError

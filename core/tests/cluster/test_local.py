@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import rich
 
+import whet
 from whet.cluster.channel import send
-from whet.cluster.connection import Call, Clock, Connection
+from whet.cluster.clock import Clock
+from whet.cluster.connection import Call, Connection
 from whet.cluster.local import LocalCluster, LocalProcess
 from whet.cluster.slices import Slice
 from whet.cluster.traffic import Traffic
@@ -22,6 +25,7 @@ from whet.cluster.wire import encode
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError, WorkerLost
 from whet.testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
+from whet.testing.environments import make_environment
 from whet.testing.obedient import TARGET
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
@@ -103,6 +107,45 @@ def test_roles_that_share_a_process_cannot_have_two_gpus(tmp_path: Path) -> None
         cluster.slice("backend", device=["cuda:0"])
         with pytest.raises(ConfigError, match="backend cuda:0, generator cuda:1"):
             cluster.slice("generator", device=["cuda:1"])
+
+
+def test_a_role_runs_in_a_python_of_its_own_and_sees_nothing_that_is_installed_in_the_driver_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"rich.py": "", "only_there.py": ""}
+    python = str(make_environment(tmp_path / "other", without=["rich", "pluggy"], also=own))
+    site = next((tmp_path / "other").glob("lib/python*/site-packages"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "beside_the_script.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    with LocalCluster(tmp_path / "logs", python={"generator": python}) as cluster:
+        here, there = (cluster.slice(role).spawn(TARGET, {}) for role in ("backend", "generator"))
+        assert here.call("imported", "rich") == [(rich.__file__, sys.executable)]
+        assert there.call("imported", "rich") == [(f"{site}/rich.py", python)], "another version of it"
+        assert there.call("imported", "only_there") == [(f"{site}/only_there.py", python)]
+        assert there.call("imported", "beside_the_script")[0][0] == f"{tmp_path}/mine/beside_the_script.py"
+        with pytest.raises(WorkerError, match="generator rank 0 failed in imported: ModuleNotFoundError"):
+            there.call("imported", "pluggy")
+        environment = there.call("environment")[0]
+        assert environment["VIRTUAL_ENV"] == f"{tmp_path}/other"
+        assert environment["PATH"].startswith(f"{tmp_path}/other/bin:")
+
+
+def test_a_worker_whose_core_is_another_ends_at_once_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.cluster.launcher.WIRE_FORMAT", 77)
+    with LocalCluster(tmp_path) as cluster, pytest.raises(WorkerLost) as caught:
+        cluster.slice("generator").spawn(TARGET, {})
+    assert f"{sys.executable} has whet {whet.__version__} (wire format 1), and the driver whet" in str(caught.value)
+    assert "(wire format 77); install the same in both" in str(caught.value)
+
+
+def test_roles_that_share_a_process_cannot_have_two_pythons(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, share=[["backend", "generator"]], python={"generator": "/x/python"}) as cluster:
+        cluster.slice("backend")
+        with pytest.raises(ConfigError, match="must share its Python, found backend the driver, generator /x/python"):
+            cluster.slice("generator")
 
 
 def test_a_phase_has_the_deadline_that_is_configured(tmp_path: Path) -> None:

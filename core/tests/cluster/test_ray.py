@@ -14,8 +14,9 @@ pytest.importorskip("ray")
 from whet.cluster.ray import RayCluster
 from whet.cluster.slices import Slice
 from whet.cluster.workers import ConnectedWorkers
-from whet.errors import WorkerLost
+from whet.errors import WorkerError, WorkerLost
 from whet.testing.contracts.workers import ProcessWorkersContract, wait_until
+from whet.testing.environments import bare_environment, make_environment
 from whet.testing.obedient import TARGET
 
 
@@ -85,6 +86,26 @@ def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray
 
 def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
     assert "ray" not in os.environ.get("PYTHONBREAKPOINT", "")
+
+
+def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> None:
+    """One that has no Ray: that is the business of who starts the process."""
+    python = str(make_environment(tmp_path / "other", without=["ray"]))
+    with RayCluster(tmp_path / "logs", python={"generator": python}) as cluster:
+        workers = cluster.slice("generator").spawn(TARGET, {})
+        assert workers.call("imported", "numpy")[0][1] == python
+        with pytest.raises(WorkerError, match="No module named 'ray'"):
+            workers.call("imported", "ray")
+
+
+def test_a_python_without_core_is_refused_by_the_node_before_anything_starts(own_ray: None, tmp_path: Path) -> None:
+    bare_environment(tmp_path / "bare")
+    python = f"{tmp_path}/bare/bin/python"
+    with (
+        RayCluster(tmp_path / "logs", python={"generator": python}) as cluster,
+        pytest.raises(WorkerError, match=f"generator rank 0 failed in start: .*: {python} has no whet"),
+    ):
+        cluster.slice("generator").spawn(TARGET, {})
 
 
 def test_ranks_of_a_node_are_called_through_leaders(own_ray: None, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from whet.interpreters import located
 from whet.roles import share_groups
 
 if TYPE_CHECKING:
@@ -15,13 +16,14 @@ def make_cluster(config: "Config", roles: Sequence[str], logs: Path) -> "Cluster
     """Make a cluster for some roles; what takes time begins in the background."""
     groups = ([role for role in group if role in roles] for group in share_groups(config))
     section, share = config.cluster, [group for group in groups if group]
+    python = {role: str(located(named)) for role, named in section.python.items()}
     if section.launcher == "ray":
         from whet.cluster.ray import RayCluster
 
         return RayCluster(
             logs, section.deadlines, share, address=section.address, placement=section.placement,
-            resources=section.resources,
+            resources=section.resources, python=python,
         )  # fmt: skip
     from whet.cluster.local import LocalCluster
 
-    return LocalCluster(logs, section.deadlines, share)
+    return LocalCluster(logs, section.deadlines, share, python=python)

@@ -32,6 +32,7 @@ from whet.cluster.watchdog import die_with, leave_signals_to_driver
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
 from whet.errors import in_words
+from whet.interpreters import refuse_another_core
 
 T = TypeVar("T")
 
@@ -341,7 +342,9 @@ def main() -> None:
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
     connection = socket.socket(fileno=descriptor)
-    _import_from(**decode(receive(connection)))
+    order = decode(receive(connection))
+    refuse_another_core(order["core"], order["wire"])
+    _import_from(order["path"], order["add"])
     _compute = ComputeThread()
     hosted = Host(connection, _compute)
     hosted.start()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import IO, Any
 
 from whet.cluster.channel import receive, send
@@ -25,7 +26,8 @@ from whet.cluster.ports import reserve
 from whet.cluster.process import Child, describe_end, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import decode, encode
-from whet.errors import WhetError, in_words
+from whet.errors import ConfigError, WhetError, in_words
+from whet.interpreters import faults, probe
 
 _OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Variables that Ray set for its own processes, and that its guests have no business with."""
@@ -42,6 +44,8 @@ class Keeper:
         found = {**versions(), "error": ""}
         if {key: found[key] for key in order["versions"]} != order["versions"]:
             return found  # the driver says what differs
+        if words := _unfit(order["python"]):
+            return {**found, "error": words}
         try:
             address, token, name = tuple(order["address"]), order["token"], order["name"]
             control, connection = (knock(address, token, f"{name}/{end}") for end in ("control", "host"))
@@ -75,6 +79,7 @@ class Keeping:
             self._child = Child(
                 "whet.cluster.host", self._order["process"], environment=self._environment(),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, connection=self._connection,
+                python=self._order["python"],
             )  # fmt: skip
         except OSError as error:
             self._started.set()
@@ -135,6 +140,14 @@ class Keeping:
     def _say(self, **words: Any) -> None:
         with suppress(OSError), self._sending:  # a driver that is gone is noticed by `_obey`
             send(self._control, encode(words))
+
+
+def _unfit(python: str) -> str:
+    """Say why this node's processes cannot run in another interpreter than Ray's; empty: they can."""
+    try:
+        return "; ".join(faults(probe(Path(python)))) if python else ""
+    except ConfigError as error:
+        return str(error)
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,10 @@ from typing import Any, Final, Protocol
 import attrs
 from attrs import frozen
 
-from whet.cluster.connection import Clock, Connection, HostProcess, UnderWay, told_at_once
+import whet
+from whet.cluster import WIRE_FORMAT
+from whet.cluster.clock import Clock, told_at_once
+from whet.cluster.connection import Connection, HostProcess, UnderWay
 from whet.cluster.slices import WorkerRank
 from whet.cluster.traffic import Traffic
 from whet.cluster.wire import encode
@@ -42,6 +45,8 @@ class Host:
     """Compute threads: the most that one of its roles has."""
     gpus: tuple[str, ...]
     """Indices of the GPUs: none, or the one that all its roles use."""
+    python: str = ""
+    """Path of the interpreter that all its roles want; empty: that of the driver, or of Ray on its node."""
 
 
 class Launcher(Protocol):
@@ -54,8 +59,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def import_folders(self) -> dict[str, Any]:
-        """Give the first message to a process: where it imports from."""
+    def import_folders(self, host: Host) -> dict[str, Any]:
+        """Say in the first message to a process where it imports from: `path` in place of its own, or `add` to it."""
         ...
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
@@ -81,17 +86,19 @@ class Cluster:
         deadlines: DeadlinesSection | None = None,
         share: Sequence[Sequence[str]] = (),
         *,
+        python: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
         fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster.
 
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
-        processes. `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than
-        `fan_out` are called through leaders, each of about so many ranks of its node.
+        processes. `python` has the path of the interpreter of each role that does not run in the driver's.
+        `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than `fan_out` are
+        called through leaders, each of about so many ranks of its node.
         """
         self._launcher, self._logs = launcher, Path(log_folder)
-        self._share = [tuple(roles) for roles in share]
+        self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
         self.terms = Terms(itertools.count(1), self.deadline, grace_seconds, fan_out)
         self.clock, self.traffic = Clock(), Traffic()
@@ -131,9 +138,11 @@ class Cluster:
             found = self._connections.get(name)
             if found is None or found.dead:
                 log = self._log_file(name)
-                process = self._launcher.process(self._host(name), self._group(name), log)
+                host = self._host(name)
+                process = self._launcher.process(host, self._group(name), log)
                 found = Connection(name, log, process, self.clock, self.traffic)
-                found.tell(self._launcher.import_folders())
+                core = {"core": whet.__version__, "wire": WIRE_FORMAT}
+                found.tell({**core, **self._launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
                     found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
                 self._connections[name] = found
@@ -205,8 +214,12 @@ class Cluster:
         if len(gpus) > 1:
             listed = ", ".join(f"{role} {device}" for role, device in devices.items())
             raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.share")
+        pythons = {role: self._python.get(role, "") for role in devices}
+        if len(set(pythons.values())) > 1:
+            listed = ", ".join(f"{role} {python or 'the driver'}" for role, python in pythons.items())
+            raise ConfigError(f"roles that share a process must share its Python, found {listed}; change cluster.share")
         threads = max((part.threads for part, _ in here), default=1)
-        return Host(name, tuple(devices), threads, tuple(gpus))
+        return Host(name, tuple(devices), threads, tuple(gpus), next(iter(pythons.values()), ""))
 
     def _group(self, name: str) -> list[Host]:
         first = name.rpartition("-")[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.cluster.connection import HostProcess
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
-from whet.cluster.process import Child, describe_end, import_folders, worker_environment
+from whet.cluster.process import Child, describe_end, extra_folders, import_folders, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError
@@ -27,13 +27,16 @@ class LocalCluster(Cluster):
         deadlines: DeadlinesSection | None = None,
         share: Sequence[Sequence[str]] = (),
         *,
+        python: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
         fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster, as `Cluster` says. `environment` is added to that of the workers."""
         launcher = LocalLauncher(environment or {})
-        super().__init__(launcher, log_folder, deadlines, share, grace_seconds=grace_seconds, fan_out=fan_out)
+        super().__init__(
+            launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds, fan_out=fan_out
+        )
 
 
 class LocalLauncher:
@@ -45,7 +48,7 @@ class LocalLauncher:
         self._lock = threading.Lock()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "LocalProcess":
-        """Make a process of the driver's own interpreter."""
+        """Make a process, of the driver's own interpreter where its roles have no other."""
         visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), host.gpus
         if gpus and visible != [""]:
             index = int(gpus[0])
@@ -53,11 +56,11 @@ class LocalLauncher:
                 raise ConfigError(f"{host.name} wants GPU {index} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}")
             gpus = (visible[index],)
         environment = {**worker_environment(os.environ, host.threads, ",".join(gpus)), **self._environment}
-        return LocalProcess(host.name, environment, log)
+        return LocalProcess(host.name, environment, log, host.python)
 
-    def import_folders(self) -> dict[str, Any]:
-        """Let processes import what this one does."""
-        return {"path": import_folders(), "add": []}
+    def import_folders(self, host: Host) -> dict[str, Any]:
+        """Let processes import what this one does; those of another interpreter only what is not installed in this."""
+        return {"path": [], "add": extra_folders()} if host.python else {"path": import_folders(), "add": []}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
         """Give a fresh file."""
@@ -85,8 +88,8 @@ class LocalProcess:
     node = ""
     """That of the driver."""
 
-    def __init__(self, name: str, environment: Mapping[str, str], log: Path) -> None:
-        self._name, self._environment, self._log = name, environment, log
+    def __init__(self, name: str, environment: Mapping[str, str], log: Path, python: str = "") -> None:
+        self._name, self._environment, self._log, self._python = name, environment, log, python
         self._child: Child | None = None
         self._killed = False
 
@@ -98,7 +101,10 @@ class LocalProcess:
     def start(self) -> socket.socket:
         """Start it from this thread, with which it ends."""
         with self._log.open("ab") as log:
-            self._child = Child("whet.cluster.host", self._name, environment=self._environment, stdout=log, stderr=log)
+            self._child = Child(
+                "whet.cluster.host", self._name, environment=self._environment, stdout=log, stderr=log,
+                python=self._python,
+            )  # fmt: skip
         if self._killed:
             self.kill()
         return self._child.socket

@@ -1,5 +1,6 @@
 """A child process that cannot outlive the driver: its own session, a socket to it, and an end with all it started."""
 
+import functools
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from whet.cluster.watchdog import FAMILY, kill_group, kill_marked, watchdog
+from whet.interpreters import surroundings
 
 _marks = itertools.count()
 
@@ -34,11 +36,15 @@ class Child:
         stderr: int | IO[bytes],
         folder: Path | None = None,
         connection: socket.socket | None = None,
+        python: str = "",
     ) -> None:
-        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone."""
+        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone.
+
+        `python` is its interpreter; empty: that of this process.
+        """
         self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
         self._mark = f"{watchdog().family}.{next(_marks)}."
-        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
+        command = [python or sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -49,7 +55,7 @@ class Child:
                     stdout=stdout,
                     stderr=stderr,
                     cwd=folder,
-                    env={**environment, FAMILY: self._mark},
+                    env={**(surroundings(python, environment) if python else environment), FAMILY: self._mark},
                 )
             except BaseException:
                 self.socket.close()
@@ -148,6 +154,22 @@ def foreign_folders() -> list[str]:
     own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     inside = tuple(prefix + os.sep for prefix in own)
     return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]
+
+
+def extra_folders() -> list[str]:
+    """Give the folders from which this process imports beside what is installed: a script's own, PYTHONPATH.
+
+    All that another interpreter may see of it: what is installed there is its own.
+    """
+    return [folder for folder in import_folders() if folder not in _installed()]
+
+
+@functools.cache
+def _installed() -> frozenset[str]:
+    """Give the folders from which every process of this interpreter imports, those that are installed by a path too."""
+    show = "import sys; print(*sys.path, sep=chr(0), end='')"
+    done = subprocess.run([sys.executable, "-E", "-P", "-c", show], capture_output=True, text=True, check=True)
+    return frozenset(map(os.path.abspath, done.stdout.split(chr(0))))
 
 
 def describe_end(code: int) -> str:

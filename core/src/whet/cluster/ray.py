@@ -23,7 +23,7 @@ from whet.cluster.door import Door, Expected
 from whet.cluster.keeper import Keeper, versions
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.local import LocalLauncher
-from whet.cluster.process import foreign_folders
+from whet.cluster.process import extra_folders, foreign_folders
 from whet.cluster.ray_places import Bundle, Places
 from whet.cluster.ray_session import RaySession
 from whet.cluster.wire import decode, encode
@@ -50,6 +50,7 @@ class RayCluster(Cluster):
         address: str = "",
         placement: Mapping[str, str] | None = None,
         resources: Mapping[str, Mapping[str, float]] | None = None,
+        python: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
         fan_out: int = FAN_OUT,
@@ -62,7 +63,9 @@ class RayCluster(Cluster):
         launcher = RayLauncher(
             address, placement or {}, resources or {}, environment or {}, (deadlines or DeadlinesSection()).start
         )
-        super().__init__(launcher, log_folder, deadlines, share, grace_seconds=grace_seconds, fan_out=fan_out)
+        super().__init__(
+            launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds, fan_out=fan_out
+        )
 
 
 class RayLauncher:
@@ -91,9 +94,12 @@ class RayLauncher:
         """Make a process in a bundle of its group."""
         return RayProcess(self, host, group, log)
 
-    def import_folders(self) -> dict[str, Any]:
-        """Let processes import from the folders of this one that are not its interpreter's own, where they see them."""
-        return {"path": [], "add": foreign_folders()}
+    def import_folders(self, host: Host) -> dict[str, Any]:
+        """Let processes import from the folders of this one that are not its interpreter's own, where they see them.
+
+        Those of another interpreter import nothing that is installed in this one.
+        """
+        return {"path": [], "add": extra_folders() if host.python else foreign_folders()}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
         """Give a fresh file where all nodes are this machine, else a free port of the first process's node."""
@@ -234,6 +240,7 @@ class RayProcess:
             "versions": versions(),
             "threads": self._host.threads,
             "gpu": bool(self._host.gpus),
+            "python": self._host.python,
             "environment": self._launcher.environment,
         }
 

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
 
 from whet.component import Kind, Selection
+from whet.interpreters import absolute_paths
 
 _FINITE = lt(math.inf)
 _COUNTS: Any = deep_iterable(ge(1))
@@ -156,14 +157,17 @@ class ClusterSection:
     """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
     work at one time."""
     share: list[list[str]] | None = None
-    """Groups of roles that share their worker processes (and devices) and take turns. By default all do, but for the
-    generator where `rollout.max_staleness` is above 0."""
+    """Groups of roles that share their worker processes (and devices) and take turns. By default all of
+    one Python do, but for the generator where `rollout.max_staleness` is above 0."""
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
     """Of the launcher `ray`: how the ranks of a role lie on nodes. `pack`: on as few as possible, which is the default.
     `spread`: on as many as possible. `one-node`: all on one, or not at all. Roles that share processes have one."""
     resources: dict[str, dict[str, float]] = attrs.Factory(dict)
     """Of the launcher `ray`: what each rank of a role takes of Ray's custom resources, e.g. `{generator: {a100: 1}}`
     for nodes started with `ray start --resources='{"a100": 8}'`."""
+    python: dict[str, str] = field(factory=dict, converter=absolute_paths)
+    """The Python environment of a role's worker processes where that is not the driver's: the name of one that `whet
+    env create` has made, or a path, which has a slash in it, e.g. `{generator: vllm}`."""
     deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
     """How long waits may take."""
     recovery: RecoverySection = attrs.Factory(RecoverySection)

@@ -45,7 +45,7 @@ def read_run(folder: Path) -> Json:
         "curves": curves.curves(metrics),
         "time": timing.timing(rows, rows_in(folder / "spans.jsonl")),
         "training": training, "gaps": gaps.gaps(training["sources"]), "evaluation": episodes.evaluations(folder),
-        "config": config, "versions": _json(folder / "versions.json"), "plan": _json(folder / "plan.json"),
+        "config": config, "versions": _versions(_json(folder / "versions.json")), "plan": _json(folder / "plan.json"),
         "journal": _journal(events), "logs": _logs(folder / "logs"),
     }  # fmt: skip
 
@@ -132,6 +132,15 @@ def _facts(settings: Any) -> list[list[str]]:
         ("seed", value(settings, "run", "seed")),
     ]
     return [[name, str(found)] for name, found in facts if found not in (None, "")]
+
+
+def _versions(held: Any) -> Any:
+    """Lay the versions of roles that have a Python of their own beside the driver's."""
+    roles = value(held, "roles")
+    if not isinstance(roles, Mapping):
+        return held
+    own = {f"{role}: {name}": one for role, found in roles.items() for name, one in dict(found).items()}
+    return {**{name: one for name, one in held.items() if name != "roles"}, **own}
 
 
 def _json(file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
@@ -60,6 +61,10 @@ class ObedientWorker:
     def environment(self) -> dict[str, str]:
         """Give its environment variables."""
         return dict(os.environ)
+
+    def imported(self, module: str) -> tuple[str, str]:
+        """Import a module; give its file and this interpreter."""
+        return str(importlib.import_module(module).__file__), sys.executable
 
     def fail(self, ranks: tuple[int, ...] = (0,), message: str = "as told") -> int:
         """Raise on some ranks."""
