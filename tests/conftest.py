@@ -13,6 +13,8 @@ import pytest
 import yaml
 from attrs import frozen
 
+from whet.testing.environments import make_wheels
+
 Shell = Callable[[str, Path], str]
 
 
@@ -117,6 +119,16 @@ def layered(folder: Path) -> Path:
         script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" {how} "$@"\n')
         script.chmod(0o755)
     return folder / "bin"
+
+
+@pytest.fixture
+def offline_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let `whet env create` find what is installed here, without a network, and give the folder that it writes to."""
+    wheels = make_wheels(["whet", "whet-hf", "hatchling", "editables"], tmp_path / "here")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("WHET_ENVIRONMENTS", str(tmp_path / "environments"))
+    return tmp_path / "environments"
 
 
 @pytest.fixture

@@ -97,6 +97,8 @@ def sandbox(tiny_model_folder, tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("page", pages())
 def test_a_page_does_what_it_says_from_top_to_bottom(page, request, sandbox, monkeypatch):
     inside = blocks(page)
+    if any("whet env create" in block.text for block in inside if block.mark == "run"):
+        request.getfixturevalue("offline_environments")
     apart = any("pip install" in block.text for block in inside if block.mark == "run")
     doer = Doer(request, sandbox, page, apart)
     monkeypatch.setitem(sys.modules, doer.module.__name__, doer.module)

@@ -9,6 +9,7 @@ import whet
 from whet.cli.check import check
 from whet.cli.config import config
 from whet.cli.doctor import doctor
+from whet.cli.env import env
 from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.new import new
@@ -24,7 +25,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, doctor, evaluate, report, export, plugins, schema, new):
+for _command in (run, check, config, doctor, evaluate, report, export, plugins, schema, new, env):
     group.add_command(_command)
 
 
