@@ -17,7 +17,17 @@ from whet.errors import ConfigError, PluginError
 from whet.fits import misfits
 from whet.model import ModelInfo
 from whet.refit.handover import choose_transport
-from whet.roles import groups, needed_roles, role_names, role_path, role_selection, share_groups, shares
+from whet.roles import (
+    groups,
+    known_roles,
+    needed_roles,
+    python_problems,
+    role_names,
+    role_path,
+    role_selection,
+    share_groups,
+    shares,
+)
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
 """Columns of every batch."""
@@ -341,8 +351,8 @@ def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
 
 
 def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
-    known = _known(config)
-    yield from _pythons(config)
+    known = known_roles(config)
+    yield from python_problems(config)
     for key in ("ranks", "gpus", "threads"):
         for role, number in getattr(config.cluster, key).items():
             if role not in known:
@@ -364,37 +374,8 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 
-def _pythons(config: Config) -> Iterator[Problem]:
-    """Match the Python environments of roles with where these live; what is in them is looked at later."""
-    python, known = config.cluster.python, _known(config)
-    for role in python:
-        if role not in known:
-            yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")
-        elif config.cluster.workers == "inline":
-            yield Problem(
-                f"cluster.python.{role}",
-                "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
-            )
-    for i, group in enumerate(config.cluster.share or []):
-        found = {role: python.get(role, "") for role in group}
-        if len(set(found.values())) > 1:
-            listed = " and ".join(
-                f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()
-            )
-            yield Problem(
-                f"cluster.share.{i}",
-                f"has roles of different Pythons, which no process can be in at one time: {listed}; set them apart, or "
-                "change cluster.python",
-            )
-
-
-def _known(config: Config) -> list[str]:
-    """Give the names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
-    return list(dict.fromkeys(["backend", "generator", *config.roles]))
-
-
 def _nodes(config: Config) -> Iterator[Problem]:
-    cluster, known = config.cluster, _known(config)
+    cluster, known = config.cluster, known_roles(config)
     for key in ("placement", "resources"):
         for role in getattr(cluster, key):
             if role not in known:

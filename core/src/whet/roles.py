@@ -1,8 +1,8 @@
 """The roles of a run: backend, generator and further models; which share processes, and what is wanted of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from whet.component import Facts, RoleNeed, Selection
+from whet.component import Facts, Problem, RoleNeed, Selection
 from whet.config.sections import Config
 
 
@@ -62,3 +62,32 @@ def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
                 before.conversations or need.conversations,
             )
     return needs
+
+
+def known_roles(config: Config) -> list[str]:
+    """Give the names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
+    return list(dict.fromkeys(["backend", "generator", *config.roles]))
+
+
+def python_problems(config: Config) -> Iterator[Problem]:
+    """Match the Python environments of roles with where these live; what is in them is looked at later."""
+    python, known = config.cluster.python, known_roles(config)
+    for role in python:
+        if role not in known:
+            yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")
+        elif config.cluster.workers == "inline":
+            yield Problem(
+                f"cluster.python.{role}",
+                "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
+            )
+    for i, group in enumerate(config.cluster.share or []):
+        found = {role: python.get(role, "") for role in group}
+        if len(set(found.values())) > 1:
+            listed = " and ".join(
+                f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()
+            )
+            yield Problem(
+                f"cluster.share.{i}",
+                f"has roles of different Pythons, which no process can be in at one time: {listed}; set them apart, or "
+                "change cluster.python",
+            )
