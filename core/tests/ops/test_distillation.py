@@ -127,3 +127,33 @@ def test_jensen_shannon_of_what_one_of_them_cannot_say_is_finite():
     assert float(topk_jensen_shannon(student, teacher, 0.5)) == pytest.approx(math.log(2))
     with pytest.raises(ValueError, match="between 0 and 1, found 1"):
         topk_jensen_shannon(student, teacher, 1.0)
+
+
+TRL = {
+    # beta: the loss, its gradient at the first token's logits, and the loss at a temperature of 0.9
+    0.0: (1.1137787, [-0.2984120, 0.2194358, 0.0996592, -0.0044173, -0.0162657], 1.3414644),
+    0.3: (0.1967001, [-0.0379054, 0.0284991, 0.0143667, -0.0017350, -0.0032254], 0.2291123),
+    0.5: (0.2252387, [-0.0385720, 0.0289131, 0.0158372, -0.0024375, -0.0037408], 0.2614833),
+    1.0: (0.9521568, [-0.1342780, 0.0882809, 0.0765833, -0.0145383, -0.0160478], 1.1237547),
+}
+"""What `GKDTrainer.generalized_jsd_loss` of TRL 1.16.0 gave, of the first and the third of three tokens."""
+
+
+@pytest.mark.parametrize("beta", TRL)
+def test_they_give_the_numbers_that_trls_gkd_gave(beta):
+    number = torch.arange(15.0).view(3, 5)[[0, 2]]
+    student, teacher = 2 * torch.sin(1.3 * number), 2 * torch.cos(0.7 * number + 1)
+
+    def loss(logits, temperature=1.0):
+        pair = (torch.log_softmax(logits / temperature, -1) for logits in (logits, teacher))
+        if 0 < beta < 1:
+            return topk_jensen_shannon(*pair, beta).mean()
+        return topk_divergences(*pair)[int(beta)].mean()
+
+    value, gradient, warm = TRL[beta]
+    student.requires_grad_()
+    found = loss(student)
+    assert float(found.detach()) == pytest.approx(value, rel=1e-5)
+    (slope,) = torch.autograd.grad(found, student)
+    assert slope[0].tolist() == pytest.approx(gradient, abs=2e-6)
+    assert float(loss(student.detach(), 0.9)) == pytest.approx(warm, rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whet.data.batch import from_sequences
-from whet_dpo import config, losses, unpaired
+from whet_dpo import config, formulas, losses, unpaired
 from whet_dpo.config import SftTerm
 
 LENGTHS = ((3, 5), (1, 2), (6, 6), (4, 0))
@@ -328,3 +328,21 @@ def test_tokens_50_nats_apart_stay_finite(case: Case, name: str, log_ratio: floa
     assert math.isfinite(value)
     assert np.isfinite(gradient).all()
     assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize(
+    ("formula", "value", "gradient"),
+    [
+        # ORPOTrainer.odds_ratio_loss, beta 0.3
+        (lambda c, r: 0.3 * formulas.odds_ratio(c, r), 0.1558142, [-0.0667265, -0.0898201, -0.0107104]),
+        # CPOTrainer.cpo_loss, loss_type="simpo", beta 1.5, simpo_gamma 0.7, label_smoothing 0.1
+        (lambda c, r: formulas.simpo(c - r, 1.5, 0.7, 0.1), 0.8623624, [-0.2124896, -0.3549992, 0.0199567]),
+    ],
+    ids=["orpo", "simpo"],
+)
+def test_formulas_give_the_numbers_that_trl_1_16_gave(formula: Any, value: float, gradient: list[float]) -> None:
+    chosen = torch.tensor([-0.7, -1.4, -0.2], requires_grad=True)
+    loss = formula(chosen, torch.tensor([-1.1, -0.9, -2.5])).mean()
+    (slope,) = torch.autograd.grad(loss, chosen)
+    assert float(loss.detach()) == pytest.approx(value, rel=1e-5)
+    assert slope.tolist() == pytest.approx(gradient, abs=2e-6)
