@@ -68,6 +68,7 @@ def penalty_of_kl(
     straight_through: bool = False,
     limit: float = MAX_LOG_RATIO,
     clamp: float = 0.0,
+    ratio: Any = None,
 ) -> Any:
     """Estimate KL(policy || reference) for each token, as a loss. All [N], torch -> [N] nats.
 
@@ -79,6 +80,7 @@ def penalty_of_kl(
         ratio   exp(logprobs - old_logprobs): the same off policy                 DeepSeek-V3.2 section 3.1
                                     (arXiv:2512.02556), TRL's use_bias_correction_kl, NeMo RL's on-policy approximation
 
+    `ratio` [N], with gradient, takes the place of exp(logprobs - old_logprobs), e.g. that of whole sequences.
     `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`.
     `limit` clamps the log-ratio (NeMo RL, and verl for k3: 20), `clamp` the estimate times its weight (the same: 10;
     TRL: neither). Beyond either a token gets no gradient, of the weight neither (NeMo RL), unless it is k2's.
@@ -91,7 +93,7 @@ def penalty_of_kl(
     if importance == "none":
         return estimate
     sampled = logprobs.detach() if importance == "score" else old_logprobs
-    weight = log_ratio(logprobs, sampled).exp()
+    weight = log_ratio(logprobs, sampled).exp() if ratio is None or importance == "score" else ratio
     if limit:
         weight = weight.where(d.detach().abs() < limit, weight.detach())
     weighted = estimate * weight

@@ -109,6 +109,11 @@ class TestLossesWithAPenalty(EveryLoss):
     shared = {"aggregation": "sequence", "kl": KlLossSection(weight=0.1, importance="ratio")}
 
 
+class TestLossesWithAPenaltyOfSequences(EveryLoss):
+    optional_columns = ("old_logprobs",)
+    shared = {"aggregation": "sequence", "kl": KlLossSection(weight=0.1, importance="sequence")}
+
+
 class TestLossesWithAStraightPenalty(EveryLoss):
     shared = {"aggregation": "token", "kl": KlLossSection(weight=0.1, straight_through=True)}
 

@@ -219,6 +219,36 @@ def test_an_absolute_penalty_is_that_of_verl() -> None:
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_a_penalty_weighed_by_the_ratio_of_its_sequence_is_that_of_trl() -> None:
+    made, _ = policy_batch()
+    reference = (made["old_logprobs"] + 0.2 * np.sin(np.arange(made.tokens))).astype(np.float32)
+    made = made.with_columns(reference_logprobs=reference)
+    torched = made.map(lambda column: torch.from_numpy(np.array(column)))
+    config = ClippedPgConfig(aggregation="sequence", kl=KlLossSection(weight=0.3, importance="sequence", clamp=0.0))
+    ours, theirs = (torched["new"].clone().requires_grad_() for _ in range(2))
+    loss = ClippedPg(config)
+    found = loss({"logprobs": ours}, torched).terms["kl"] / loss.counts(torched)["kl"]
+    rows = [
+        (theirs[part], torched["old_logprobs"][part], torched["reference_logprobs"][part])
+        for part in map(np.flatnonzero, _owned(made))
+        if len(part)
+    ]
+    each = []
+    for new, old, other in rows:
+        kl = (other - new).exp() - (other - new) - 1
+        each.append((kl * (new - old).mean().exp()).mean())
+    expected = torch.stack(each).mean()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    slopes = [torch.autograd.grad(x, y)[0] for x, y in ((found, ours), (expected, theirs))]
+    torch.testing.assert_close(*slopes, atol=1e-7, rtol=1e-4)
+
+
+def _owned(made: Batch) -> list[Any]:
+    """Give the mask [N] of the trained tokens of each sequence."""
+    owner = np.repeat(np.arange(made.sequences), made["lengths"])
+    return [made["loss_mask"] & (owner == i) for i in range(made.sequences)]
+
+
 def test_the_penalty_for_length_of_verl_and_nemo_rl_goes_on() -> None:
     section = OverlongSection(penalty=0.5, buffer=2, length=3, bounded=False)
     shaped, _ = penalise_overlong(batch(), section, 99)

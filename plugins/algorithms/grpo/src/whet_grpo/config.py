@@ -56,10 +56,11 @@ class KlLossSection:
     """Of a nat per token; 0: no penalty, and no reference policy is needed."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """How the divergence is estimated from one token."""
-    importance: Literal["none", "score", "ratio"] = "none"
+    importance: Literal["none", "score", "ratio", "sequence"] = "none"
     """What the estimate is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1 whose
     gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old probability, which
-    makes it right off policy, too."""
+    makes it right off policy, too. `sequence`: the geometric mean of the sequence's ratios in its place, as TRL has it
+    with ratios of sequences."""
     straight_through: bool = False
     """Take the gradient of k2 whatever the estimator, as verl's `k3+`; it is right on policy."""
     clamp_log_ratio: float = field(default=20.0, validator=ge(0))

@@ -82,7 +82,7 @@ class PolicyLoss:
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
         if self.config.kl.weight:
             reference = batch["reference_logprobs"]
-            terms["kl"] = self._sum(self._penalty(logprobs, reference, old), mask, lengths)
+            terms["kl"] = self._sum(self._penalty(logprobs, reference, old, mask, lengths), mask, lengths)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
         if self.config.entropy:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
@@ -93,11 +93,13 @@ class PolicyLoss:
         total: Tensor = aggregation.total(torch.where(mask, values, 0.0), mask, lengths, self.config.aggregation)
         return total
 
-    def _penalty(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    def _penalty(self, logprobs: Tensor, reference: Tensor, old: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         kl = self.config.kl
+        ratio = sequence_ratio(logprobs, old, mask, lengths) if kl.importance == "sequence" else None
         estimate: Tensor = penalty_of_kl(
             logprobs, reference, old, kl.estimator,
-            importance=kl.importance, straight_through=kl.straight_through, limit=kl.clamp_log_ratio, clamp=kl.clamp,
+            importance="ratio" if kl.importance == "sequence" else kl.importance,
+            straight_through=kl.straight_through, limit=kl.clamp_log_ratio, clamp=kl.clamp, ratio=ratio,
         )  # fmt: skip
         return estimate
 
