@@ -88,6 +88,12 @@ def test_clipping_bounds_both_sides() -> None:
     assert clip_advantages(tokens(-5, 0.5, 5), 0.0).tolist() == [-5, 0.5, 5]
 
 
+def test_clipping_may_bound_them_otherwise() -> None:
+    assert clip_advantages(tokens(-5, 0.5, 5), 2.0, 3.0).tolist() == [-3, 0.5, 2]
+    assert clip_advantages(tokens(-5, 0.5, 5), 2.0, 0.0).tolist() == [-5, 0.5, 2]
+    assert clip_advantages(tokens(-5, 0.5, 5), 0.0, 1.0).tolist() == [-1, 0.5, 5]
+
+
 LN = math.log
 OLD = tokens(0, -1 + LN(4), 0, -1, -1 + LN(0.1), 0, -1, -1 + LN(2), -1)
 """Trainer over sampler: 4 | 1, 0.1 | 1, 2, 1."""

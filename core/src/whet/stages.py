@@ -131,9 +131,10 @@ def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
     return batch.with_columns(**{"reward": reward, f"reward:{name}": np.asarray(values, np.float32)})
 
 
-def clip_advantages(advantages: NDArray[Any], bound: float) -> NDArray[Any]:
-    """Clip advantages to plus or minus a bound; 0: not at all."""
-    return advantages.clip(-bound, bound) if bound else advantages
+def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None = None) -> NDArray[Any]:
+    """Clip advantages to plus or minus a bound; 0: not at all. `below` is another bound for negative ones."""
+    least = bound if below is None else below
+    return advantages.clip(-least if least else None, bound or None) if least or bound else advantages
 
 
 def advantage_metrics(batch: Batch) -> Metrics:

@@ -28,6 +28,8 @@ class GrpoConfig:
     """How rewards become advantages."""
     clip_advantages: float = field(default=0.0, validator=ge(0))
     """Advantages are clipped to plus or minus this; 0: not at all."""
+    clip_advantages_below: float | None = field(default=None, validator=optional(ge(0)))
+    """Negative advantages are clipped to minus this instead; 0: not at all, null: as positive ones."""
     loss: Selection = selection("losses", "clipped-pg")
     """What is minimised."""
     filters: list[Selection] = field(

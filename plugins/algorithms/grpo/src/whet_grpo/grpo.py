@@ -43,6 +43,7 @@ class Grpo:
         loss = with_correction(parts.loss, within)
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         longest = parts.config.rollout.max_tokens
+        bounds = config.clip_advantages, config.clip_advantages_below
 
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
@@ -50,7 +51,7 @@ class Grpo:
             batch = scored(batch, backend, old, reference)
             batch = logged(step, penalise_kl(batch, config.kl_reward))
             batch = logged(step, mask_overlong(batch, config.overlong))
-            batch = batch.with_columns(advantages=clip_advantages(advantages(batch), config.clip_advantages))
+            batch = batch.with_columns(advantages=clip_advantages(advantages(batch), *bounds))
             step.log(advantage_metrics(batch))
             batch = logged(step, correct_gap(batch, before))
             for epoch in range(config.epochs):
