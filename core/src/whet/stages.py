@@ -134,7 +134,7 @@ def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
 def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None = None) -> NDArray[Any]:
     """Clip advantages to plus or minus a bound; 0: not at all. `below` is another bound for negative ones."""
     least = bound if below is None else below
-    return advantages.clip(-least if least else None, bound or None) if least or bound else advantages
+    return advantages.clip(-least if least else -np.inf, bound or np.inf) if least or bound else advantages
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
