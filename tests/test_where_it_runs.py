@@ -13,8 +13,8 @@ import yaml
 from whet.testing.environments import make_environment
 
 
-def train(folder: Path, model: Path, **cluster: object) -> Path:
-    """Run ten steps of GRPO on arithmetic in a process of their own; give the run folder."""
+def train(folder: Path, model: Path, driver: object = sys.executable, **cluster: object) -> Path:
+    """Run ten steps of GRPO on arithmetic in a process of their own, of the driver's Python; give the run folder."""
     config = {
         "run": {"folder": str(folder / "run"), "steps": 10, "seed": 1},
         "model": {"path": str(model)},
@@ -28,7 +28,7 @@ def train(folder: Path, model: Path, **cluster: object) -> Path:
         "loggers": [],
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "whet.cli", "run", str(folder / "run.yaml")]
+    command = [str(driver), "-m", "whet.cli", "run", str(folder / "run.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "run"
@@ -66,20 +66,34 @@ def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_tempo
     assert not set(Path(tempfile.gettempdir()).glob("whet-ray-*")) - before
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_a_generator_in_a_python_of_its_own_gives_the_same_bits(
-    tmp_path, tiny_model_folder, inline, generator_python, launcher
+def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
+    tmp_path, tiny_model_folder, inline, generator_python
 ):
-    if launcher == "ray":
-        pytest.importorskip("ray")
-    run = train(tmp_path, tiny_model_folder, launcher=launcher, python={"generator": str(generator_python)})
+    pytest.importorskip("ray")
+    run = train(tmp_path, tiny_model_folder, launcher="ray", python={"generator": str(generator_python)})
+    assert_same(run, inline)
+
+
+def test_trainer_and_generator_in_two_pythons_and_a_driver_without_torch_give_the_same_bits(
+    tmp_path, tiny_model_folder, inline, generator_python
+):
+    driver = make_environment(tmp_path / "driver", without=["torch", "transformers", "safetensors", "ray"])
+    python = {"generator": str(generator_python), "backend": sys.executable}
+    run = train(tmp_path, tiny_model_folder, driver, python=python)
+    assert_same(run, inline)
+    versions = json.loads((run / "versions.json").read_text())
+    assert "torch" not in versions
+    assert versions["roles"]["backend"].keys() >= {"torch", "whet-fsdp2", "whet-hf"}
+
+
+def assert_same(run: Path, inline: Path) -> None:
+    """Compare a run whose generator has a Python of its own with one in a single process."""
     assert numbers(run) == numbers(inline)
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
     assert json.loads((run / "plan.json").read_text())["transport"] == "shared-memory"
-    versions = json.loads((run / "versions.json").read_text())
-    assert "whet-fsdp2" in versions
-    assert "whet-hf" in versions["roles"]["generator"]
-    assert not {"whet-fsdp2", "whet-grpo", "ray"} & set(versions["roles"]["generator"])
+    there = json.loads((run / "versions.json").read_text())["roles"]["generator"]
+    assert "whet-hf" in there
+    assert not {"whet-fsdp2", "whet-grpo", "ray"} & set(there)
 
 
 @pytest.fixture(scope="module")

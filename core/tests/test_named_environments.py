@@ -60,7 +60,7 @@ def test_an_environment_is_made_recorded_listed_and_removed(tmp_path: Path, offl
     constraints = tmp_path / "tested.txt"
     constraints.write_text(f"pluggy=={metadata.version('pluggy')}\n")
     said: list[str] = []
-    recipe = Recipe((str(plugin),), constraints=constraints, remove=("rich",))
+    recipe = Recipe((str(plugin), "whet", "pluggy"), constraints=constraints, remove=("rich",))
     record = create("small", recipe, tool="pip", say=said.append)
     assert listed() == [{**record, "folder": str(environments() / "small")}]
     assert record == json.loads((environments() / "small" / "whet-environment.json").read_text())
@@ -157,5 +157,5 @@ def test_what_is_installed_here_is_installed_there_in_the_same_way(install: Any)
     ]:
         (info / "direct_url.json").write_text(source)
         assert as_here("whet-engine[cpu]") == words
-    for word in ("whet-engine>=3", "whet-nobody", "./folder", "a b"):
+    for word in ("whet-engine>=3", "whet-nobody", "./folder", "a b", "numpy"):
         assert as_here(word) == [word], "as it was asked for"

@@ -82,7 +82,7 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
     checkers: dict[str, Checker] = {
         "python": _python,
         "plugins": lambda: _plugins(registry),
-        "torch": lambda: _torch(seconds),
+        "torch": lambda: _torch(seconds, plan),
         "ray": lambda: _ray(plan),
         "cores": _cores,
         "memory": lambda: _memory(plan),
@@ -156,8 +156,11 @@ def _plugins(registry: Registry) -> Iterator[Check]:
             yield Check("plugins", "warn", f"{kind}/{name} is offered by {owners}", "uninstall all but one of them")
 
 
-def _torch(seconds: float) -> Iterator[Check]:
+def _torch(seconds: float, plan: Prepared | None = None) -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
+        if plan is not None and {role.role for role in plan.plan.roles} <= set(plan.interpreters):
+            yield Check("torch", "ok", "not installed here, and not needed: every role has a Python of its own")
+            return
         yield Check("torch", "warn", "not installed here", "pip install torch, wherever backends and generators run")
         return
     found = _asked_torch("torch", [sys.executable, "-P"], os.environ, seconds)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -133,8 +133,9 @@ def _create(
     run(*install, *constraints, *as_here("whet"), *plugins, *recipe.install)
     if recipe.remove:
         run(*uninstall, *recipe.remove)
-    found = probe(python)
-    if words := faults(found, _versions(recipe.plugins)):
+    wanted = _versions(recipe.plugins)
+    found = probe(python, distributions=wanted)
+    if words := faults(found, wanted):
         raise WhetError(f"the environment {name!r} does not fit: {'; '.join(words)}")
     told = subprocess.run([str(python), "-c", _LIST], capture_output=True, text=True, check=True)
     held = json.loads(told.stdout.splitlines()[-1])
@@ -171,16 +172,12 @@ def remove(name: str) -> Path:
 
 
 def as_here(requirement: str) -> list[str]:
-    """Give the words for pip that install what is meant as this interpreter has it: its version, or its folder.
+    """Give the words for pip that install core or a plugin as this interpreter has it: its version, or its folder.
 
-    A path, a version that is asked for, and what is not installed here stay as they are.
+    A path, a version that is asked for, and anything else stay as they are.
     """
-    try:
-        wanted = Requirement(requirement)
-        held = metadata.distribution(wanted.name)
-    except (InvalidRequirement, metadata.PackageNotFoundError):
-        return [requirement]
-    if wanted.specifier or wanted.url:
+    held = _held(requirement)
+    if held is None or (wanted := Requirement(requirement)).specifier or wanted.url:
         return [requirement]
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
     source = json.loads(held.read_text("direct_url.json") or "{}")
@@ -191,24 +188,24 @@ def as_here(requirement: str) -> list[str]:
     return ["-e", path] if source.get("dir_info", {}).get("editable") else [path]
 
 
-def _versions(plugins: Sequence[str]) -> Mapping[str, str]:
+def _held(requirement: str) -> metadata.Distribution | None:
+    """Find core or the plugin that a requirement names; None where it is something else, or not installed here."""
+    try:
+        held = metadata.distribution(Requirement(requirement).name)
+    except (InvalidRequirement, metadata.PackageNotFoundError):
+        return None
+    return held if normal(held.name) == "whet" or held.entry_points.select(group="whet") else None
+
+
+def _versions(plugins: Sequence[str]) -> dict[str, str]:
     """Give the versions that the driver has of plugins, and so their workers must have."""
-    found = {}
-    for plugin in plugins:
-        try:
-            distribution = metadata.distribution(Requirement(plugin).name)
-        except (InvalidRequirement, metadata.PackageNotFoundError):
-            continue
-        found[distribution.name] = distribution.version
-    return found
+    return {held.name: held.version for plugin in plugins if (held := _held(plugin)) is not None}
 
 
 def _package(plugin: str) -> Path | None:
     """Find the folder of the package that a plugin's entry point names; None where it is not installed here."""
-    try:
-        entries = metadata.distribution(Requirement(plugin).name).entry_points.select(group="whet")
-    except (InvalidRequirement, metadata.PackageNotFoundError):
-        return None
+    held = _held(plugin)
+    entries = held.entry_points.select(group="whet") if held is not None else ()
     specs = (importlib.util.find_spec(entry.value.partition(".")[0]) for entry in entries)
     return next((Path(spec.origin).parent for spec in specs if spec and spec.origin), None)
 

@@ -36,8 +36,11 @@ def bare_environment(folder: Path) -> Path:
 
 
 def _parts(name: str) -> set[str]:
-    """Give the entries of site-packages that a distribution has put there."""
-    files = metadata.files(name) or ()
+    """Give the entries of site-packages that a distribution has put there; none of one that is not installed."""
+    try:
+        files = metadata.files(name) or ()
+    except metadata.PackageNotFoundError:
+        return set()
     return {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}
 
 
