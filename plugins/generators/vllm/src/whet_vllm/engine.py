@@ -1,0 +1,118 @@
+"""Starting vLLM's engine, and saying in its own words why it did not start or has died."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from whet.cluster.slices import WorkerRank
+from whet.cluster.watchdog import FAMILY, watchdog
+from whet.errors import WhetError
+from whet_vllm.arguments import BACKEND, INSTALL, wrong_arguments
+from whet_vllm.words import last_words, logging_config
+
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "SPT_NOENV": "1",  # else a process that renames itself loses the mark by which it is found
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines beside each other would all choose the same cores
+}
+"""Environment variables of the engine, where nobody has set them."""
+
+CLOSE_SECONDS = 5.0
+"""For what it is at when it is closed."""
+
+
+class Engine:
+    """An engine and where it writes; `llm` is vLLM's `AsyncLLM`. To be made and used on one event loop."""
+
+    def __init__(self, rank: WorkerRank, arguments: Mapping[str, Any], scratch: Path) -> None:
+        self._log = scratch / f"vllm-{rank.role}-{rank.rank}.log"
+        self._log.unlink(missing_ok=True)  # an earlier engine's, which has been replaced
+        self._guards = ExitStack()
+        logging = logging_config(self._log.with_suffix(".json"), self._log)
+        with self._guards:
+            self._guards.enter_context(_guarded(self._log.with_suffix(".alive")))
+            # Where nothing is to be compiled vLLM compiles the counting of ranks all the same, for many seconds.
+            plain = {"TORCH_COMPILE_DISABLE": "1"} if rank.device == "cpu" and arguments["enforce_eager"] else {}
+            with environment({**QUIET, **plain, **os.environ, "VLLM_LOGGING_CONFIG_PATH": str(logging)}):
+                self.llm = self._start(dict(arguments))
+            self._guards = self._guards.pop_all()
+        config = self.llm.model_config
+        self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())
+
+    def dead(self) -> str:
+        """Say why it has died."""
+        return f"vLLM's engine has died; its last words:\n{self.last_words()}"
+
+    def last_words(self) -> str:
+        """Quote what its processes said."""
+        return last_words(self._log) or "none"
+
+    def close(self) -> None:
+        """End its processes."""
+        with self._guards:
+            self.llm.shutdown(timeout=CLOSE_SECONDS)
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm import __version__
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            chosen = AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+            return AsyncLLM.from_engine_args(chosen)
+        except (Exception, SystemExit) as error:  # from a config that it refuses to a process of its that died
+            said = last_words(self._log) if "root cause" in str(error) else ""
+            raise WhetError(f"vLLM {__version__} did not start. It said:\n{said or _in_one(error)}") from error
+
+
+def check_installed(engine: Mapping[str, Any]) -> None:
+    """Raise `WhetError` where there is no vLLM here, or one without an argument that the config names."""
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+    except ImportError as error:
+        raise WhetError(f"the generator `vllm` cannot import vLLM: {error}; {INSTALL}") from error
+    wrong = list(wrong_arguments(engine, frozenset(AsyncEngineArgs.__dataclass_fields__)))
+    if wrong:
+        raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _guarded(name: Path) -> Iterator[None]:
+    """See to it that the engine's processes end when this one does, however it does.
+
+    In a worker process somebody else does: all that it starts is of its group, and has its mark. In the driver itself,
+    where workers are inline, its processes get the driver's mark, for its watchdog.
+    """
+    if FAMILY in os.environ:
+        yield
+        return
+    name.mkdir(exist_ok=True)
+    watchdog().guard("folder", str(name))
+    try:
+        with environment({FAMILY: f"{watchdog().family}.engine"}):
+            yield
+    finally:
+        watchdog().release("folder", str(name))
+
+
+def _in_one(error: BaseException) -> str:
+    """Give an error's message; of pydantic's, without the dump of the input and the address of a manual."""
+    lines = [line for line in str(error).splitlines() if "For further information visit" not in line]
+    return "\n".join(line.partition(" [type=")[0] for line in lines) or type(error).__name__

@@ -1,0 +1,22 @@
+"""What planning may know of the generator, found without the engine."""
+
+from whet.component import Facts
+from whet.model import ModelInfo
+from whet_vllm.arguments import CPU_CACHE_GIB
+from whet_vllm.config import VllmConfig
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def facts(config: VllmConfig, model: ModelInfo) -> Facts:
+    """Say how weights can come in, and how much memory weights and cache take."""
+    dtype = model.dtype if config.dtype == "model" else config.dtype
+    weights = model.parameters * DTYPE_BYTES[dtype]
+    cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
+    return Facts(
+        transports=("shared-memory", "tcp", "disk"),
+        running=("drain", "keep", "abort"),
+        memory_bytes=weights + cache if weights else None,
+        imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"),
+        notes=("vLLM's engine runs in processes of its own, which end with the generator's.",),
+    )

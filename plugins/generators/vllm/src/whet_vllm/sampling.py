@@ -1,0 +1,106 @@
+"""Between whet's records and vLLM's: how a request is asked for, and what its output says."""
+
+from typing import Any
+
+import numpy as np
+
+from whet.data.records import Completion, Request, Stop
+from whet.errors import WhetError
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises anything below to this, but for 0."""
+STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def longest(request: Request, max_length: int, vocab_size: int) -> int:
+    """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served."""
+    length, sampling = len(request.tokens), request.sampling
+    if length == 0:
+        raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
+    if sampling.max_tokens < 1:
+        raise WhetError(f"request {request.id} asks for {sampling.max_tokens} tokens, wanted at least 1")
+    if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
+        raise WhetError(f"request {request.id} has a token outside the vocabulary of {vocab_size}")
+    if length >= max_length:
+        raise WhetError(
+            f"request {request.id} has a prompt of {length} tokens, which leaves no room in the engine's {max_length}; "
+            "raise generator.max_context, or shorten the prompt"
+        )
+    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        raise WhetError(
+            f"request {request.id} asks for temperature {sampling.temperature:g}; vLLM's lowest but 0 is "
+            f"{LOWEST_TEMPERATURE}"
+        )
+    return min(sampling.max_tokens, max_length - length)
+
+
+def sampling_params(request: Request, limit: int) -> Any:
+    """Give vLLM's `SamplingParams`: nothing ends a completion but what the request names, and its limit."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=request.seed % 2**63,
+        max_tokens=limit,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_tokens),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(request: Request, output: Any) -> Completion:
+    """Make a completion of vLLM's final `RequestOutput`. Raises `WhetError` for one that cannot be trusted."""
+    (found,) = output.outputs
+    if found.finish_reason not in STOPS:
+        raise WhetError(f"request {request.id}: vLLM ended it with {found.finish_reason!r}: {found.stop_reason!r}")
+    tokens = np.array(found.token_ids, np.int64)
+    logprobs = sampled_logprobs(found.logprobs, len(tokens))
+    if not np.isfinite(logprobs).all():
+        raise WhetError(
+            f"request {request.id}: vLLM gave logprobs that are not finite; the weights may have diverged: look at "
+            "grad_norm and lower the learning rate"
+        )
+    return Completion(
+        request.id, tokens, logprobs, STOPS[found.finish_reason], spans(found.weight_versions, len(tokens))
+    )
+
+
+def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Take those of the sampled tokens, which stand first at each position, of vLLM's `FlatLogprobs`."""
+    if not count:
+        return np.zeros(0, np.float32)
+    starts = flat.start_indices[:count]
+    found = np.array([flat.logprobs[start] for start in starts], np.float32)
+    if len(found) != count:
+        raise WhetError(f"vLLM gave logprobs of {len(found)} of {count} tokens")
+    # Rounding may leave the likeliest token a hair above certainty.
+    return np.minimum(found, np.float32(0))
+
+
+def spans(found: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Turn vLLM's spans of weights into (first token, version); `default` are those that were loaded."""
+    if not count:
+        return ()
+    if not found:
+        raise WhetError("vLLM says of no token which weights made it; wanted vLLM 0.32 or later")
+    versions = [(int(span.start), version_number(span.version)) for span in found if span.start < count]
+    return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
+
+
+def version_number(label: str) -> int:
+    """Read the version from the engine's name for it."""
+    return 0 if label == "default" else int(label)
+
+
+def nothing_yet(id_: str) -> Completion:
+    """Make the completion of a request that was aborted before it began."""
+    return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())

@@ -1,0 +1,253 @@
+"""The worker: holds an engine, hands it requests as they come, and lets new weights in.
+
+    the host's loop    generate, abort, receive_weights      messages: all outcomes that have come
+        |  ^
+        v  |
+    a loop of its own  AsyncLLM, a task for each request     a gate, which is shut while weights arrive
+
+There an engine stays on one event loop, whichever loops ask for it.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import asdict
+
+from whet.cluster.host import give_up
+from whet.cluster.slices import WorkerRank
+from whet.data.records import Completion, Request
+from whet.errors import RefitError, WhetError
+from whet.interfaces.generator import Running
+from whet.refit.link import Link
+from whet.refit.manifest import await_manifests
+from whet_vllm.engine import Engine, check_installed
+from whet_vllm.sampling import completion, longest, nothing_yet, sampling_params
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Outcome = Completion | tuple[str, str]
+"""A completion, or (id, why the request cannot be served)."""
+PAUSES: dict[Running, str] = {"drain": "wait", "keep": "keep", "abort": "abort"}
+
+
+class Worker:
+    """One engine."""
+
+    def __init__(
+        self,
+        rank: WorkerRank,
+        *,
+        arguments: Mapping[str, Mapping[str, Any]],
+        engine: Mapping[str, Any],
+        scratch: str,
+    ) -> None:
+        check_installed(engine)
+        self._rank, self._on_gpu = rank, rank.device != "cpu"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="whet-vllm", daemon=True)
+        self._thread.start()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: set[str] = set()
+        """Requests that stand at the gate."""
+        self._broken = ""
+        """Why the weights are a mixture that must not be used; empty: they are whole."""
+        try:
+            self._there(self._begin(arguments["cuda" if self._on_gpu else "cpu"], Path(scratch))).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
+        """Have requests served; yield outcomes as they come, together what has come together."""
+        mailbox = _Mailbox(asyncio.get_running_loop())
+        self._loop.call_soon_threadsafe(self._admit, requests, mailbox)
+        try:
+            left = len(requests)
+            while left:
+                done = await mailbox.take()
+                left -= len(done)
+                yield done
+        finally:
+            self._loop.call_soon_threadsafe(self._cancel, [request.id for request in requests], mailbox)
+
+    async def abort(self, ids: list[str]) -> AsyncIterator[None]:
+        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
+        await asyncio.wrap_future(self._there(self._abort(ids)))
+        yield None
+
+    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+        """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
+        await asyncio.wrap_future(self._there(self._receive(link, version, running)))
+
+    def sleep(self) -> None:
+        """Give a GPU's memory back."""
+        if self._on_gpu:
+            self._there(self._engine.llm.sleep(level=1, mode="wait")).result()
+
+    def wake(self) -> None:
+        """Take it again."""
+        if self._on_gpu and not self._there(self._engine.llm.wake_up()).result():
+            raise WhetError("vLLM's engine did not take its memory again when it was woken")
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._there(self._finish()).result()
+        self._end_loop()
+
+    def _there(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run on the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _begin(self, arguments: Mapping[str, Any], scratch: Path) -> None:
+        self._gate, self._arriving = asyncio.Event(), asyncio.Lock()
+        self._gate.set()
+        self._engine = Engine(self._rank, arguments, scratch)
+        await self._engine.llm.get_supported_tasks()  # known from now on, so that requests enter without a wait
+
+    async def _finish(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._engine.close()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _admit(self, requests: list[Request], mailbox: "_Mailbox") -> None:
+        for request in requests:
+            self._tasks[request.id] = self._loop.create_task(self._serve(request, mailbox))
+
+    def _cancel(self, ids: list[str], mailbox: "_Mailbox") -> None:
+        for id_ in ids:
+            if id_ in self._tasks and id_ not in mailbox.served:
+                self._tasks[id_].cancel()
+
+    async def _abort(self, ids: list[str]) -> None:
+        for id_ in self._waiting.intersection(ids):
+            self._tasks[id_].cancel("aborted")
+        await self._engine.llm.abort([id_ for id_ in ids if id_ in self._tasks and id_ not in self._waiting])
+
+    async def _serve(self, request: Request, mailbox: "_Mailbox") -> None:
+        try:
+            mailbox.put(request.id, await self._ask(request))
+        except asyncio.CancelledError as error:
+            if error.args == ("aborted",):
+                mailbox.put(request.id, nothing_yet(request.id))
+            raise
+        except Exception as error:  # the edge of this task: whoever waits must hear of it
+            mailbox.put(request.id, self._refusal(request, error))
+        finally:
+            self._tasks.pop(request.id, None)
+
+    async def _ask(self, request: Request) -> Completion:
+        limit = longest(request, self._engine.max_length, self._engine.vocab_size)
+        self._waiting.add(request.id)
+        try:
+            while not self._gate.is_set():
+                await self._gate.wait()
+        finally:
+            self._waiting.discard(request.id)
+        if self._broken:
+            raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+        prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
+        last = None
+        async for output in self._engine.llm.generate(prompt, sampling_params(request, limit), request.id):
+            last = output
+        return completion(request, last)
+
+    def _refusal(self, request: Request, error: Exception) -> Outcome | Exception:
+        """Say what became of a request: refused by itself, or an error for all."""
+        from vllm.exceptions import VLLMClientError
+
+        if self._engine.llm.errored:
+            give_up(self._engine.dead())
+            return WhetError(self._engine.dead())
+        if isinstance(error, (VLLMClientError, ValueError)):
+            return request.id, f"request {request.id}: vLLM refused it: {error}"
+        if isinstance(error, WhetError) and not isinstance(error, RefitError):
+            return request.id, str(error)
+        return error
+
+    async def _receive(self, link: Link, version: int, running: Running) -> None:
+        async with self._arriving:
+            self._gate.clear()
+            try:
+                if link.transport in ("shared-memory", "disk"):
+                    # Those that run need not stand still until the senders are done.
+                    await asyncio.to_thread(await_manifests, link)
+                await self._engine.llm.pause_generation(mode=PAUSES[running])
+                try:
+                    await self._take(link, version)
+                finally:
+                    await self._engine.llm.resume_generation()
+            except Exception as error:
+                if self._engine.llm.errored:
+                    give_up(self._engine.dead())
+                    raise WhetError(self._engine.dead()) from error
+                raise
+            finally:
+                self._gate.set()
+
+    async def _take(self, link: Link, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._engine.llm
+        update = {"link": asdict(link), "receiver": self._rank.rank}
+        broken, self._broken = self._broken, "it ended half way"
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await llm.finish_weight_update()
+        reports = await llm.collective_rpc("whet_report")
+        failures = [report for report in reports if report["failure"]]
+        if failures:
+            spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
+            self._broken = failures[0]["failure"] if spoilt else broken
+            raise RefitError(failures[0]["failure"])
+        if {report["session"] for report in reports} != {link.session}:
+            raise RefitError(f"hand-over {link.session}: vLLM's workers took {reports}")
+        await llm.update_weight_version(str(version))
+        found = await llm.get_weight_version()
+        if found != str(version):
+            raise RefitError(f"hand-over {link.session}: vLLM says that it has version {found}, wanted {version}")
+        self._broken = ""
+
+
+class _Mailbox:
+    """Brings outcomes from the engine's loop to the one that waits for them: all that have come at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._event = loop, asyncio.Event()
+        self._outcomes: deque[Outcome | Exception] = deque()
+        self.served: set[str] = set()
+
+    def put(self, id_: str, outcome: Outcome | Exception) -> None:
+        """Deliver; from the engine's loop."""
+        self.served.add(id_)
+        self._outcomes.append(outcome)
+        if len(self._outcomes) == 1:
+            with suppress(RuntimeError):  # its loop was closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(self._event.set)
+
+    async def take(self) -> list[Outcome]:
+        """Wait for outcomes. Raises what was delivered as an error."""
+        while not self._outcomes:
+            self._event.clear()
+            if not self._outcomes:
+                await self._event.wait()
+        found: list[Outcome] = []
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if isinstance(outcome, Exception):
+                raise outcome
+            found.append(outcome)
+        return found

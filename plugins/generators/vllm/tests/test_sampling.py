@@ -1,0 +1,83 @@
+"""Requests that vLLM would serve otherwise than asked are refused; its answers are read with care."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.data.records import Request, Sampling
+from whet.errors import WhetError
+from whet_vllm.sampling import completion, longest, spans
+
+
+def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:
+    return Request("r1", np.full(length, token, np.int64), Sampling(**sampling), 0)
+
+
+def test_a_completion_ends_at_the_longest_sequence() -> None:
+    assert longest(request(max_tokens=10), 256, 384) == 10
+    assert longest(request(length=250, max_tokens=10), 256, 384) == 6
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (request(length=0), "request r1 has an empty prompt"),
+        (request(max_tokens=0), "asks for 0 tokens"),
+        (request(token=384), "a token outside the vocabulary of 384"),
+        (request(token=-1), "a token outside the vocabulary"),
+        (
+            request(length=256),
+            "a prompt of 256 tokens, which leaves no room in the engine's 256; raise generator.max_context",
+        ),
+        (request(temperature=0.004), r"temperature 0\.004; vLLM's lowest but 0 is 0\.01"),
+    ],
+)
+def test_a_request_that_cannot_be_served_as_asked_is_refused(asked: Request, message: str) -> None:
+    with pytest.raises(WhetError, match=message):
+        longest(asked, 256, 384)
+
+
+def span(version: str, start: int) -> Any:
+    return SimpleNamespace(version=version, start=start)
+
+
+def test_spans_are_those_of_whet() -> None:
+    assert spans([span("default", 0), span("7", 3)], 5) == ((0, 0), (3, 7))
+    assert spans([span("7", 0), span("7", 3), span("8", 4), span("9", 5)], 5) == ((0, 7), (4, 8))
+    assert spans([], 0) == ()
+    with pytest.raises(WhetError, match=r"which weights made it; wanted vLLM 0\.32 or later"):
+        spans(None, 2)
+
+
+def output(**changes: Any) -> Any:
+    flat = SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, 1e-9])
+    found = {
+        "finish_reason": "length", "stop_reason": None, "token_ids": [4, 5], "logprobs": flat,
+        "weight_versions": [span("2", 0)],
+    }  # fmt: skip
+    return SimpleNamespace(outputs=[SimpleNamespace(**{**found, **changes})])
+
+
+def test_a_completion_has_what_the_output_says() -> None:
+    made = completion(request(), output())
+    assert (made.id, made.stop, made.versions) == ("r1", "length", ((0, 2),))
+    assert made.tokens.tolist() == [4, 5]
+    assert made.logprobs.tolist() == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": "error", "stop_reason": "x"}, "vLLM ended it with 'error': 'x'"),
+        ({"logprobs": SimpleNamespace(start_indices=[0], logprobs=[-1.0])}, "logprobs of 1 of 2 tokens"),
+        (
+            {"logprobs": SimpleNamespace(start_indices=[0, 1], logprobs=[-1.0, float("nan")])},
+            "not finite; the weights may",
+        ),
+    ],
+)
+def test_an_output_that_cannot_be_trusted_is_an_error(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WhetError, match=message):
+        completion(request(), output(**changes))

