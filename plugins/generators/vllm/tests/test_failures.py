@@ -57,11 +57,11 @@ def request(id_: str = "r", most: int = 8) -> Request:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"engine": {"tokenizer_mode": "nonsense"}}, "nonsense"), ({"cache_gib": 1e6}, "1000000.0 GiB) for")],
+    [({"engine": {"tokenizer_mode": "nonsense"}}, "nonsense"), ({"cache_gib": 1e6}, "1000000.0 GiB")],
     ids=["by its settings", "for want of memory"],
 )
 def test_an_engine_that_does_not_start_says_why(make: Make, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(WorkerError, match="generator rank 0 failed in start: vLLM .* did not start") as raised:
+    with pytest.raises(WorkerError, match=r"generator rank 0 failed in start: vLLM .* did not start") as raised:
         make(**settings)
     assert said in raised.value.cause
     assert "Traceback" not in raised.value.cause

@@ -2,7 +2,7 @@
 
 from whet.component import Facts
 from whet.model import ModelInfo
-from whet_vllm.arguments import CPU_CACHE_GIB
+from whet_vllm.arguments import CPU_CACHE_GIB, INSTALL, is_installed
 from whet_vllm.config import VllmConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -18,5 +18,5 @@ def facts(config: VllmConfig, model: ModelInfo) -> Facts:
         running=("drain", "keep", "abort"),
         memory_bytes=weights + cache if weights else None,
         imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"),
-        notes=("vLLM's engine runs in processes of its own, which end with the generator's.",),
+        notes=() if is_installed() else (f"This interpreter has no vLLM; that of the generator needs it: {INSTALL}.",),
     )
