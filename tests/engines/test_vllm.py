@@ -28,38 +28,35 @@ def model(tmp_path_factory, tiny_tokenizer):
     return make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, hidden=128)
 
 
+def run(config: Path) -> None:
+    """Run a config as people do; an engine takes its time to start."""
+    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "rollout"),
-    [
-        ({}, {}),
-        ({"share": []}, {"max_staleness": 1, "running": "keep"}),
-        ({"launcher": "ray"}, {}),
-    ],
-    ids=["one process", "two processes, a step apart", "ray"],
-)
-def test_grpo_runs_and_sampler_and_trainer_agree_on_every_step(tmp_path, model, small_run, whet, cluster, rollout):
-    if cluster.get("launcher") == "ray":
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_grpo_runs_and_sampler_and_trainer_agree_on_every_step(tmp_path, model, small_run, launcher):
+    if launcher == "ray":
         pytest.importorskip("ray")
     config = small_run(
         tmp_path,
         model={"path": str(model)},
         generator=GENERATOR,
-        rollout={"max_tokens": 8, **rollout},
-        cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
+        cluster={"threads": {"backend": 1, "generator": 1}, "launcher": launcher},
     )
-    done = whet("run", config)
-    assert done.code == 0, done.errors
+    run(config)
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
 
 
-def test_the_model_learns_as_it_does_with_plain_decoding(tmp_path, model, small_run, whet):
+def test_the_model_learns_as_it_does_with_plain_decoding(tmp_path, model, small_run):
     gained = {}
     for name, generator in (("vllm", GENERATOR), ("hf", {"use": "hf"})):
         (tmp_path / name).mkdir()
@@ -71,8 +68,7 @@ def test_the_model_learns_as_it_does_with_plain_decoding(tmp_path, model, small_
             rollout={"max_tokens": 12},
             generator=generator,
         )
-        done = whet("run", config)
-        assert done.code == 0, done.errors
+        run(config)
         rewards = [row["reward/mean"] for row in metrics(tmp_path / name / "run")]
         gained[name] = sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5
     assert gained["vllm"] > 0.1, gained

