@@ -86,7 +86,7 @@ def engine(of: int) -> int:
 
 
 def wait_for_step(run: Path) -> None:
-    for _ in range(600):
+    for _ in range(2000):
         if (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count("\n"):
             return
         time.sleep(0.1)
