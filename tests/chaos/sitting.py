@@ -126,7 +126,7 @@ class Sitting:
         return [line.split() for line in self.moments.read_text().splitlines()]
 
     def phase(self) -> str:
-        """What it is doing: the phase that began last and has not ended; the hand-over at its start is `first.refit`."""
+        """What it is doing: the phase that began last and has not ended. Its first hand-over is `first.refit`."""
         doing, rolled_out = ["starting"], False
         for _, what, phase in self.lines():
             rolled_out = rolled_out or phase == "rollout.take"
