@@ -86,6 +86,22 @@ def test_trainer_and_generator_in_two_pythons_and_a_driver_without_torch_give_th
     assert versions["roles"]["backend"].keys() >= {"torch", "whet-fsdp2", "whet-hf"}
 
 
+def test_a_python_that_lacks_what_a_role_needs_is_refused_before_anything_starts(
+    whet, small_run, tmp_path, generator_python
+):
+    """The trainer computes the loss, which is another plugin's."""
+    config = small_run(tmp_path, cluster={"python": {"backend": str(generator_python)}})
+    lines = whet("check", config).error.splitlines()
+    where = f"cluster.python.backend: {generator_python}"
+    assert [line.strip() for line in lines[1:]] == [
+        *(
+            f"{where} has no {name}, and the driver {name} 0.1.0; install the same in both"
+            for name in ("whet-grpo", "whet-fsdp2")
+        ),
+        f"{where} lacks whet_grpo and whet_fsdp2, which its workers import; install what offers it there",
+    ]
+
+
 def assert_same(run: Path, inline: Path) -> None:
     """Compare a run whose generator has a Python of its own with one in a single process."""
     assert numbers(run) == numbers(inline)

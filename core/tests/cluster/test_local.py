@@ -109,6 +109,18 @@ def test_roles_that_share_a_process_cannot_have_two_gpus(tmp_path: Path) -> None
             cluster.slice("generator", device=["cuda:1"])
 
 
+SINGLE_FILE = """
+import sys
+
+class Worker:
+    def __init__(self, rank):
+        pass
+
+    def where(self):
+        return sys.executable
+"""
+
+
 def test_a_role_runs_in_a_python_of_its_own_and_sees_nothing_that_is_installed_in_the_driver_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +128,7 @@ def test_a_role_runs_in_a_python_of_its_own_and_sees_nothing_that_is_installed_i
     python = str(make_environment(tmp_path / "other", without=["rich", "pluggy"], also=own))
     site = next((tmp_path / "other").glob("lib/python*/site-packages"))
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "beside_the_script.py").touch()
+    (tmp_path / "mine" / "beside_the_script.py").write_text(SINGLE_FILE)
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
     with LocalCluster(tmp_path / "logs", python={"generator": python}) as cluster:
         here, there = (cluster.slice(role).spawn(TARGET, {}) for role in ("backend", "generator"))
@@ -124,6 +136,8 @@ def test_a_role_runs_in_a_python_of_its_own_and_sees_nothing_that_is_installed_i
         assert there.call("imported", "rich") == [(f"{site}/rich.py", python)], "another version of it"
         assert there.call("imported", "only_there") == [(f"{site}/only_there.py", python)]
         assert there.call("imported", "beside_the_script")[0][0] == f"{tmp_path}/mine/beside_the_script.py"
+        single = cluster.slice("generator").spawn(f"file:{tmp_path}/mine/beside_the_script.py:Worker", {})
+        assert single.call("where") == [python]
         with pytest.raises(WorkerError, match="generator rank 0 failed in imported: ModuleNotFoundError"):
             there.call("imported", "pluggy")
         environment = there.call("environment")[0]
