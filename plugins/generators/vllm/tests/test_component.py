@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from attrs import evolve
 
 from whet.model import read_model
+from whet.named_environments import recipe_of
 from whet.testing.contracts.component import MODEL, ComponentContract
 from whet.testing.models import make_model
 from whet.testing.site import make_site
@@ -16,11 +18,24 @@ from whet_vllm.arguments import context_length, engine_arguments, installed_argu
 from whet_vllm.config import VllmConfig
 from whet_vllm.facts import facts
 
+PLUGIN = Path(__file__).parents[1]
 KNOWN = frozenset({"block_size", "max_num_batched_tokens", "dtype", "model", "logprobs_mode"})
 
 
 class TestPlugin(ComponentContract):
     hooks = "whet_vllm.hooks"
+
+
+def test_its_environment_is_that_of_the_extras_and_of_the_tested_versions() -> None:
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    tested = (PLUGIN.parents[2] / "constraints" / "vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
+    for variant in ("gpu", "cpu"):
+        recipe = recipe_of("whet-vllm", variant)
+        assert list(recipe.install) == project["optional-dependencies"][variant]
+    assert recipe_of("whet-vllm").constraints is None, "for GPUs the engine's own pins do"
+    assert recipe.constraints is not None
+    pins = [line for line in recipe.constraints.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert set(pins) <= set(tested)
 
 
 def test_memory_counts_weights_and_cache(tmp_path: Path, tiny_tokenizer: object) -> None:

