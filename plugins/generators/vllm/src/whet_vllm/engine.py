@@ -10,6 +10,7 @@ from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import FAMILY, watchdog
 from whet.errors import WhetError
 from whet_vllm.arguments import BACKEND, INSTALL, wrong_arguments
+from whet_vllm.leftovers import note, sweep
 from whet_vllm.words import last_words, logging_config
 
 QUIET = {
@@ -29,7 +30,9 @@ class Engine:
 
     def __init__(self, rank: WorkerRank, arguments: Mapping[str, Any], scratch: Path) -> None:
         self._log = scratch / f"vllm-{rank.role}-{rank.rank}.log"
+        self._shared = self._log.with_suffix(".shared")
         self._log.unlink(missing_ok=True)  # an earlier engine's, which has been replaced
+        sweep(self._shared)
         self._guards = ExitStack()
         logging = logging_config(self._log.with_suffix(".json"), self._log)
         with self._guards:
@@ -39,6 +42,7 @@ class Engine:
             with environment({**QUIET, **plain, **os.environ, "VLLM_LOGGING_CONFIG_PATH": str(logging)}):
                 self.llm = self._start(dict(arguments))
             self._guards = self._guards.pop_all()
+        note(self._shared)
         config = self.llm.model_config
         self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 
@@ -54,6 +58,8 @@ class Engine:
         """End its processes."""
         with self._guards:
             self.llm.shutdown(timeout=CLOSE_SECONDS)
+            self.llm = None  # else it ends itself once more when the interpreter has half gone
+        sweep(self._shared)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm import __version__

@@ -75,7 +75,8 @@ class Worker:
                 left -= len(done)
                 yield done
         finally:
-            self._loop.call_soon_threadsafe(self._cancel, [request.id for request in requests], mailbox)
+            with suppress(RuntimeError):  # the worker was closed meanwhile, and all its requests with it
+                self._loop.call_soon_threadsafe(self._cancel, [request.id for request in requests], mailbox)
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
         """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
