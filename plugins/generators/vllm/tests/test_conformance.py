@@ -1,4 +1,4 @@
-"""The generator keeps the contract with a real engine: in this process, and on two workers with an engine each."""
+"""The generator keeps the contract with a real engine: with its worker in this process, and in one of its own."""
 
 import json
 from collections.abc import Iterator
@@ -90,6 +90,6 @@ class TestInThisProcess(Contract):
         assert len(asked) == 1
 
 
-class TestOnTwoReplicas(Contract):
-    processes = 2
+class TestOnAWorker(Contract):
+    processes = 1
     transports = ("shared-memory",)
