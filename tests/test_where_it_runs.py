@@ -75,7 +75,7 @@ def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
 
 
 def test_trainer_and_generator_in_two_pythons_and_a_driver_without_torch_give_the_same_bits(
-    tmp_path, tiny_model_folder, inline, generator_python
+    tmp_path, tiny_model_folder, inline, generator_python, whet
 ):
     driver = make_environment(tmp_path / "driver", without=["torch", "transformers", "safetensors", "ray"])
     python = {"generator": str(generator_python), "backend": sys.executable}
@@ -84,6 +84,9 @@ def test_trainer_and_generator_in_two_pythons_and_a_driver_without_torch_give_th
     versions = json.loads((run / "versions.json").read_text())
     assert "torch" not in versions
     assert versions["roles"]["backend"].keys() >= {"torch", "whet-fsdp2", "whet-hf"}
+    exported = whet("export", run, tmp_path / "out", python=driver)
+    assert exported.code == 0, exported.errors
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (run / "model/model.safetensors").read_bytes()
 
 
 def test_a_python_that_lacks_what_a_role_needs_is_refused_before_anything_starts(

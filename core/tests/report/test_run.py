@@ -124,3 +124,12 @@ def test_time_between_sittings_is_not_work():
     events = [("opened", 0), ("step", 10), ("opened", 100), ("step", 105), ("closed", 107)]
     found = state([{"event": event, "time": time} for event, time in events], 2, 2)
     assert (found["seconds"], found["sittings"]) == (17.0, 2)
+
+
+def test_versions_of_a_role_with_a_python_of_its_own_stand_beside_the_driver_s(tmp_path):
+    (tmp_path / "journal.jsonl").write_text('{"event": "opened", "time": 1}\n')
+    held = {"torch": "2.13.0", "roles": {"generator": {"interpreter": "/x/python", "torch": "2.14.1"}, "odd": 3}}
+    (tmp_path / "versions.json").write_text(json.dumps(held))
+    assert read_run(tmp_path)["versions"] == {
+        "torch": "2.13.0", "generator: interpreter": "/x/python", "generator: torch": "2.14.1",
+    }  # fmt: skip

@@ -139,7 +139,8 @@ def _versions(held: Any) -> Any:
     roles = value(held, "roles")
     if not isinstance(roles, Mapping):
         return held
-    own = {f"{role}: {name}": one for role, found in roles.items() for name, one in dict(found).items()}
+    told = {role: found for role, found in roles.items() if isinstance(found, Mapping)}
+    own = {f"{role}: {name}": one for role, found in told.items() for name, one in found.items()}
     return {**{name: one for name, one in held.items() if name != "roles"}, **own}
 
 
