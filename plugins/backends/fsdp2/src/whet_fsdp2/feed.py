@@ -13,6 +13,7 @@ from whet.errors import WhetError
 from whet.ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.layout import Layout, Rows, Targets, pack, used_lengths
+from whet_fsdp2.narrowed import Narrowed, read_only_at
 
 
 @frozen(eq=False)
@@ -23,6 +24,8 @@ class Feed:
     """Of the model without its head."""
     source: Tensor
     """[M] rows of the flattened hidden states."""
+    rows: Tensor
+    """[R] the same, each once."""
     targets: Tensor
     """[M] tokens."""
     where: Tensor
@@ -68,6 +71,7 @@ def feed(batch: Batch, layout: Layout, device: torch.device) -> Feed:
     return Feed(
         {**arguments, "use_cache": False},
         tensor(targets.source),
+        tensor(np.unique(targets.source)),
         tensor(targets.tokens),
         tensor(targets.where),
         _temperature(batch, targets, device),
@@ -84,7 +88,7 @@ def nothing(batch: Batch, layout: Layout, device: torch.device) -> Feed:
     if layout != "padded":
         arguments["whet_plan"] = AttentionPlan(np.ones(1, np.int64), np.full(1, -1, np.int64))
     ids = zero.expand(1, batch["topk_ids"].shape[1]) if "topk_ids" in batch else None
-    return Feed(arguments, zero, zero, zero[:0], None, batch.tokens, ids, 0, empty=True)
+    return Feed(arguments, zero, zero, zero, zero[:0], None, batch.tokens, ids, 0, empty=True)
 
 
 def _ids(batch: Batch, targets: Targets, device: torch.device) -> Tensor | None:
@@ -113,6 +117,8 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.narrowed: tuple[Narrowed, ...] = ()
+        """What of the last layer is computed only where it is read."""
         self.teacher: tuple[Root, ...] = ()
         """The frozen model that divergences are taken to, in a tuple so that it is no part of this one."""
 
@@ -152,9 +158,7 @@ class Root(nn.Module):
         return found | (dict(zip(both, divergences(), strict=True)) if both else {})
 
     def _hidden(self, feed: Feed) -> Tensor:
-        hidden = self.model.base_model(**feed.arguments).last_hidden_state
-        rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
-        return rows
+        return read_hidden(self, feed)
 
     def _at_tokens(
         self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
@@ -182,15 +186,23 @@ class ValueRoot(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.narrowed: tuple[Narrowed, ...] = ()
+        """What of the last layer is computed only where it is read."""
 
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """Give `values` [M] float32."""
-        hidden = self.model.base_model(**feed.arguments).last_hidden_state
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
-        return {"values": self.model.score(rows)[:, 0].float()}
+        return {"values": self.model.score(read_hidden(self, feed))[:, 0].float()}
 
 
 AnyRoot = Root | ValueRoot
+
+
+def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
+    """Give the last hidden states where they are read: [M, hidden size]."""
+    read_only_at(root.narrowed, feed.rows, feed.arguments["input_ids"].numel())
+    hidden = root.model.base_model(**feed.arguments).last_hidden_state
+    rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
+    return rows
 
 
 def spread(feed: Feed, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

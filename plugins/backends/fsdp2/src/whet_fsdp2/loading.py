@@ -16,6 +16,7 @@ from whet.model import ModelInfo
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, spread
 from whet_fsdp2.layout import Layout
+from whet_fsdp2.narrowed import narrow
 from whet_fsdp2.norms import hasten_norms
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def prepare(model: Any, wanted: str, chunk: int, longest: int, head: str = "lm")
     with torch.no_grad():
         expected = _plain_outputs(model, batch, head)
         hasten_norms(model)
+        _narrow(root, batch, expected)
         _check_head(root, batch, expected)
         if wanted == "padded":
             return root, "padded"
@@ -182,6 +184,18 @@ def _device(root: AnyRoot) -> torch.device:
 
 def _differ(found: Any, expected: Any) -> float:
     return float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
+
+
+def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
+    """Compute the last layer only where it is read, if that gives the same here."""
+    root.narrowed = narrow(root.model)
+    try:
+        _check_head(root, batch, expected)
+    except (ConfigError, TypeError, ValueError, RuntimeError) as error:  # from the model's own code
+        log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, error)
+        for one in root.narrowed:
+            one.undo()
+        root.narrowed = ()
 
 
 def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
