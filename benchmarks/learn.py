@@ -2,6 +2,7 @@
 
     python benchmarks/learn.py                 all of them
     python benchmarks/learn.py grpo dapo       these
+    python benchmarks/learn.py dpo --seeds 0 1 once with each seed
     python benchmarks/learn.py --draw          none: table and plot of the runs that are there
 
 Each takes at most three minutes on two cores. A start is made once and kept in models/. The runs are in
@@ -105,7 +106,7 @@ ENTRIES = (
     Entry("sft", "recipes/learn-sft.yaml", "validation/loss", "held-out loss", rises=False, start="demonstrations"),
     *(
         Entry(name, f"recipes/learn-{name}.yaml", ACCURACY, "held-out preference accuracy", start="preferences")
-        for name in ("dpo", "ipo", "kto", "rm")
+        for name in ("dpo", "ipo", "kto", "kto-unpaired", "rm")
     ),
     Entry("judge", "recipes/learn-judge.yaml", "evaluation/judge/judge", "score by the reward model", start="judge"),
 )
@@ -135,12 +136,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *(entry.name for entry in ENTRIES)], metavar="NAME")
     parser.add_argument("--draw", action="store_true", help="run nothing; show the runs that are there")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the runs; starts are made with seed 0")
     options = parser.parse_args(arguments)
-    chosen = [entry for entry in ENTRIES if not options.names or entry.name in options.names]
+    chosen = [
+        (entry, seed) for entry in ENTRIES if not options.names or entry.name in options.names for seed in options.seeds
+    ]
     if options.draw:
-        results = [read(entry) for entry in chosen if (RUNS / entry.name / "metrics.jsonl").is_file()]
+        results = [read(entry, seed) for entry, seed in chosen if (folder_of(entry, seed) / "metrics.jsonl").is_file()]
     else:
-        results = [learn(entry) for entry in chosen]
+        results = [learn(entry, seed) for entry, seed in chosen]
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "learn.json").write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     (RUNS / "learn.md").write_text(table(results), encoding="utf-8")
@@ -149,17 +153,23 @@ def main(arguments: Sequence[str]) -> int:
     return int(not all(result.improved for result in results))
 
 
-def learn(entry: Entry) -> Result:
+def folder_of(entry: Entry, seed: int) -> Path:
+    """Give the folder of a run."""
+    return RUNS / (f"{entry.name}-seed-{seed}" if seed else entry.name)
+
+
+def learn(entry: Entry, seed: int = 0) -> Result:
     """Make the start where it is missing, run the recipe anew, and read how it went."""
     for start in filter(None, entry.start.split("+")):
         made, commands = STARTS[start]
         for command in commands if not Path(made).exists() else ():
             subprocess.run(command, check=True)
-    folder = RUNS / entry.name
+    folder = folder_of(entry, seed)
     shutil.rmtree(folder, ignore_errors=True)
     began, before = time.perf_counter(), children_seconds()
-    subprocess.run([sys.executable, "-m", "whet.cli", "run", entry.recipe, f"run.folder={folder}"], check=True)
-    return read(entry, time.perf_counter() - began, children_seconds() - before)
+    overrides = [f"run.folder={folder}", f"run.seed={seed}"]
+    subprocess.run([sys.executable, "-m", "whet.cli", "run", entry.recipe, *overrides], check=True)
+    return read(entry, seed, time.perf_counter() - began, children_seconds() - before)
 
 
 def children_seconds() -> float:
@@ -168,14 +178,15 @@ def children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read(entry: Entry, seconds: float | None = None, processor_seconds: float | None = None) -> Result:
+def read(entry: Entry, seed: int = 0, seconds: float | None = None, processor_seconds: float | None = None) -> Result:
     """Read the metric's course from a run's folder."""
-    lines = (RUNS / entry.name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    folder = folder_of(entry, seed)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if entry.metric in row]
     if len(rows) < 2:
-        raise SystemExit(f"{RUNS / entry.name} has {entry.metric!r} {len(rows)} times, wanted it at start and end")
+        raise SystemExit(f"{folder} has {entry.metric!r} {len(rows)} times, wanted it at start and end")
     steps, values = [row["step"] for row in rows], [row[entry.metric] for row in rows]
-    return Result(entry.name, entry.label, entry.rises, steps, values, seconds, processor_seconds)
+    return Result(folder.name, entry.label, entry.rises, steps, values, seconds, processor_seconds)
 
 
 def table(results: Sequence[Result]) -> str:

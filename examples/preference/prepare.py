@@ -4,8 +4,8 @@
 
 The pairs come from graded solutions: a record has a `question`, the `ground_truth`, and under the name of each model
 its `solution` and whether it `is_correct` (openai/grade-school-math has such a file). A right solution is chosen over a
-wrong one of the same question; questions are either trained on or held out. Without the file, sums are made up: a
-worked sum against a wrong result.
+wrong one of the same question. A question is trained on, or kept to choose settings by (`selection`), or held out to
+report (`validation`). Without the file, sums are made up: a worked sum against a wrong result.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from whet.testing.models import make_model, make_tokenizer
 
 HELD_OUT = 5
-"""One question in so many is held out."""
+"""One question in so many is not trained on; half of these are for choosing settings, half for reporting."""
 
 
 def main() -> None:
@@ -38,17 +38,14 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     questions = list(graded(args.solutions) if args.solutions else sums(2000, args.seed))
     random.Random(args.seed).shuffle(questions)
-    parts = {
-        name: [q for q in questions if held_out(q[0]) == (name == "validation")] for name in ("train", "validation")
-    }
+    parts = {name: [q for q in questions if part_of(q[0]) == name] for name in ("train", "selection", "validation")}
     corpus = [text for question, right, wrong in parts["train"] for text in (question, *right, *wrong)]
     small = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 192, "max_positions": 1024}
     make_model(args.folder, make_tokenizer(corpus, vocab_size=1024), seed=args.seed, **small)
     for name, part in parts.items():
         write(args.folder / f"demonstrations-{name}.jsonl", demonstrations(part))
         write(args.folder / f"labelled-{name}.jsonl", labelled(part))
-    write(args.folder / "train.jsonl", pairs(parts["train"]))
-    write(done, pairs(parts["validation"]))
+        write(args.folder / f"{name}.jsonl", pairs(part))
     print(
         f"wrote a small model, demonstrations, pairs and labelled answers to {args.folder}: {len(questions)} questions"
     )
@@ -79,9 +76,10 @@ def sums(count: int, seed: int) -> Iterator[Question]:
         yield f"Compute {a}+{b}+{c}.", [f"{work}{a + b + c}"], [f"{a + b + c + off}", f"{work}{a + b + c + off}"]
 
 
-def held_out(question: str) -> bool:
-    """Say whether a question is for validation: the same answer in every run."""
-    return zlib.crc32(question.encode()) % HELD_OUT == 0
+def part_of(question: str) -> str:
+    """Say what a question is for: the same answer in every run."""
+    turn, place = divmod(zlib.crc32(question.encode()), HELD_OUT)
+    return "train" if place else ("selection", "validation")[turn % 2]
 
 
 def demonstrations(questions: list[Question]) -> Iterator[dict[str, str]]:

@@ -19,16 +19,15 @@ def prepared(folder: Path, *arguments: object) -> dict[str, list[dict]]:
 
 
 def check(files: dict[str, list[dict]]) -> None:
-    asked = {name: {record["prompt"] for record in files[name]} for name in ("train", "validation")}
-    assert asked["train"]
-    assert asked["validation"]
-    assert not asked["train"] & asked["validation"]
-    for name, of in (("train", "train"), ("validation", "validation")):
-        right = {(r["prompt"], r["completion"]) for r in files[f"labelled-{of}"] if r["label"]}
-        wrong = {(r["prompt"], r["completion"]) for r in files[f"labelled-{of}"] if not r["label"]}
+    asked = {name: {record["prompt"] for record in files[name]} for name in ("train", "selection", "validation")}
+    assert all(asked.values())
+    assert sum(map(len, asked.values())) == len(set().union(*asked.values()))
+    for name in asked:
+        right = {(r["prompt"], r["completion"]) for r in files[f"labelled-{name}"] if r["label"]}
+        wrong = {(r["prompt"], r["completion"]) for r in files[f"labelled-{name}"] if not r["label"]}
         assert {(r["prompt"], r["chosen"]) for r in files[name]} == right
         assert {(r["prompt"], r["rejected"]) for r in files[name]} == wrong
-        assert {(r["prompt"], r["completion"]) for r in files[f"demonstrations-{of}"]} == right
+        assert {(r["prompt"], r["completion"]) for r in files[f"demonstrations-{name}"]} == right
 
 
 @pytest.mark.slow
@@ -47,4 +46,5 @@ def test_graded_solutions_become_pairs(tmp_path, shared_data):
     files = prepared(tmp_path / "graded", "--solutions", shared_data / "gsm8k_model_solutions.jsonl")
     check(files)
     assert len(files["train"]) > 4000
-    assert len(files["validation"]) > 1000
+    assert len(files["validation"]) > 500
+    assert len(files["selection"]) > 500

@@ -106,6 +106,11 @@ class TestKto(LossContract):
         return unpaired.Kto(config.KtoLossConfig(desirable_weight=1.3, undesirable_weight=0.7))
 
 
+class TestKtoByKinds(TestKto):
+    def make(self):
+        return unpaired.Kto(config.KtoLossConfig(desirable_weight=1.3, average="kinds"))
+
+
 class TestKtoOnPairs(TestKto):
     unit_size = 2
     makers = {**TestKto.makers, "desirable": lambda batch, rng: np.diff(batch["unit"], prepend=-1) != 0}

@@ -166,6 +166,10 @@ def computed(loss: Any, batch: Any, policy: Any) -> tuple[float, Any, dict[str, 
     return float(value.detach()), gradient.numpy(), {name: metric.number() for name, metric in result.metrics.items()}
 
 
+def computed_counts(loss: Any, batch: Any) -> dict[str, int]:
+    return {name: int(count) for name, count in loss.counts(batch.map(torch.from_numpy)).items()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradient_are_those_of_the_formula(case: Case, name: str) -> None:
     value, gradient, _ = computed(CASES[name][0], case.batch, case.policy)
@@ -302,6 +306,25 @@ def test_kto_weighs_both_kinds_against_the_baseline(case: Case) -> None:
     assert metrics["kl"] == pytest.approx(0.4)
     scores = [[score(case, case.policy, unit, chosen, True, False) for chosen in (True, False)] for unit in range(4)]
     assert metrics["rewards/accuracies"] == pytest.approx(np.mean([one > other for one, other in scores]))
+
+
+def test_kto_by_kinds_is_the_mean_of_two_means_so_that_more_of_one_kind_pull_no_more(case: Case) -> None:
+    desirable = np.arange(case.batch.sequences) < 2
+    baseline = np.full(case.batch.sequences, 0.4, np.float32)
+    batch = case.batch.with_columns(desirable=desirable, kl_baseline=baseline)
+    weights = {"beta": BETA, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    value, gradient, _ = computed(unpaired.Kto(config.KtoLossConfig(average="kinds", **weights)), batch, case.policy)
+    whole = unpaired.Kto(config.KtoLossConfig(**weights))
+    means, gradients, owner = [], [], np.repeat(desirable, batch["lengths"])
+    for kind in (True, False):
+        mine = batch.with_columns(loss_mask=batch["loss_mask"] & (owner == kind))
+        one, slope, _ = computed(whole, mine, case.policy)
+        means.append(one)
+        gradients.append(slope)
+    assert value == pytest.approx(sum(means) / 2, rel=1e-6)
+    np.testing.assert_allclose(gradient, sum(gradients) / 2, rtol=1e-5, atol=1e-9)
+    only = batch.with_columns(desirable=np.ones(batch.sequences, bool))
+    assert computed_counts(unpaired.Kto(config.KtoLossConfig(average="kinds")), only)["undesirable"] == 0
 
 
 def test_kto_of_single_answers_has_no_accuracy(case: Case) -> None:

@@ -192,6 +192,9 @@ class KtoLossConfig:
     """Weight of desirable answers."""
     undesirable_weight: float = field(default=1.0, validator=validators.ge(0))
     """Weight of the others. With unequal numbers, weights times numbers should be about the same."""
+    average: Literal["answers", "kinds"] = "answers"
+    """`answers`: the mean over all answers, as in the paper. `kinds`: the mean of two means, over the desirable answers
+    of the batch and over the others, so that neither kind pulls more, however many there are of each."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 

@@ -16,7 +16,7 @@ from whet_dpo.pairwise import Answers, answers, logps_of, rewards_of, right
 
 
 class Kto:
-    """See `whet_dpo.formulas.kto`: the mean over answers, weighted by their label.
+    """See `whet_dpo.formulas.kto`: the mean over answers, weighted by their label, or the mean of those of both kinds.
 
     The baseline is a column, since it is a number of the whole batch and a loss sees a part of it. Answers without a
     token to learn do not count.
@@ -24,14 +24,22 @@ class Kto:
 
     columns: tuple[str, ...] = ("desirable", "kl_baseline", REFERENCE)
     outputs: tuple[str, ...] = ("logprobs",)
-    weights: Mapping[str, float] = {"preference": 1.0}
 
     def __init__(self, config: KtoLossConfig) -> None:
         self.config = config
+        one, two = {"preference": 1.0}, {"desirable": 0.5, "undesirable": 0.5}
+        self.weights: Mapping[str, float] = two if config.average == "kinds" else one
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the answers with anything to learn."""
-        return {"preference": (segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0).sum()}
+        """Count the answers with anything to learn, of each kind where each has a mean of its own."""
+        alive = segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
+        return {name: of.sum() for name, of in self._of_terms(alive, batch["desirable"]).items()}
+
+    def _of_terms(self, alive: Tensor, desirable: Tensor) -> dict[str, Tensor]:
+        """Say which answers [B] each term is over."""
+        if self.config.average == "answers":
+            return {"preference": alive}
+        return {"desirable": alive & desirable, "undesirable": alive & ~desirable}
 
     def live(self, batch: Batch) -> Any:
         """Say which sequences are of a unit with anything to learn."""
@@ -44,8 +52,9 @@ class Kto:
         desirable, baseline, config = batch["desirable"], batch["kl_baseline"].float(), self.config
         losses = formulas.kto(found.score, desirable, baseline, config.beta)
         losses = losses * torch.where(desirable, config.desirable_weight, config.undesirable_weight)
-        total = torch.where(found.tokens > 0, losses, 0.0).sum()
-        return LossResult({"preference": total}, self._metrics(found, batch))
+        kinds = self._of_terms(found.tokens > 0, desirable)
+        terms = {name: torch.where(of, losses, 0.0).sum() for name, of in kinds.items()}
+        return LossResult(terms, self._metrics(found, batch))
 
     def _metrics(self, found: Answers, batch: Batch) -> dict[str, Metric]:
         """Give means over desirable answers, over the others, and over the pairs that lie in one unit."""
