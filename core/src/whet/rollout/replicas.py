@@ -1,7 +1,8 @@
 """What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -52,6 +53,40 @@ class Replicas:
 
     def _receive(self, rank: int, link: Link) -> None:
         self._start(rank, link, "drain").result()
+
+
+class ReplicatedGenerator:
+    """What a generator of replicas does on the driver; see `whet.interfaces.generator.Generator`.
+
+    Workers also have `sleep()` and `wake()`.
+    """
+
+    def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
+        self._replicas = Replicas(site.slice.spawn(target, arguments), site)
+
+    async def generate(self, request: "Request") -> "Completion":
+        """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
+        return await self._replicas.generate(request)
+
+    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> Pending:
+        """Start to take new weights over a link. Requests that come from now on wait for them.
+
+        `drain` lets those that run end with the old ones; `keep` stops them between two tokens, and computes what they
+        have again with the new ones; `abort` ends them with what they have and `stop="abort"`.
+        """
+        return self._replicas.receive_weights(link, version, running)
+
+    def sleep(self) -> None:
+        """Give a GPU's memory back, weights and cache, where the engine can."""
+        self._replicas.workers.call("sleep", phase="sleep")
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._replicas.workers.call("wake", phase="wake")
+
+    def close(self) -> None:
+        """End the workers, and the engines with them."""
+        self._replicas.close()
 
 
 @frozen

@@ -4,7 +4,7 @@ pytest loads it in every session where whet is installed, so importing it loads 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,23 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: 
     from whet.testing.models import make_model
 
     return make_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
+    """Give the folder of a random model of a family, tied or not, with the weights of a seed; each is made once."""
+    from whet.testing.models import make_model
+
+    made: dict[tuple[str, bool, int, int], Path] = {}
+
+    def folder(family: str = "qwen3", *, tied: bool = True, seed: int = 0, hidden: int = 64) -> Path:
+        key = (family, tied, seed, hidden)
+        if key not in made:
+            where = tmp_path_factory.mktemp("model")
+            made[key] = make_model(where, tiny_tokenizer, family=family, tied=tied, seed=seed, hidden=hidden)
+        return made[key]
+
+    return folder
 
 
 @pytest.fixture(scope="session")

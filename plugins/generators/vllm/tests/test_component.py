@@ -11,10 +11,10 @@ from attrs import evolve
 
 from whet.model import read_model
 from whet.named_environments import recipe_of
-from whet.testing.contracts.component import MODEL, ComponentContract
+from whet.testing.contracts.component import ComponentContract
 from whet.testing.models import make_model
 from whet.testing.site import make_site
-from whet_vllm.arguments import context_length, engine_arguments, installed_arguments, wrong_arguments
+from whet_vllm.arguments import PASSTHROUGH, engine_arguments, installed_arguments
 from whet_vllm.config import VllmConfig
 from whet_vllm.facts import facts
 
@@ -67,13 +67,9 @@ def test_settings_that_leave_no_room_are_refused(wrong: dict[str, Any]) -> None:
     ],
 )
 def test_an_argument_that_cannot_be_passed_on_is_named(name: str, message: str) -> None:
-    ((found, said),) = wrong_arguments({name: 1, "block_size": 16}, KNOWN)
+    ((found, said),) = PASSTHROUGH.wrong({name: 1, "block_size": 16}, KNOWN)
     assert found == name
     assert said.startswith(message)
-
-
-def test_where_the_engine_is_not_here_any_other_argument_may_be_right() -> None:
-    assert list(wrong_arguments({"qqq": 1}, frozenset())) == []
 
 
 def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -92,17 +88,13 @@ def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path,
     assert "kv_cache_memory_bytes" not in on_gpu
 
 
-@pytest.mark.parametrize(("own", "asked", "expected"), [(0, 0, 256), (0, 100, 100), (64, 100, 64), (0, 999, 256)])
-def test_a_sequence_is_as_long_as_all_allow(tmp_path: Path, own: int, asked: int, expected: int) -> None:
-    assert context_length(VllmConfig(max_context=own), MODEL, asked) == expected
-
-
 RECIPE = """
 run: {{folder: {folder}, steps: 1}}
 model: {{path: {model}}}
 algorithm: {{use: grpo}}
 backend: {{use: fsdp2}}
 generator: {{use: vllm, engine: {{block_sise: 32}}}}
+rollout: {{max_tokens: 8}}
 environments: [{{use: arithmetic}}]
 loggers: []
 """

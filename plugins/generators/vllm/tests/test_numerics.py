@@ -165,7 +165,7 @@ def test_a_tensor_of_another_shape_or_name_is_refused(served: Served, models: An
     turned = [(name, tensor.T if "k_proj" in name else tensor) for name, tensor in new.weights()]
     assert "was sent with shape" in served.hand_over(turned)["failure"]
     renamed = [(name.replace("mlp", "moe"), tensor) for name, tensor in new.weights()]
-    assert "the model that vLLM loaded has no model.layers.0.moe" in served.hand_over(renamed)["failure"]
+    assert "the model folder has no model.layers.0.moe" in served.hand_over(renamed)["failure"]
     assert served.gap(old) < TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""Requests that vLLM would serve otherwise than asked are refused; its answers are read with care."""
+"""vLLM's answers are read with care."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,35 +8,11 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet_vllm.sampling import completion, longest, spans
+from whet_vllm.sampling import completion, spans
 
 
 def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:
     return Request("r1", np.full(length, token, np.int64), Sampling(**sampling), 0)
-
-
-def test_a_completion_ends_at_the_longest_sequence() -> None:
-    assert longest(request(max_tokens=10), 256, 384) == 10
-    assert longest(request(length=250, max_tokens=10), 256, 384) == 6
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (request(length=0), "request r1 has an empty prompt"),
-        (request(max_tokens=0), "asks for 0 tokens"),
-        (request(token=384), "a token outside the vocabulary of 384"),
-        (request(token=-1), "a token outside the vocabulary"),
-        (
-            request(length=256),
-            "a prompt of 256 tokens, which leaves no room in the engine's 256; raise generator.max_context",
-        ),
-        (request(temperature=0.004), r"temperature 0\.004; vLLM's lowest but 0 is 0\.01"),
-    ],
-)
-def test_a_request_that_cannot_be_served_as_asked_is_refused(asked: Request, message: str) -> None:
-    with pytest.raises(WhetError, match=message):
-        longest(asked, 256, 384)
 
 
 def span(version: str, start: int) -> Any:

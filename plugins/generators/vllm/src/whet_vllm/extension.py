@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from whet.errors import RefitError, in_words
 from whet.refit.handover import receive
 from whet.refit.link import Link
+from whet.refit.whole import EMBEDDING, HEAD, check_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
-from whet_vllm.completeness import EMBEDDING, HEAD, check_whole, stored_shapes
 
 log = logging.getLogger("vllm.whet")
 

@@ -20,13 +20,9 @@ def whet_generators() -> Iterable[Component]:
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Look for arguments that the engine does not have, and for more GPUs than a rank can have."""
-    from whet_vllm.arguments import installed_arguments, problems
+    from whet_vllm.arguments import PASSTHROUGH, installed_arguments
 
     chosen = config.generator.config if config.generator is not None else None
     if not isinstance(chosen, VllmConfig):
         return []
-    found = list(problems(chosen, installed_arguments()))
-    if chosen.tensor_parallel > 1 and config.cluster.gpus.get("generator"):
-        message = f"is {chosen.tensor_parallel}, and a rank has one GPU; wanted 1, with a replica for each GPU"
-        found.append(Problem("generator.tensor_parallel", message))
-    return found
+    return PASSTHROUGH.problems(config, chosen.engine, chosen.tensor_parallel, installed_arguments())

@@ -12,28 +12,6 @@ LOWEST_TEMPERATURE = 0.01
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def longest(request: Request, max_length: int, vocab_size: int) -> int:
-    """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served."""
-    length, sampling = len(request.tokens), request.sampling
-    if length == 0:
-        raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
-    if sampling.max_tokens < 1:
-        raise WhetError(f"request {request.id} asks for {sampling.max_tokens} tokens, wanted at least 1")
-    if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
-        raise WhetError(f"request {request.id} has a token outside the vocabulary of {vocab_size}")
-    if length >= max_length:
-        raise WhetError(
-            f"request {request.id} has a prompt of {length} tokens, which leaves no room in the engine's {max_length}; "
-            "raise generator.max_context, or shorten the prompt"
-        )
-    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-        raise WhetError(
-            f"request {request.id} asks for temperature {sampling.temperature:g}; vLLM's lowest but 0 is "
-            f"{LOWEST_TEMPERATURE}"
-        )
-    return min(sampling.max_tokens, max_length - length)
-
-
 def sampling_params(request: Request, limit: int) -> Any:
     """Give vLLM's `SamplingParams`: nothing ends a completion but what the request names, and its limit."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams

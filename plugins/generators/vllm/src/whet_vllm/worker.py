@@ -27,8 +27,9 @@ from whet.errors import RefitError, WhetError
 from whet.interfaces.generator import Running
 from whet.refit.link import Link
 from whet.refit.manifest import await_manifests
+from whet.rollout.limits import completion_limit
 from whet_vllm.engine import Engine, check_installed
-from whet_vllm.sampling import completion, longest, nothing_yet, sampling_params
+from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, nothing_yet, sampling_params
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -151,7 +152,7 @@ class Worker:
             self._tasks.pop(request.id, None)
 
     async def _ask(self, request: Request) -> Completion:
-        limit = longest(request, self._engine.max_length, self._engine.vocab_size)
+        limit = completion_limit(request, self._engine.max_length, self._engine.vocab_size, "vLLM", LOWEST_TEMPERATURE)
         self._waiting.add(request.id)
         try:
             while not self._gate.is_set():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from whet.errors import RefitError
-from whet_vllm.completeness import Shape, check_whole, stored_shapes
+from whet.refit.whole import Shape, check_whole, stored_shapes
 
 STORED: dict[str, Shape] = {
     "model.embed_tokens.weight": (384, 64),
@@ -57,7 +57,7 @@ def test_an_untied_output_layer_must_come() -> None:
 
 
 def test_what_the_model_has_not_is_refused() -> None:
-    with pytest.raises(RefitError, match=r"the model that vLLM loaded has no model\.layers\.1\.x, but that was sent"):
+    with pytest.raises(RefitError, match=r"the model folder has no model\.layers\.1\.x, but that was sent"):
         check_whole([*STORED.items(), ("model.layers.1.x", (1,))], STORED, tied=True)
     with pytest.raises(RefitError, match="was sent twice"):
         check_whole([*STORED.items(), *STORED.items()], STORED, tied=True)

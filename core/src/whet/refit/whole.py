@@ -1,7 +1,7 @@
-"""What a hand-over must hold: every tensor of the model folder, in its shape, and nothing else.
+"""What a hand-over must hold for an engine: every tensor of the model folder, in its shape, and nothing else.
 
-vLLM itself does not see to that: it keeps the old weights of a layer that was not sent, makes numbers up for the rest
-of a fused one, and takes `lm_head.weight` alone for a success.
+Engines do not see to that themselves: they keep the old weights of a layer that was not sent, make numbers up for the
+rest of a fused one, or take `lm_head.weight` alone for a success.
 """
 
 import json
@@ -42,7 +42,7 @@ def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], 
         seen[name] = shape
     free = {name for name in {*stored, *seen} if name.endswith(DERIVED) or (tied and name.endswith(HEAD))}
     if unknown := sorted(seen.keys() - stored.keys() - free):
-        raise RefitError(f"the model that vLLM loaded has no {_listed(unknown)}, but that was sent")
+        raise RefitError(f"the model folder has no {_listed(unknown)}, but that was sent")
     if missing := sorted(stored.keys() - seen.keys() - free):
         raise RefitError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
 

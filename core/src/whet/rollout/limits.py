@@ -1,0 +1,39 @@
+"""How long a completion may become, and which requests no engine can serve."""
+
+from whet.data.records import Request
+from whet.errors import WhetError
+
+
+def context_length(own: int, asked: int, most: int) -> int:
+    """Say how long a sequence may become, 0 where the engine decides; each is 0 where unknown.
+
+    own: as the generator is set; asked: the longest of the run; most: what the model was made for.
+    """
+    return min((limit for limit in (own, asked, most) if limit), default=0)
+
+
+def completion_limit(
+    request: Request, max_length: int, vocab_size: int, engine: str, lowest_temperature: float = 0.0
+) -> int:
+    """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served.
+
+    max_length: of prompt and completion; lowest_temperature: the least that the engine keeps to, but for 0.
+    """
+    length, sampling = len(request.tokens), request.sampling
+    if length == 0:
+        raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
+    if sampling.max_tokens < 1:
+        raise WhetError(f"request {request.id} asks for {sampling.max_tokens} tokens, wanted at least 1")
+    if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < vocab_size:
+        raise WhetError(f"request {request.id} has a token outside the vocabulary of {vocab_size}")
+    if length >= max_length:
+        raise WhetError(
+            f"request {request.id} has a prompt of {length} tokens, which leaves no room in the engine's {max_length}; "
+            "raise generator.max_context, or shorten the prompt"
+        )
+    if 0 < sampling.temperature < lowest_temperature:
+        raise WhetError(
+            f"request {request.id} asks for temperature {sampling.temperature:g}; {engine}'s lowest but 0 is "
+            f"{lowest_temperature:g}"
+        )
+    return min(sampling.max_tokens, max_length - length)
