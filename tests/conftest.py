@@ -41,10 +41,10 @@ class Ended:
 def whet() -> Callable[..., Ended]:
     """Run `whet` with arguments, in a folder if one is given."""
 
-    def run(*arguments: object, folder: Path | None = None, python: Path | None = None) -> Ended:
+    def run(*arguments: object, folder: Path | None = None, python: Path | None = None, seconds: float = 120) -> Ended:
         command = [str(python or sys.executable), "-m", "whet.cli", *map(str, arguments)]
         begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds, check=False)
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
     return run

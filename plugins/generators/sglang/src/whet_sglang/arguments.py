@@ -1,0 +1,130 @@
+"""SGLang's own arguments: what this plugin sets, and which others the installed engine knows, without importing it."""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.config.passthrough import Passthrough
+from whet.model import ModelInfo, has_tokenizer
+from whet.rollout.limits import context_length
+from whet_sglang.config import SglangConfig
+
+if TYPE_CHECKING:
+    from whet.cluster.slices import Site
+
+CPU_CACHE_GIB = 1.0
+"""Of keys and values where nothing is said: of a CPU's memory the engine would otherwise take a share of all."""
+CPU_BATCH = 64
+CPU_MEMORY_FRACTION = 0.9
+"""Of what is free, which caps the cache; what is said in bytes is less."""
+KEPT_POSITIONS = 6
+"""Of its context the engine gives a prompt so many fewer."""
+SWITCH = "WHET_SGLANG"
+"""Environment variable of whet's own engines, which alone are hooked into."""
+LOADER = "whet_sglang.extension.load"
+"""SGLang calls it with what comes by `update_weights_from_tensor`."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+PASSTHROUGH = Passthrough(
+    engine="SGLang",
+    listed_by="`python -m sglang.launch_server --help`",
+    ours={
+        "model_path": "model.path",
+        "tokenizer_path": "model.path",
+        "trust_remote_code": "model.trust_remote_code",
+        "random_seed": "run.seed",
+        "dtype": "generator.dtype",
+        "context_length": "generator.max_context",
+        "max_running_requests": "generator.max_batch",
+        "mem_fraction_static": "generator.memory_fraction",
+        "max_total_tokens": "generator.cache_gib",
+        "tp_size": "generator.tensor_parallel",
+        "disable_cuda_graph": "generator.eager",
+        "disable_radix_cache": "generator.prefix_caching",
+        "dp_size": "cluster.ranks",
+        "device": "cluster.gpus",
+    },
+    fixed={
+        "custom_weight_loader": "it is how weights come in",
+        "weight_version": "it says which weights made a token",
+        "preferred_sampling_params": "how to sample is what a request says",
+        "allow_auto_truncate": "a prompt is served whole or refused",
+        "skip_tokenizer_init": "it follows from whether the model folder has a tokenizer",
+        "enable_memory_saver": "it follows from where the generator runs",
+        "enable_weights_cpu_backup": "it follows from where the generator runs",
+        "tokenizer_worker_num": "one process asks the engine",
+        "skip_server_warmup": "there is no server",
+    },
+)
+INSTALL = "pip install 'whet-sglang[gpu]'; for a machine without a GPU see the README of whet-sglang"
+
+
+def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[str, Any]:
+    """Give the arguments of SGLang's engine for a rank on a device, as builtins."""
+    on_cpu, model = device == "cpu", site.model
+    length = context_length(config.max_context, site.max_context, model.max_positions)
+    known = {
+        "context_length": _with_kept_positions(length, model.max_positions),
+        "max_running_requests": config.max_batch or (CPU_BATCH if on_cpu else None),
+        "max_total_tokens": cache_tokens(config, model, on_cpu),
+        "attention_backend": "torch_native" if on_cpu else None,
+        "sleep_on_idle": True if on_cpu else None,  # else a core is busy with waiting
+    }
+    return {
+        "model_path": str(Path(model.path).absolute()),
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.dtype if config.dtype == "model" else config.dtype,
+        "random_seed": site.seed % 2**31,
+        "device": device,
+        "mem_fraction_static": CPU_MEMORY_FRACTION if on_cpu else config.memory_fraction,
+        "tp_size": config.tensor_parallel,
+        "disable_cuda_graph": on_cpu if config.eager is None else config.eager,
+        "disable_radix_cache": not config.prefix_caching,
+        "enable_memory_saver": not on_cpu,
+        "enable_weights_cpu_backup": not on_cpu,
+        "skip_tokenizer_init": not has_tokenizer(model.path),
+        "skip_server_warmup": True,
+        "custom_weight_loader": [LOADER],
+        "log_level": "warning",
+        **{name: value for name, value in known.items() if value is not None},
+        **config.engine,
+    }
+
+
+def cache_tokens(config: SglangConfig, model: ModelInfo, on_cpu: bool) -> int | None:
+    """Say how many tokens' keys and values the cache may hold; None: the engine decides."""
+    gib = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
+    if gib is None or not model.token_cache_bytes:
+        return None
+    dtype = model.dtype if config.dtype == "model" else config.dtype
+    return max(1, int(gib * 2**30) // (model.token_cache_bytes * DTYPE_BYTES[dtype] // 4))
+
+
+def _with_kept_positions(length: int, most: int) -> int | None:
+    longer = length + KEPT_POSITIONS
+    return (min(longer, most) if most else longer) if length else None
+
+
+def is_installed() -> bool:
+    """Whether this interpreter can import SGLang; nothing is imported."""
+    return importlib.util.find_spec("sglang") is not None
+
+
+@functools.cache
+def installed_arguments() -> frozenset[str]:
+    """Read the names of the installed engine's arguments from its source; empty where it is not here."""
+    spec = importlib.util.find_spec("sglang")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    files = [file for folder in folders for file in Path(folder).glob("srt/arg_groups/fields/*.py")]
+    return frozenset(name for file in files for name in _fields(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def _fields(module: ast.Module) -> Iterator[str]:
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield line.target.id

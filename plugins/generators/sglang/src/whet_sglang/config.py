@@ -1,0 +1,31 @@
+"""The config section of the generator `sglang`."""
+
+from typing import Any, Literal
+
+from attrs import Factory, field, frozen, validators
+
+
+@frozen
+class SglangConfig:
+    """Generates with SGLang, one engine for each rank."""
+
+    dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
+    """Of the weights and the forward pass; `model`: as `model.dtype` says."""
+    max_context: int = field(default=0, validator=validators.ge(0))
+    """Longest sequence in tokens, prompt and completion; 0: the longest that the run asks for, and no more than the
+    model was made for, of which SGLang keeps six for itself."""
+    max_batch: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    """Sequences decoded together, for each rank; null: the engine's own default, on a CPU 64. Others wait."""
+    memory_fraction: float = field(default=0.85, validator=[validators.gt(0), validators.le(1)])
+    """Share of a GPU's memory for weights and cache. Not read on a CPU."""
+    cache_gib: float | None = field(default=None, validator=validators.optional(validators.gt(0)))
+    """The most memory for keys and values, for each rank; null: what `memory_fraction` leaves, on a CPU 1."""
+    tensor_parallel: int = field(default=1, validator=validators.ge(1))
+    """Processes over which one engine spreads the model. A rank has one GPU so far, so more than 1 is for CPUs."""
+    eager: bool | None = None
+    """Whether the model runs as it is written, without CUDA graphs; null: on CPUs, which have none."""
+    prefix_caching: bool = True
+    """Whether keys and values of a prompt's beginning are shared among the requests that have it."""
+    engine: dict[str, Any] = Factory(dict)
+    """Any other argument of SGLang's engine by its own name, e.g. `{chunked_prefill_size: 8192}`; those that are not
+    the installed engine's are refused."""

@@ -1,0 +1,28 @@
+"""What this plugin offers."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from whet import hookimpl
+from whet.component import Component, Problem
+from whet_sglang.config import SglangConfig
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+
+
+@hookimpl
+def whet_generators() -> Iterable[Component]:
+    """Offer the generator that runs SGLang's engine."""
+    return [Component("sglang", SglangConfig, "whet_sglang.generator:SglangGenerator", facts="whet_sglang.facts:facts")]
+
+
+@hookimpl
+def whet_check_config(config: "Config") -> Iterable[Problem]:
+    """Look for arguments that the engine does not have, and for more GPUs than a rank can have."""
+    from whet_sglang.arguments import PASSTHROUGH, installed_arguments
+
+    chosen = config.generator.config if config.generator is not None else None
+    if not isinstance(chosen, SglangConfig):
+        return []
+    return PASSTHROUGH.problems(config, chosen.engine, chosen.tensor_parallel, installed_arguments())

@@ -1,0 +1,76 @@
+"""Between whet's records and SGLang's: how a request is asked for, and what its output says."""
+
+from typing import Any
+
+import numpy as np
+
+from whet.data.records import Completion, Request, Stop
+from whet.errors import WhetError
+
+LOWEST_TEMPERATURE = 1e-5
+"""Below, SGLang takes the likeliest token, with its logprob at temperature 1."""
+STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
+BROKEN = "NaN happened"
+"""What SGLang calls the match of a token outside the vocabulary, which it replaces by a stop token."""
+
+
+def sampling_params(request: Request, limit: int) -> dict[str, Any]:
+    """Give SGLang's sampling parameters: nothing ends a completion but what the request names, and its limit."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "sampling_seed": request.seed % 2**63,
+        "max_new_tokens": limit,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_tokens),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+def completion(request: Request, output: dict[str, Any]) -> Completion:
+    """Make a completion of SGLang's final output. Raises `WhetError` for one that cannot be trusted."""
+    said, meta = f"request {request.id}: SGLang", output["meta_info"]
+    reason = meta["finish_reason"] or {}
+    if reason.get("type") not in STOPS or reason.get("matched") == BROKEN:
+        raise WhetError(f"{said} ended it with {reason}")
+    stop = STOPS[reason["type"]]
+    sampled = meta.get("output_token_logprobs") or []
+    # What is told of an aborted request may end before its last tokens.
+    count = min(len(sampled), len(output["output_ids"])) if stop == "abort" else len(output["output_ids"])
+    tokens = np.array(output["output_ids"][:count], np.int64)
+    if [token for _, token, *_ in sampled[:count]] != tokens.tolist():
+        raise WhetError(f"{said} gave logprobs of {len(sampled)} tokens that are not its {len(tokens)}")
+    logprobs = np.array([logprob for logprob, *_ in sampled[:count]], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise WhetError(
+            f"{said} gave logprobs that are not finite; the weights may have diverged: look at grad_norm and lower the "
+            "learning rate"
+        )
+    # Rounding may leave the likeliest token a hair above certainty.
+    return Completion(request.id, tokens, np.minimum(logprobs, np.float32(0)), stop, spans(meta, count))
+
+
+def spans(meta: dict[str, Any], count: int) -> tuple[tuple[int, int], ...]:
+    """Turn SGLang's spans of weights into (first token, version); `default` are those that were loaded."""
+    if not count:
+        return ()
+    found = meta.get("weight_versions")
+    if not found:
+        raise WhetError("SGLang says of no token which weights made it; wanted SGLang 0.5.23 or later")
+    versions = [(int(span["start"]), version_number(span["version"])) for span in found if span["start"] < count]
+    return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
+
+
+def version_number(label: str) -> int:
+    """Read the version from the engine's name for it."""
+    return 0 if label == "default" else int(label)
+
+
+def nothing_yet(id_: str) -> Completion:
+    """Make the completion of a request that was aborted before it began."""
+    return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())

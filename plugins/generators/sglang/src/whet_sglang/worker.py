@@ -1,0 +1,130 @@
+"""The worker: starts a process in which SGLang's engine lives, passes on what is asked of it, and says why it died.
+
+worker      the generator's own process, which others may share
+process     `whet_sglang.process`: SGLang's engine, which ends the process that it is in, with all its children,
+            when one of its parts fails, and when it is closed
+scheduler, detokenizer      SGLang's own
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.cluster.host import give_up
+from whet.cluster.local import LocalCluster
+from whet.cluster.slices import WorkerRank
+from whet.cluster.words import causes
+from whet.config.sections import DeadlinesSection
+from whet.data.records import Completion, Request
+from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
+from whet.interfaces.generator import Running
+from whet.refit.link import Link
+from whet_sglang.arguments import INSTALL, PASSTHROUGH, SWITCH, installed_arguments, is_installed
+
+Outcome = Completion | tuple[str, str]
+"""A completion, or (id, why the request cannot be served)."""
+
+LONG = 1e7
+DEADLINES = DeadlinesSection(start=LONG, generate=LONG, refit=LONG)
+"""Who asks this worker has deadlines."""
+ENVIRONMENT = {
+    SWITCH: "1",
+    "HF_HUB_OFFLINE": "1",
+    "SPT_NOENV": "1",  # else a process that renames itself loses the mark by which it is found
+}
+
+
+class Worker:
+    """One engine."""
+
+    def __init__(
+        self,
+        rank: WorkerRank,
+        *,
+        arguments: Mapping[str, Mapping[str, Any]],
+        engine: Mapping[str, Any],
+        scratch: str,
+    ) -> None:
+        if not is_installed():
+            raise WhetError(f"the generator `sglang` finds no SGLang; {INSTALL}")
+        if wrong := list(PASSTHROUGH.wrong(engine, installed_arguments())):
+            raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
+        self._on_gpu = rank.device != "cpu"
+        name = f"sglang-{rank.role}-{rank.rank}"
+        self._log = Path(scratch) / f"{name}-0.log"
+        self._log.unlink(missing_ok=True)
+        self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=_environment(self._on_gpu))
+        try:
+            chosen = dict(arguments["cuda" if self._on_gpu else "cpu"])
+            place = self._cluster.slice(name, threads=rank.threads)
+            self._engine = place.spawn(
+                "whet_sglang.process:Process",
+                {"arguments": chosen, "receiver": rank.rank, "reports": str(self._log.with_suffix(".reports"))},
+            )
+        except BaseException as error:
+            self._cluster.close()
+            if isinstance(error, WorkerError):
+                raise WhetError(f"SGLang did not start with generator's settings. {self._said(error)}") from error
+            raise
+
+    async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
+        """Have requests served; yield outcomes as they come, together what has come together."""
+        try:
+            async for outcomes in self._engine.stream(0, "generate", requests, phase="generate"):
+                yield outcomes
+        except WorkerError as error:
+            raise self._failure(error) from error
+
+    async def abort(self, ids: list[str]) -> AsyncIterator[None]:
+        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
+        await self._ask("abort", ids)
+        yield None
+
+    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+        """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
+        try:
+            await self._ask("receive_weights", link, version, running)
+        except WhetError as error:
+            raise RefitError(str(error)) from error
+
+    async def sleep(self) -> None:
+        """Give a GPU's memory back."""
+        if self._on_gpu:
+            await self._ask("sleep")
+
+    async def wake(self) -> None:
+        """Take it again."""
+        if self._on_gpu:
+            await self._ask("wake")
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._engine.close()
+        self._cluster.close()
+
+    async def _ask(self, method: str, *args: Any) -> None:
+        try:
+            await asyncio.to_thread(self._engine.call, method, *args)
+        except WorkerError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: WorkerError) -> WhetError:
+        """Give what it said, or end with it where it is lost."""
+        if not isinstance(error, WorkerLost):
+            return WhetError(error.cause)
+        words = f"SGLang's engine has died. {self._said(error)}"
+        give_up(words)
+        return WhetError(words)
+
+    def _said(self, error: WorkerError) -> str:
+        found = causes(self._log)
+        return f"Its last words:\n{found}" if found and isinstance(error, WorkerLost) else f"It said:\n{error.cause}"
+
+
+def _environment(on_gpu: bool) -> dict[str, str]:
+    """Give the environment variables of the engine, where nobody has set them."""
+    found = {**ENVIRONMENT, **({} if on_gpu else {"SGLANG_USE_CPU_ENGINE": "1"})}
+    kept = {name: os.environ[name] for name in (*found, "CUDA_VISIBLE_DEVICES") if name in os.environ}
+    return {**found, **kept}

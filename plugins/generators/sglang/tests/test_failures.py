@@ -1,0 +1,107 @@
+"""What an engine does not survive, or refuses to begin with, is said in its own words, and nothing of it is left."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from whet.cluster.local import LocalCluster
+from whet.config.sections import DeadlinesSection
+from whet.data.records import Request, Sampling
+from whet.errors import WorkerError, WorkerLost
+from whet.testing.processes import descendants
+from whet.testing.site import make_site
+from whet_sglang.arguments import is_installed
+from whet_sglang.config import SglangConfig
+from whet_sglang.generator import SglangGenerator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not is_installed(), reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
+    pytest.mark.usefixtures("no_orphans"),
+]
+
+Make = Callable[..., SglangGenerator]
+
+
+@pytest.fixture
+def make(tmp_path: Path, tiny_models: Any) -> Iterator[Make]:
+    """Start a generator on a worker process of its own."""
+    opened: list[Any] = []
+
+    def made(generate_seconds: float = 60.0, **settings: Any) -> SglangGenerator:
+        deadlines = evolve(DeadlinesSection(), generate=generate_seconds)
+        cluster = LocalCluster(tmp_path / "logs", deadlines=deadlines)
+        opened.append(cluster)
+        site = make_site(tmp_path, "generator", tiny_models(), cluster.slice("generator", size=1))
+        generator = SglangGenerator(SglangConfig(**{"cache_gib": 0.0625, **settings}), site)
+        opened.append(generator)
+        return generator
+
+    yield made
+    for thing in reversed(opened):
+        thing.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": {"attention_backend": "nonsense"}}, "nonsense"),
+        ({"engine": {"page_sise": 4}}, "generator.engine.page_sise is no argument of the installed SGLang"),
+        ({"engine": {"max_prefill_tokens": 8, "mem_fraction_static": 0.1}}, "is set by `generator.memory_fraction`"),
+    ],
+    ids=["refused", "no such argument", "set elsewhere"],
+)
+def test_an_engine_that_does_not_start_says_why(make: Make, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkerError, match="generator rank 0 failed in start") as raised:
+        make(**settings)
+    assert said in raised.value.cause
+    assert "Traceback" not in raised.value.cause
+    assert len(raised.value.cause.splitlines()) < 20
+
+
+def scheduler() -> int:
+    """Find the process of the engine's scheduler."""
+    found = [p.pid for p in descendants() if b"sglang::scheduler" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+    assert len(found) == 1, descendants()
+    return found[0]
+
+
+async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[BaseException, float]:
+    """Have the scheduler struck while it serves; give what came of it, and after how many seconds."""
+
+    def request(id_: str, most: int) -> Request:
+        return Request(id_, np.array([5, 6, 7]), Sampling(max_tokens=most), 0)
+
+    await generator.generate(request("first", 8))
+    task = asyncio.create_task(generator.generate(request("second", 240)))
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    os.kill(scheduler(), number)
+    begin = time.monotonic()
+    (found,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(found, BaseException), "it was served by an engine that had been struck"
+    return found, time.monotonic() - begin
+
+
+def test_an_engine_that_is_killed_is_a_lost_worker(make: Make) -> None:
+    found, seconds = asyncio.run(struck(make(), signal.SIGKILL))
+    assert isinstance(found, WorkerLost)
+    assert "SGLang's engine has died" in found.last_words
+    assert "crashed with exit code -9" in found.last_words
+    assert seconds < 30
+
+
+def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(make: Make) -> None:
+    found, seconds = asyncio.run(struck(make(generate_seconds=10.0), signal.SIGSTOP))
+    assert isinstance(found, WorkerLost)
+    assert "generate" in str(found)
+    assert 4 < seconds < 60

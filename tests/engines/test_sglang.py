@@ -1,0 +1,92 @@
+"""GRPO with SGLang as the sampler, as people run it: on one machine and on Ray, and with what goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from whet.testing.processes import descendants
+from whet_sglang.arguments import is_installed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("no_orphans"),
+    pytest.mark.skipif(not is_installed(), reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
+]
+
+GENERATOR = {"use": "sglang", "cache_gib": 0.125}
+
+
+def metrics(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rollout"),
+    [({"share": []}, {"max_staleness": 1, "running": "keep"}), ({"launcher": "ray"}, {})],
+    ids=["local, a step apart", "ray"],
+)
+def test_grpo_learns_and_sampler_and_trainer_agree_on_every_step(tmp_path, small_run, whet, cluster, rollout):
+    if cluster.get("launcher") == "ray":
+        pytest.importorskip("ray")
+    config = small_run(
+        tmp_path,
+        run={"folder": str(tmp_path / "run"), "steps": 30},
+        algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 8},
+        generator=GENERATOR,
+        rollout={"max_tokens": 12, **rollout},
+        cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
+    )
+    done = whet("run", config, seconds=600)
+    assert done.code == 0, done.errors
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 30
+    if "max_staleness" not in rollout:
+        assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1, rewards
+    assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+
+
+def until(seen: Callable[[], bool], what: str) -> None:
+    """Wait for something to be so."""
+    deadline = time.monotonic() + 400
+    while not seen():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.2)
+
+
+def scheduler() -> int:
+    """Give the process of the engine's scheduler; 0 where there is none."""
+    return next((p.pid for p in descendants() if "sglang::scheduler" in p.command), 0)
+
+
+def test_a_killed_engine_is_replaced_with_the_current_weights_and_none_outlives_a_killed_driver(tmp_path, small_run):
+    config = small_run(
+        tmp_path,
+        run={"folder": str(tmp_path / "run"), "steps": 4000},
+        generator=GENERATOR,
+        rollout={"max_tokens": 64},
+        cluster={"threads": {"backend": 1, "generator": 1}, "share": []},
+    )
+    command, run = [sys.executable, "-m", "whet.cli", "run", str(config)], tmp_path / "run"
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: len(metrics(run)) > 1, "a step")
+        os.kill(first := scheduler(), signal.SIGKILL)
+        until(lambda: scheduler() not in (0, first), "another engine")
+        seen = len(metrics(run))
+        until(lambda: len(metrics(run)) > seen + 3, "a step of another engine")
+        assert all(row["logprob_gap/max"] < 1e-4 for row in metrics(run)), "it goes on with old weights"
+    finally:
+        process.kill()
+        process.wait()
