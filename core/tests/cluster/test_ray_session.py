@@ -1,5 +1,7 @@
 """Sessions of one process that follow each other or overlap. In a module of its own, since each starts and ends Ray."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -55,3 +57,18 @@ def test_a_session_waits_for_the_end_of_the_ray_before(
     time.sleep(2.0)
     assert [node.id != before for node in second.nodes] == [True]
     assert second.ends_ray
+
+
+def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        session = RaySession()
+        opened.append(session)
+        session.wait(120.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        session.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM, signal.SIGTERM]

@@ -7,15 +7,18 @@ Ray is started with what would otherwise bite: always `address="local"` or a pro
 dashboard, no usage statistics, no output of workers in the terminal, and a folder whose name is short enough.
 """
 
+import ctypes
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -150,7 +153,8 @@ class _Connection:
             self._ready.set_result(None)
             return
         try:
-            self._start() if self.local else self._join()
+            with _own_sigterm():
+                self._start() if self.local else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
         except BaseException as error:
             self._ready.set_exception(
@@ -159,7 +163,8 @@ class _Connection:
         else:
             self._ready.set_result(None)
             self._leaving.wait()
-        ray.shutdown()
+        with _own_sigterm():
+            ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             watchdog().release("folder", str(self._folder))
@@ -232,6 +237,21 @@ def _set_variables(own: bool) -> None:
     if own and not chosen and "ray" not in sys.modules:
         # By default it would write a token to the home folder, and say so on every start.
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Leave it to this process what SIGTERM does. Ray has it print a stack and abort, and when it ends, kill at once.
+
+    Python sets handlers in its main thread alone; this is any thread's.
+    """
+    sigaction = ctypes.CDLL(None).sigaction
+    kept = ctypes.create_string_buffer(1024)  # more than any system's `struct sigaction`
+    sigaction(signal.SIGTERM, None, kept)
+    try:
+        yield
+    finally:
+        sigaction(signal.SIGTERM, kept, None)
 
 
 def _restore(name: str, value: str | None) -> None:
