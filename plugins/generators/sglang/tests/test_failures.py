@@ -1,8 +1,10 @@
 """What an engine does not survive, or refuses to begin with, is said in its own words, and nothing of it is left."""
 
 import asyncio
+import glob
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,10 +57,11 @@ def make(tmp_path: Path, tiny_models: Any) -> Iterator[Make]:
     ("settings", "said"),
     [
         ({"engine": {"attention_backend": "nonsense"}}, "nonsense"),
+        ({"cache_gib": 1e-4}, "the KV cache has room for"),
         ({"engine": {"page_sise": 4}}, "generator.engine.page_sise is no argument of the installed SGLang"),
         ({"engine": {"max_prefill_tokens": 8, "mem_fraction_static": 0.1}}, "is set by `generator.memory_fraction`"),
     ],
-    ids=["refused", "no such argument", "set elsewhere"],
+    ids=["refused", "no room for one sequence", "no such argument", "set elsewhere"],
 )
 def test_an_engine_that_does_not_start_says_why(make: Make, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(WorkerError, match="generator rank 0 failed in start") as raised:
@@ -69,10 +72,20 @@ def test_an_engine_that_does_not_start_says_why(make: Make, settings: dict[str, 
 
 
 def scheduler() -> int:
-    """Find the process of the engine's scheduler."""
-    found = [p.pid for p in descendants() if b"sglang::scheduler" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
-    assert len(found) == 1, descendants()
-    return found[0]
+    """Find the process of the engine's scheduler; 0: there is none yet."""
+    return next((p.pid for p in descendants() if "sglang::scheduler" in p.command), 0)
+
+
+def test_an_engine_that_is_killed_for_its_memory_while_it_starts_says_so(make: Make) -> None:
+    def strike() -> None:
+        while not (found := scheduler()):
+            time.sleep(0.05)
+        os.kill(found, signal.SIGKILL)  # as the kernel does
+
+    threading.Thread(target=strike, daemon=True).start()
+    with pytest.raises(WorkerError, match="generator rank 0 failed in start") as raised:
+        make()
+    assert "exit code: -9" in raised.value.cause
 
 
 async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[BaseException, float]:
@@ -85,6 +98,7 @@ async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[Ba
     task = asyncio.create_task(generator.generate(request("second", 240)))
     await asyncio.sleep(0.1)
     assert not task.done()
+    assert scheduler()
     os.kill(scheduler(), number)
     begin = time.monotonic()
     (found,) = await asyncio.gather(task, return_exceptions=True)
@@ -92,12 +106,17 @@ async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[Ba
     return found, time.monotonic() - begin
 
 
-def test_an_engine_that_is_killed_is_a_lost_worker(make: Make) -> None:
+def test_an_engine_that_is_killed_is_a_lost_worker_and_leaves_nothing_behind(make: Make) -> None:
+    def there() -> set[str]:
+        return {str(file) for folder in ("/dev/shm/sglang_*", "/tmp/whet-*") for file in glob.glob(folder)}
+
+    before = there()
     found, seconds = asyncio.run(struck(make(), signal.SIGKILL))
     assert isinstance(found, WorkerLost)
     assert "SGLang's engine has died" in found.last_words
     assert "crashed with exit code -9" in found.last_words
     assert seconds < 30
+    assert not [file for file in there() - before if "ray" not in file]
 
 
 def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(make: Make) -> None:

@@ -48,12 +48,21 @@ class Process:
         self._folder, self._receiver, self._reports = arguments["model_path"], receiver, Path(reports)
         self._processes = int(arguments["tp_size"])
         config = self._manager.model_config
-        self._max_length, self._vocab_size = int(config.context_len) - KEPT_POSITIONS, int(config.vocab_size)
+        self._max_length, self._vocab_size = int(self._manager.max_req_input_len), int(config.vocab_size)
+        if self._max_length < (wanted := int(config.context_len) - KEPT_POSITIONS):  # else it ends completions early
+            raise WhetError(
+                f"the KV cache has room for {self._max_length} tokens, and a sequence may have {wanted}; raise "
+                "generator.cache_gib, or lower generator.max_context"
+            )
         self._gate, self._arriving = asyncio.Event(), asyncio.Lock()
         self._gate.set()
         self._asked: dict[str, _Asked] = {}
         self._broken = ""
         """Why the weights are a mixture that must not be used; empty: they are whole."""
+
+    def leavings(self) -> list[str]:
+        """Name the shared memory that SGLang leaves behind where it is killed, which is how it ends."""
+        return [str(file) for file in Path("/dev/shm").glob(f"sglang_loads_{self._engine.port_args.instance_id}_*")]
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
         """Have requests served; yield outcomes as they come, together what has come together."""

@@ -8,6 +8,8 @@ scheduler, detokenizer      SGLang's own
 
 import asyncio
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from whet.cluster.host import give_up
 from whet.cluster.local import LocalCluster
 from whet.cluster.slices import WorkerRank
+from whet.cluster.watchdog import watchdog
 from whet.cluster.words import causes
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
@@ -55,7 +58,11 @@ class Worker:
         name = f"sglang-{rank.role}-{rank.rank}"
         self._log = Path(scratch) / f"{name}-0.log"
         self._log.unlink(missing_ok=True)
-        self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=_environment(self._on_gpu))
+        self._leavings: list[str] = []
+        self._temporary = tempfile.mkdtemp(prefix="whet-")  # short, as names of sockets must be
+        watchdog().guard("folder", self._temporary)
+        environment = {**_environment(self._on_gpu), "TMPDIR": self._temporary}
+        self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=environment)
         try:
             chosen = dict(arguments["cuda" if self._on_gpu else "cpu"])
             place = self._cluster.slice(name, threads=rank.threads)
@@ -63,8 +70,9 @@ class Worker:
                 "whet_sglang.process:Process",
                 {"arguments": chosen, "receiver": rank.rank, "reports": str(self._log.with_suffix(".reports"))},
             )
+            (self._leavings,) = self._engine.call("leavings")
         except BaseException as error:
-            self._cluster.close()
+            self._end()
             if isinstance(error, WorkerError):
                 raise WhetError(f"SGLang did not start with generator's settings. {self._said(error)}") from error
             raise
@@ -102,7 +110,14 @@ class Worker:
     def close(self) -> None:
         """End the engine's processes."""
         self._engine.close()
+        self._end()
+
+    def _end(self) -> None:
         self._cluster.close()
+        for file in self._leavings:
+            Path(file).unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)  # which SGLang leaves behind
+        watchdog().release("folder", self._temporary)
 
     async def _ask(self, method: str, *args: Any) -> None:
         try:
@@ -115,6 +130,7 @@ class Worker:
         if not isinstance(error, WorkerLost):
             return WhetError(error.cause)
         words = f"SGLang's engine has died. {self._said(error)}"
+        self._end()
         give_up(words)
         return WhetError(words)
 
