@@ -1,9 +1,10 @@
 """What an engine does not survive, or refuses to begin with, is said in its own words, and nothing of it is left."""
 
 import asyncio
-import glob
 import os
+import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -88,8 +89,13 @@ def test_an_engine_that_is_killed_for_its_memory_while_it_starts_says_so(make: M
     assert "exit code: -9" in raised.value.cause
 
 
-async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[BaseException, float]:
-    """Have the scheduler struck while it serves; give what came of it, and after how many seconds."""
+async def struck(
+    generator: SglangGenerator, number: signal.Signals, memory: list[str] | None = None
+) -> tuple[BaseException, float]:
+    """Have the scheduler struck while it serves; give what came of it, and after how many seconds.
+
+    Which shared memory it had goes to `memory`.
+    """
 
     def request(id_: str, most: int) -> Request:
         return Request(id_, np.array([5, 6, 7]), Sampling(max_tokens=most), 0)
@@ -98,25 +104,31 @@ async def struck(generator: SglangGenerator, number: signal.Signals) -> tuple[Ba
     task = asyncio.create_task(generator.generate(request("second", 240)))
     await asyncio.sleep(0.1)
     assert not task.done()
-    assert scheduler()
-    os.kill(scheduler(), number)
+    process = scheduler()
+    assert process
+    if memory is not None:
+        memory += re.findall(r"/dev/shm/sglang_\S+", Path(f"/proc/{process}/maps").read_text())
+    os.kill(process, number)
     begin = time.monotonic()
     (found,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(found, BaseException), "it was served by an engine that had been struck"
     return found, time.monotonic() - begin
 
 
-def test_an_engine_that_is_killed_is_a_lost_worker_and_leaves_nothing_behind(make: Make) -> None:
-    def there() -> set[str]:
-        return {str(file) for folder in ("/dev/shm/sglang_*", "/tmp/whet-*") for file in glob.glob(folder)}
-
-    before = there()
-    found, seconds = asyncio.run(struck(make(), signal.SIGKILL))
-    assert isinstance(found, WorkerLost)
-    assert "SGLang's engine has died" in found.last_words
-    assert "crashed with exit code -9" in found.last_words
-    assert seconds < 30
-    assert not [file for file in there() - before if "ray" not in file]
+def test_an_engine_that_is_killed_is_a_lost_worker_and_leaves_nothing_behind(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="w") as temporary:  # short, as names of sockets must be
+        monkeypatch.setenv("TMPDIR", temporary)
+        memory: list[str] = []
+        found, seconds = asyncio.run(struck(make(), signal.SIGKILL, memory))
+        assert isinstance(found, WorkerLost)
+        assert "SGLang's engine has died" in found.last_words
+        assert "crashed with exit code -9" in found.last_words
+        assert seconds < 30
+        assert list(Path(temporary).glob("whet-*/*")) == []
+    assert memory, "the trap is there"
+    assert not [file for file in memory if Path(file).exists()]
 
 
 def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(make: Make) -> None:
