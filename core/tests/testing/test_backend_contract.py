@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 from whet.cluster.slices import Site
 from whet.component import Spec
@@ -18,6 +19,7 @@ from whet.errors import CheckpointError
 from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
 from whet.metrics import Metric, mean, merge, total
+from whet.model import write_chat_template
 from whet.refit import handover
 from whet.refit.link import Link
 from whet.testing.contracts.backend import BackendContract
@@ -36,7 +38,7 @@ class PlainBackend:
         self.frozen: Any = AutoModelForCausalLM.from_pretrained(site.model.path, dtype="float32").eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(site.model.path)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.0)
-        self.closed = False
+        self.described, self.closed = site.model, False
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         made = build(loss)
@@ -127,6 +129,7 @@ class PlainBackend:
     def export(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        write_chat_template(self.described, folder)
 
     def sleep(self) -> None:
         pass
@@ -234,6 +237,12 @@ class ForgetsTheTokenizer(PlainBackend):
         self.model.save_pretrained(folder)
 
 
+class ForgetsTheTemplate(PlainBackend):
+    def export(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
 class SendsAPart(PlainBackend):
     def sent(self) -> list[tuple[str, Any]]:
         return super().sent()[:-1]
@@ -270,6 +279,7 @@ MUTANTS: dict[type[PlainBackend], str] = {
     MovingReference: "test_the_reference_stays_what_the_run_started_from",
     ExportsTheStart: "test_an_exported_folder_is_the_same_model_to_transformers",
     ForgetsTheTokenizer: "test_an_exported_folder_is_the_same_model_to_transformers",
+    ForgetsTheTemplate: "test_an_exported_folder_has_the_chat_template_of_the_run",
     SendsAPart: "test_weights_handed_over_are_the_whole_policy",
     SendsTheStart: "test_weights_handed_over_are_the_whole_policy",
     ClosesOnce: "test_closing_twice_is_safe",
@@ -281,8 +291,9 @@ def test_the_contract_catches(kind: type[PlainBackend], rule: str, tmp_path: Pat
     contract, test = Plain(), getattr(Plain, rule)
     count = iter(range(99))
 
-    def fresh(model_folder: Path = tiny_model_folder) -> PlainBackend:
-        return kind(make_site(tmp_path / f"backend-{next(count)}", "backend", model_folder))
+    def fresh(model_folder: Path = tiny_model_folder, chat_template: str = "") -> PlainBackend:
+        site = make_site(tmp_path / f"backend-{next(count)}", "backend", model_folder)
+        return kind(evolve(site, model=evolve(site.model, chat_template=chat_template)))
 
     wanted = inspect.signature(test).parameters
     parts = {"tmp_path": tmp_path, "fresh": fresh, "reference": Reference(tiny_model_folder)}
