@@ -71,8 +71,8 @@ class ReplicatedGenerator:
     def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> Pending:
         """Start to take new weights over a link. Requests that come from now on wait for them.
 
-        `drain` lets those that run end with the old ones; `keep` stops them between two tokens, and computes what they
-        have again with the new ones; `abort` ends them with what they have and `stop="abort"`.
+        `drain` lets those that run end with the old ones; `keep` stops them between two tokens, and they go on with the
+        new ones; `abort` ends them with what they have and `stop="abort"`.
         """
         return self._replicas.receive_weights(link, version, running)
 
