@@ -98,8 +98,8 @@ def trusted(
     """Say which sequences [B] have no token whose gap is wider than `max_token`, and no wider mean than `max_mean`.
 
     Both in nats, without sign; 0: no bound. A veto of tokens with a ratio below 1e-4 is a `max_token` of 9.2.
-    `max_mean_error` bounds the mean of exp(|gap|), which a single token can drive: NeMo RL's
-    `seq_logprob_error_threshold`.
+    `max_mean_error` bounds the mean of the exponential of the gap without its sign, which a single token can drive:
+    NeMo RL's `seq_logprob_error_threshold`.
     """
     size = np.abs(gaps)
     keep = np.ones(len(lengths), np.bool_)

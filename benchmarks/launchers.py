@@ -1,0 +1,62 @@
+"""Measure a GRPO step under the launchers `local` and `ray`, one trainer and one generator with a thread each, in turn.
+
+    python benchmarks/launchers.py       what Ray costs a step, and how long it is from the command to the first one
+
+Both roles have a process of their own. The first steps of each run are left out.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+from grpo_step import START, prepare, rest, run
+
+LAUNCHERS = ("local", "ray")
+
+
+def main() -> None:
+    """Run both in turn and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--skip", type=int, default=3)
+    args = parser.parse_args()
+    prepare()
+    ratios, shares = [], []
+    for number in range(1, args.rounds + 1):
+        seconds, starts = {}, {}
+        for launcher in LAUNCHERS:
+            rows, starts[launcher] = measure(launcher, args.steps)
+            rows = rows[args.skip :]
+            seconds[launcher] = statistics.median(row["seconds/step"] for row in rows)
+        ratios.append(seconds["ray"] / seconds["local"])
+        shares.append(statistics.median(rest(rows)))
+        print(
+            f"round {number}: ray {seconds['ray']:.3f} s/step, local {seconds['local']:.3f} s/step, ratio "
+            f"{ratios[-1]:.3f}; from the command to the end of the first step: {starts['ray']:.1f} s against "
+            f"{starts['local']:.1f} s; under Ray neither forward, backward, optimizer nor generation: {shares[-1]:.1%}",
+            flush=True,
+        )
+    print(f"ratio of a step under Ray to one without, median of {args.rounds} rounds: {statistics.median(ratios):.3f}")
+    print(f"neither forward, backward, optimizer nor generation, median: {statistics.median(shares):.1%}")
+
+
+def measure(launcher: str, steps: int) -> tuple[list[dict[str, float]], float]:
+    """Give the metrics of each step, and the seconds until the end of the first."""
+    folder = Path(f"runs/bench/on-{launcher}")
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.time()
+    run(
+        "whet", "run", "recipes/quickstart-grpo.yaml", f"run.folder={folder}", f"model.path={START}/model",
+        f"run.steps={steps}", "run.save_every=0", "run.export=false", "evaluation.environments=[]", "loggers=[]",
+        f"cluster={{launcher: {launcher}, share: [], threads: {{backend: 1, generator: 1}}}}",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, rows[0]["time"] - began
+
+
+if __name__ == "__main__":
+    main()
