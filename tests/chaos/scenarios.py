@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 from judge import NOISE, ended_faults
-from sitting import SLOWNESS, STEPS, Sitting, Subject
+from sitting import DEADLINE, SLOWNESS, STEPS, Sitting, Subject
 from strikes import PATIENCE
 from victims import Victim, victims
 
@@ -235,11 +235,17 @@ def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
         where = (f"cluster.address={nodes.address}", "cluster.resources={generator: {gen: 1}}")
         sitting = Sitting(subject, 0, *where)
         wait_for(sitting, "backend.train", 3)
+        sitting.process.send_signal(signal.SIGSTOP)  # else it may be over before the node is gone
         with looked() as found:
-            here = [_raylet(victim.pid) for victim in found if victim.name == "generator-0"]
+            (struck,) = (victim.pid for victim in found if victim.name == "generator-0")
         for node in able:
-            if node.all_processes["raylet"][0].process.pid in here:
+            if node.all_processes["raylet"][0].process.pid == _raylet(struck):
                 nodes.remove_node(node, allow_graceful=False)
+                break
+        deadline = time.monotonic() + DEADLINE
+        while Path(f"/proc/{struck}/root").exists() and time.monotonic() < deadline:  # not of a process that has ended
+            time.sleep(0.05)
+        sitting.process.send_signal(signal.SIGCONT)
         faults = ends(sitting, 0) or ended_faults(subject, None)
         if not re.search(r"generator rank 0 was lost in \w+: .*node \S+ \(\w+\) was lost", sitting.said()):
             faults.append(f"said {sitting.said()[-500:]!r}, wanted which node was lost")
