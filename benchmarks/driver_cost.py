@@ -92,7 +92,7 @@ class Stage:
         """Give the next."""
         return Played(self._ends.pop())
 
-    def import_folders(self) -> dict[str, Any]:
+    def import_folders(self, host: Host) -> dict[str, Any]:
         """Give none."""
         return {"path": [], "add": []}
 
