@@ -20,8 +20,6 @@ BARE, BARE_PHASES = (-15, -2), ("starting", "after.closed")
 STARTING = ("starting", "backend.start", "generator.start", "after.opened", "first.refit")
 """Phases in which a lost worker is told at once: the parts have not all been there yet."""
 ENDING = "SIGTERM was ending the run, which continues after its last checkpoint"
-RAY_IS_GONE = "Failed to connect to GCS"
-"""Ray's own words where it ends a driver that could not reach it for a minute."""
 RESTARTS = 3
 BATCHED = ("logprob_gap/mean", "logprob_gap/max")
 """Metrics whose last bits depend on which requests are batched together."""
@@ -45,7 +43,7 @@ def judge(struck: Struck, subject: Subject) -> None:
         struck.outcome = "goes on" if struck.hit else "missed"
     elif to_driver and (struck.code == ENDS.get(act, -9) or (struck.code in BARE and struck.phase in BARE_PHASES)):
         struck.outcome = "ended by it"
-    elif struck.code == 1 and act == "terminate all" and any(words in struck.said for words in (ENDING, RAY_IS_GONE)):
+    elif struck.code == 1 and act == "terminate all" and subject.launcher == "ray" and ENDING in struck.said:
         struck.outcome = "fails"  # Ray's processes end by SIGTERM, and take the workers along
     elif struck.code == 1 and struck.workers:
         struck.outcome = "fails"
@@ -60,8 +58,8 @@ def judge(struck: Struck, subject: Subject) -> None:
 def _error_faults(struck: Struck, subject: Subject) -> list[str]:
     """Check that a failure names one of those who were hit, and was not to be helped."""
     named = NAMED.search(struck.said)
-    if any(name == "gcs_server" for name, _ in struck.workers) and RAY_IS_GONE in struck.said:
-        return []
+    if any(name == "gcs_server" for name, _ in struck.workers) and "Failed to connect to GCS" in struck.said:
+        return []  # Ray itself ends a driver that cannot reach it for a minute, and says so
     if named is None:
         return [f"the error names nobody: {_error(struck.said)}"]
     hit = [subject.roles_beside(name) for name, _ in struck.workers if name[-1].isdigit()]
