@@ -40,6 +40,19 @@ def make(tmp_path, told, done=0, evaluate_every=0, **section):
     return Steps(RunFolder(tmp_path), section, done, evaluate_every, Spans(), told.sinks())
 
 
+def test_what_is_known_of_the_model_as_it_comes_is_one_row_of_step_0(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told, steps=1)
+    steps.log_start({"evaluation/test/reward": mean(0.25)})
+    steps.log_start({"validation/loss": mean(2.0)})
+    for step in steps:
+        step.finish(BATCH)
+    first, second = read_rows(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["evaluation/test/reward"], first["validation/loss"]) == (0, 0.25, 2.0)
+    assert second["step"] == 1 and "validation/loss" not in second
+    assert [step for step, _ in told.logged] == [0, 1]
+
+
 def test_every_step_is_written_with_its_merged_metrics(tmp_path):
     told = Told()
     for step in make(tmp_path, told, steps=2):

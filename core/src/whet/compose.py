@@ -97,7 +97,7 @@ def _sit(parts: Parts) -> Outcome:
     folder = Path(config.run.folder)
     if steps.done < config.run.steps:
         if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
-            steps.record(0, parts.evaluate(0))
+            steps.log_start(parts.evaluate(0))
         try:
             parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
         except Interrupted:

@@ -96,6 +96,7 @@ class Steps:
         self._saved = done
         self._interruptible, self._saving = False, False
         self._began = time.perf_counter()
+        self._before: dict[str, Metric] = {}
         self._listening = ExitStack()
 
     def is_last(self, number: int) -> bool:
@@ -105,6 +106,8 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         with self._listening:
             self._listening.enter_context(_on_signals(self._stop))
+            if self._before:
+                self._record(0, self._before)
             while self.done < self._section.steps and self.stopped_by is None:
                 self._began = time.perf_counter()
                 number = self.done + 1
@@ -113,6 +116,10 @@ class Steps:
                 if self.done != number:
                     raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
             self.save_now()
+
+    def log_start(self, metrics: Mapping[str, Metric]) -> None:
+        """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
+        self._before = merging.merge([self._before, metrics])
 
     def close(self) -> None:
         """Take no more signals. An error that left the loop may keep it alive for long, by its traceback."""
@@ -125,13 +132,13 @@ class Steps:
         consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
             merged = merging.merge([merged, self._sinks.evaluate(number)])
-        self.record(number, merged, batch.tokens)
+        self._record(number, merged, batch.tokens)
         self.done = number
         self._run.journal("step", step=number, **consumed)
         if step.due(section.save_every):
             self._save()
 
-    def record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
+    def _record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
         """Write a step's metrics and spans to the run folder, and tell loggers and hooks."""
         spans = self._spans.drain()
         seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}

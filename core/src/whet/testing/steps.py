@@ -63,9 +63,9 @@ class WatchedSteps:
         """Whether no step follows this one."""
         return number >= self._last
 
-    def record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
+    def log_start(self, metrics: Mapping[str, Metric]) -> None:
         """Note it."""
-        self._watch.note("record", value=number)
+        self._watch.note("start", value=metrics)
 
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """Note it."""

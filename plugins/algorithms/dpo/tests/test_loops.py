@@ -72,7 +72,7 @@ def run(tmp_path, tiny_model_folder):
         return SimpleNamespace(
             backend=backend,
             metrics=[plain(step) for step in parts.steps.metrics],
-            recorded=[event.value for event in watch.named("record")],
+            start=[list(event.value) for event in watch.named("start")],
         )
 
     return run
@@ -149,8 +149,8 @@ def test_kto_without_baseline_scores_nothing_more(run):
 
 def test_validation_comes_before_the_first_step_when_due_and_after_the_last(run):
     found = run(Dpo(DpoConfig(batch_size=4, validate_every=2, loss=loss("simpo"))), steps=5)
-    assert found.recorded == [0]
-    assert run(Dpo(DpoConfig(batch_size=4, loss=loss("simpo"))), steps=5, done=2).recorded == []
+    assert ["validation/loss" in metrics for metrics in found.start] == [True]
+    assert run(Dpo(DpoConfig(batch_size=4, loss=loss("simpo"))), steps=5, done=2).start == []
     assert ["validation/loss" in metrics for metrics in found.metrics] == [False, True, False, True, True]
 
 

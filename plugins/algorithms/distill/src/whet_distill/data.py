@@ -34,7 +34,7 @@ class DistillData:
         teach = Teaching(config, parts, read_model(parts.chat.folder))
 
         if validation and parts.steps.done == 0:
-            parts.steps.record(0, validate(parts, validation, teach))
+            parts.steps.log_start(validate(parts, validation, teach))
         for step in parts.steps:
             batch = data.batch(step.number, config.batch_size)
             step.log(backend.train(teach(batch), parts.loss))

@@ -44,7 +44,7 @@ class Dpo:
             return batch.with_columns(**{REFERENCE: backend.score(batch, ("logprobs",), "reference")["logprobs"]})
 
         if validation and parts.steps.done == 0:
-            parts.steps.record(0, validate(backend, validation, parts.loss, prepare))
+            parts.steps.log_start(validate(backend, validation, parts.loss, prepare))
         for step in parts.steps:
             batch = prepare(data.batch(step.number, config.batch_size))
             step.log(backend.train(batch, parts.loss))

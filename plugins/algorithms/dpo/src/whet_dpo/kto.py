@@ -49,7 +49,7 @@ class Kto:
             return batch.with_columns(**{REFERENCE: backend.score(batch, ("logprobs",), "reference")["logprobs"]})
 
         if validation and parts.steps.done == 0:
-            parts.steps.record(0, with_margins(validate(backend, validation, parts.loss, prepare), "validation/"))
+            parts.steps.log_start(with_margins(validate(backend, validation, parts.loss, prepare), "validation/"))
         for step in parts.steps:
             batch = prepare(data.batch(step.number, config.batch_size))
             step.log(with_margins(backend.train(batch, parts.loss)))

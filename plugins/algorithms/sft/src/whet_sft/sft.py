@@ -34,7 +34,7 @@ class Sft:
         validation = data.validation(config.batch_size)
 
         if validation and parts.steps.done == 0:
-            parts.steps.record(0, validate(backend, validation, parts.loss))
+            parts.steps.log_start(validate(backend, validation, parts.loss))
         for step in parts.steps:
             batch = data.batch(step.number, config.batch_size)
             step.log(with_perplexity(backend.train(batch, parts.loss)))
