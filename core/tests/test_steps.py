@@ -49,7 +49,8 @@ def test_what_is_known_of_the_model_as_it_comes_is_one_row_of_step_0(tmp_path):
         step.finish(BATCH)
     first, second = read_rows(tmp_path / "metrics.jsonl")
     assert (first["step"], first["evaluation/test/reward"], first["validation/loss"]) == (0, 0.25, 2.0)
-    assert second["step"] == 1 and "validation/loss" not in second
+    assert second["step"] == 1
+    assert "validation/loss" not in second
     assert [step for step, _ in told.logged] == [0, 1]
 
 
