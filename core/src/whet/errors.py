@@ -95,5 +95,13 @@ class WorkerLost(WorkerError):  # noqa: N818 - it says what happened to the work
     """A worker's process died or hung: nothing says that the same work would fail again in another process."""
 
 
+class ClusterLost(WorkerLost):
+    """What runs all processes is lost, and they with it: none can be started before all are."""
+
+
+class ClusterGone(WhetError):  # noqa: N818 - it says what happened
+    """What runs processes is there no more."""
+
+
 class RefitError(WhetError):
     """A hand-over of weights was partial, stale or damaged, and was refused."""

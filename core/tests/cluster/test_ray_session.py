@@ -4,14 +4,19 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 
 from whet.cluster import ray_session
+from whet.cluster.ray import RayCluster
 from whet.cluster.ray_session import RaySession
-from whet.errors import ConfigError
+from whet.errors import ClusterGone, ClusterLost, ConfigError
+from whet.testing.obedient import TARGET
+from whet.testing.processes import descendants
 
 
 @pytest.fixture
@@ -72,3 +77,31 @@ def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [signal.SIGTERM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_ray_that_is_lost_is_named_at_once_and_the_next_cluster_starts_another(name: str, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        hanging = workers.start("hang", timeout_seconds=100.0)
+        (process,) = [p for p in descendants() if f"/{name} " in p.command]
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ClusterLost, match=rf"Ray's {name} on this machine is gone: .* killed by SIGKILL"):
+            hanging.result()
+        with pytest.raises(ClusterLost, match=name):
+            cluster.slice("generator").spawn(TARGET, {})
+    assert time.monotonic() - began < 20.0
+    with RayCluster(tmp_path) as cluster:
+        assert cluster.slice("backend").spawn(TARGET, {}).call("add", 1)
+
+
+def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) -> None:
+    session, never = RaySession(), Future[None]()
+    opened.append(session)
+    session.wait(120.0)
+    (gcs_server,) = [p for p in descendants() if "/gcs_server " in p.command]
+    os.kill(gcs_server.pid, signal.SIGKILL)
+    with pytest.raises(ClusterGone, match="gcs_server"):
+        session.life.ask(never.result)
+    never.set_result(None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Completion, Request, Sampling
-from whet.errors import RequestLost, WorkerError, WorkerLost
+from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
 from whet.refit.link import Link
 from whet.rollout.dispatch import MOST_LOSSES, RequestDispatcher
 from whet.rollout.roster import Roster
@@ -128,6 +128,25 @@ def test_a_restart_that_is_lost_because_the_run_ends_is_not_tried_again() -> Non
         if thread.name == "whet-replace-0":
             thread.join(10)
     assert workers.restarted == [0]
+
+
+def test_no_replica_is_started_anew_where_all_processes_are_lost() -> None:
+    came_to_know = threading.Event()
+
+    class Gone(Mortal):
+        def restart(self, rank: int) -> None:
+            raise ClusterLost("generator", rank, "start", "Ray is gone")
+
+    granting = Granting(10)
+    at_once = Roster(Gone(1, lambda rank, message: False), granting)  # type: ignore[arg-type]
+    assert not at_once.lost(0, 0, ClusterLost("generator", 0, "generate", "Ray is gone"))
+    assert isinstance(at_once.failure, ClusterLost)
+    assert not granting.asked
+    later = Roster(Gone(1, lambda rank, message: False), granting, changed=came_to_know.set)  # type: ignore[arg-type]
+    assert later.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
+    assert came_to_know.wait(10)
+    assert isinstance(later.failure, ClusterLost)
+    assert len(granting.asked) == 1
 
 
 def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -> None:

@@ -18,7 +18,7 @@ from whet.cluster.clock import Clock
 from whet.cluster.process import last_words
 from whet.cluster.traffic import Line, Traffic
 from whet.cluster.wire import Buffer, decode, encode
-from whet.errors import WhetError, WorkerError, WorkerLost
+from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
 
 _PATIENCE_FOR_STACKS = 0.1
 _PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
@@ -61,9 +61,9 @@ class Call:
         """Say that this call failed."""
         return WorkerError(self.role, self.rank, self.phase, cause, words, details)
 
-    def lost(self, cause: str, words: str = "") -> WorkerLost:
+    def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
         """Say that the process that this call was made of is lost."""
-        return WorkerLost(self.role, self.rank, self.phase, cause, words)
+        return kind(self.role, self.rank, self.phase, cause, words)
 
 
 class Lender(Protocol):
@@ -130,7 +130,8 @@ class HostProcess(Protocol):
     def start(self) -> socket.socket:
         """Start it and give the driver's end of the socket to it. Raises `OSError` or `WhetError` saying why not.
 
-        `start` and `wait` are called by one thread, which lives as long as the process may.
+        `start` and `wait` are called by one thread, which lives as long as the process may. Both raise `ClusterGone`
+        where no other process could be started in its place.
         """
         ...
 
@@ -169,6 +170,8 @@ class Connection:
         """Why it is no longer of use; empty while it is."""
         self._left = False
         """Whether it was asked to end, or never came to be."""
+        self._loss = WorkerLost
+        """What its loss is."""
         self._deaf_until, self._deaf_cause = math.inf, ""
         """When a process that lives on without a connection is ended, and why."""
         self._heartbeat_seconds = 0.0
@@ -385,6 +388,10 @@ class Connection:
     def _live(self) -> None:
         try:
             connection = self.process.start()
+        except ClusterGone as error:
+            self._lose_all(error)
+            self._started.set()
+            return
         except (OSError, WhetError) as error:
             self._left = True
             self._bury(f"its process could not be started: {error}")
@@ -392,12 +399,20 @@ class Connection:
             return
         self._started.set()
         self._line.open(connection)
-        cause = self.process.wait()
-        with self._lock:
-            self._exited, self._deaf_until = True, math.inf
-        self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # what it said before it ended counts
-        self._bury(cause)
+        try:
+            cause = self.process.wait()
+        except ClusterGone as error:
+            self._lose_all(error)
+        else:
+            with self._lock:
+                self._exited, self._deaf_until = True, math.inf
+            self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # what it said before it ended counts
+            self._bury(cause)
         self._line.close()
+
+    def _lose_all(self, error: ClusterGone) -> None:
+        self._loss = ClusterLost
+        self._bury(str(error))
 
     def _bury(self, cause: str) -> None:
         with self._lock:
@@ -410,7 +425,8 @@ class Connection:
         self._gone.set()
 
     def _ended(self, call: Call) -> WorkerError:
-        return (call.error if self._left else call.lost)(self._cause, self._words())
+        words = self._words()
+        return call.error(self._cause, words) if self._left else call.lost(self._cause, words, self._loss)
 
     def _hear(self) -> None:
         """Note a sign of life: a part of a message that takes long to come."""

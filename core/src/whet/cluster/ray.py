@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from whet.cluster.keeper import Keeper, versions
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.local import LocalLauncher
 from whet.cluster.process import extra_folders, foreign_folders
+from whet.cluster.ray_life import Life
 from whet.cluster.ray_places import Bundle, Places
 from whet.cluster.ray_session import RaySession
 from whet.cluster.wire import decode, encode
@@ -156,16 +158,21 @@ class RayProcess:
         """Find it a place, start a keeper there, and let that start it."""
         deadline = time.monotonic() + self._launcher.start_seconds
         try:
-            connection = self._start(deadline)
+            connection = self._life.ask(partial(self._start, deadline))
         except BaseException as error:
+            self._killed.set()
             self._ready.set_exception(WhetError(str(error)))
             self._leave()
             raise
         self._ready.set_result(None)
+        self._life.lost.add_done_callback(lambda _: self._cut())
         return connection
 
     def wait(self) -> str:
-        """Take what it writes until it ends; say how it did, or why its keeper was lost."""
+        """Take what it writes until it ends; say how it did, or why its keeper was lost.
+
+        Raises `ClusterGone` where Ray is.
+        """
         assert self._control is not None
         try:
             while "ended" not in (said := decode(receive(self._control))):
@@ -175,9 +182,11 @@ class RayProcess:
                     answer.set_result(said["answer"])
             end = str(said["ended"])
         except (EOFError, OSError, WhetError):
-            end = self._why_lost()
-        self._leave()
-        return end
+            end = ""
+        try:
+            return end or self._life.ask(self._why_lost)
+        finally:
+            self._leave()
 
     def kill(self) -> None:
         """Let the keeper end it; where that does not answer, Ray ends the keeper."""
@@ -294,13 +303,19 @@ class RayProcess:
         if control is not None:
             control.close()
 
+    def _cut(self) -> None:
+        """Take leave of a keeper that may live on without Ray: it ends its process, and `wait` is over."""
+        if (control := self._control) is not None:
+            with suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)
+
     def _kill_keeper(self) -> None:
         import ray
 
         keeper, self._keeper = self._keeper, None
         if keeper is not None and ray.is_initialized():
             with suppress(Exception):  # Ray may be on its way out, and the keeper with it
-                ray.kill(keeper)
+                self._life.ask(partial(ray.kill, keeper), _PATIENCE_FOR_A_KILL)
 
     def _ask(self, what: str, seconds: float) -> Any:
         """Give the keeper's answer to this question, not to an earlier one; None where it gives none in time."""
@@ -329,8 +344,16 @@ class RayProcess:
         return max(0.0, deadline - time.monotonic())
 
     @property
+    def _life(self) -> Life:
+        return self._launcher.session.life
+
+    @property
     def _where(self) -> str:
-        return "?" if self._bundle is None else self._bundle.node()
+        """Name its node, as far as Ray still says it."""
+        try:
+            return "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
+        except WhetError:
+            return "?"
 
 
 class _NeverRan(WhetError):  # noqa: N818 - it says what happened

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from attrs import frozen
@@ -15,6 +16,7 @@ STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PAC
 """Ray's words for ours."""
 _PATIENCE_FOR_NODES: Final = 30.0
 """How long what no node can hold is waited for: nodes may be about to join."""
+_PATIENCE_FOR_AN_END: Final = 10.0
 _STEP_SECONDS: Final = 0.2
 
 
@@ -78,13 +80,19 @@ class Places:
         return bundle
 
     def close(self) -> None:
-        """Give all places back."""
+        """Give all places back, to a Ray that takes them."""
         import ray
+
+        if self._groups and ray.is_initialized():
+            with suppress(WhetError):  # it is lost, or they are with the driver
+                self._session.life.ask(self._remove, _PATIENCE_FOR_AN_END)
+        self._groups.clear()
+
+    def _remove(self) -> None:
         from ray.util import remove_placement_group
 
-        for group in self._groups if ray.is_initialized() else ():
+        for group in list(self._groups):
             remove_placement_group(group)
-        self._groups.clear()
 
     def _claim(self, hosts: Sequence[Host]) -> None:
         from ray.util import placement_group

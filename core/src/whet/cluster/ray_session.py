@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.cluster.ports import is_taken, shortage
+from whet.cluster.ray_life import HeadSigns, Life, OwnSigns, connect
 from whet.cluster.watchdog import watchdog
 from whet.errors import ConfigError, WhetError
 from whet.machine import without_ray
@@ -35,7 +35,6 @@ PROCESS: Final = "whet_process"
 _MANY: Final = 100_000
 _OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; no object of ours goes there
 _LONGEST_FOLDER: Final = 20  # for a socket, whose path may have 107 characters, Ray adds up to 68, and we add 18
-_PROBE_SECONDS: Final = 5.0
 _END_SECONDS: Final = 15.0
 
 
@@ -78,6 +77,11 @@ class RaySession:
         """Whether Ray ends with this session: whet started it, and nobody else in this process uses it."""
         return self.local and self._connection.sessions == 1
 
+    @property
+    def life(self) -> Life:
+        """Knows whether Ray is lost; whatever may wait for Ray is asked through it."""
+        return self._connection.life
+
     def wait(self, seconds: float) -> None:
         """Wait until Ray is there. Raises `WhetError` saying why it is not."""
         self._connection.wait(seconds)
@@ -109,6 +113,7 @@ class _Connection:
 
     def __init__(self, address: str, before: "_Connection | None") -> None:
         self.address, self.local = address, not address
+        self.life = Life()
         self.sessions = 1
         self._before = before
         self._folder: Path | None = None
@@ -120,7 +125,8 @@ class _Connection:
     @property
     def usable(self) -> bool:
         """Whether another session can share it."""
-        return self.sessions > 0 and not (self._ready.done() and self._ready.exception())
+        failed = self._ready.done() and self._ready.exception()
+        return self.sessions > 0 and not failed and not self.life.lost.done()
 
     def wait(self, seconds: float) -> None:
         """Wait until Ray is there. Raises `WhetError` saying why it is not."""
@@ -156,13 +162,14 @@ class _Connection:
             with _own_sigterm():
                 self._start() if self.local else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
+            signs = OwnSigns() if self.local else HeadSigns(self.address)
         except BaseException as error:
             self._ready.set_exception(
                 error if isinstance(error, WhetError) else WhetError(f"Ray: {_first(error)}{shortage()}")
             )
         else:
             self._ready.set_result(None)
-            self._leaving.wait()
+            self.life.watch(signs, self._leaving)
         with _own_sigterm():
             ray.shutdown()
         if self._folder is not None:
@@ -190,7 +197,7 @@ class _Connection:
         if not host or not port.isdigit() or "//" in host:
             raise ConfigError(f"cluster.address: is {self.address!r}, wanted `host:port` of the cluster's head")
         try:  # Ray itself would try for minutes
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+            connect(self.address)
         except OSError as error:
             raise ConfigError(
                 f"cluster.address: nobody answers at {self.address} ({error}); is this the address that `ray start "

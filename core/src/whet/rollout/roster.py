@@ -1,7 +1,8 @@
 """Which replicas of a generator are there; one that is lost is replaced by a fresh process with the current weights.
 
 present ── dies or hangs ──> away: its requests go to others, or wait ── restarted, weights given ──> present
-                               └── over budget, or the restart raises: the generator has failed
+                               └── over budget, the restart raises, or all of the cluster is lost: the generator
+                                   has failed
 """
 
 import threading
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from attrs import define, field
 
 from whet.cluster.slices import Replacing, Workers
-from whet.errors import WorkerError, WorkerLost, in_words
+from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
 from whet.refit.link import Link
 
 Receive = Callable[[int, Link], None]
@@ -74,6 +75,9 @@ class Roster:
                 return True
             if self.replacing is None or not self.workers.alone:
                 return False  # where another role lives in its process, only all of them can begin again
+            if isinstance(error, ClusterLost):
+                self.failure = error
+                return False
             if not self.replacing.grant(error):
                 self.failure = _exhausted(error)
                 return False
@@ -94,6 +98,8 @@ class Roster:
             try:
                 self.workers.restart(rank)
                 self.replacing.hand_over(lambda link: self._arrive(rank, link))
+            except ClusterLost as error:
+                self._fail(error)
             except WorkerLost as error:
                 if self._closed:
                     return
