@@ -32,6 +32,7 @@ def write_config(folder: Path, model: Path, *, steps: int = STEPS, **sections: d
         "rollout": {"max_tokens": 8, "retries": 0, "max_failed_groups": 1000, "max_filtered_groups": 1000},
         "environments": [{"use": "letters", "failing": 6}, {"use": "letters", "name": "more", "weight": 0.5}],
         "cluster": {"workers": "inline"},
+        "refit": {"probe": {"every": 0}},  # nothing is computed that could be compared
         "plugins": [str(INSTANT)],
         "loggers": [],
     }

@@ -10,6 +10,7 @@ import pytest
 from whet.cluster.local import LocalCluster
 from whet.parts import Refit
 from whet.refit.link import Link
+from whet.refit.probe import Proof
 from whet.rollout.loop import EpisodeLoop
 from whet.spans import Spans
 from whet.testing.fakes import FakeBackend, FakeGenerator
@@ -70,7 +71,7 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
     refit = Refit(FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None)
     given, began = threading.Event(), threading.Event()
 
-    def give(link: Link | None) -> None:
+    def give(link: Link | None, proof: Proof | None = None) -> None:
         began.set()
         assert given.wait(10)
 

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 GENERATOR = {"use": "sglang", "cache_gib": 0.125}
+TESTS = Path(__file__).parents[1]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -43,17 +44,30 @@ def test_grpo_learns_and_sampler_and_trainer_agree_on_every_step(tmp_path, small
         algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 8},
         generator=GENERATOR,
         rollout={"max_tokens": 12, **rollout},
+        refit={"probe": {"every": 1}},
         cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
     )
     done = whet("run", config, seconds=600)
     assert done.code == 0, done.errors
     rows = metrics(tmp_path / "run")
     assert len(rows) == 30
+    assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
     if "max_staleness" not in rollout:
         assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1, rewards
     assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+
+
+def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path, small_run, whet):
+    config = small_run(
+        tmp_path,
+        generator={**GENERATOR, "use": "deaf-sglang"},
+        plugins=[str(TESTS / "deaf.py"), str(TESTS / "even_digits.py")],
+    )
+    error = whet("run", config, seconds=600).error
+    assert error.startswith("after the hand-over of version 1 replica 0 of the generator does not compute"), error
+    assert metrics(tmp_path / "run") == []
 
 
 def until(seen: Callable[[], bool], what: str) -> None:

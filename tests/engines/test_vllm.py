@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from whet import compose
+from whet.errors import RefitError
 from whet.testing.environments import make_environment
 from whet.testing.models import make_model
 from whet.testing.processes import descendants
@@ -23,11 +25,26 @@ pytestmark = [
 ]
 
 GENERATOR = {"use": "vllm", "cache_gib": 0.125}
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tiny_tokenizer):
     return make_model(tmp_path_factory.mktemp("model"), tiny_tokenizer, hidden=128)
+
+
+def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path, model, small_run):
+    config = small_run(
+        tmp_path,
+        model={"path": str(model)},
+        generator={**GENERATOR, "use": "deaf-vllm"},
+        plugins=[str(TESTS / "deaf.py"), str(TESTS / "even_digits.py")],
+    )
+    with pytest.raises(
+        RefitError, match="after the hand-over of version 1 replica 0 of the generator does not compute"
+    ):
+        compose.run(config)
+    assert metrics(tmp_path / "run") == []
 
 
 def run(config: Path, python: object = sys.executable) -> None:
@@ -38,7 +55,8 @@ def run(config: Path, python: object = sys.executable) -> None:
 
 
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
@@ -49,11 +67,13 @@ def test_grpo_runs_and_sampler_and_trainer_agree_on_every_step(tmp_path, model, 
         tmp_path,
         model={"path": str(model)},
         generator=GENERATOR,
+        refit={"probe": {"every": 1}},
         cluster={"threads": {"backend": 1, "generator": 1}, "launcher": launcher},
     )
     run(config)
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3
+    assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
 

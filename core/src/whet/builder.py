@@ -22,12 +22,13 @@ from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
 from whet.identity import identity_of, versions_of
 from whet.interfaces.logger import RunInfo
-from whet.metrics import Metrics
+from whet.metrics import Metrics, merge
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
 from whet.plan import facts_of
 from whet.prepare import Prepared
 from whet.recovery import Recovery
 from whet.refit.link import Link
+from whet.refit.probe import make_probe
 from whet.roles import needed_roles, role_path, role_selection
 from whet.run_folder import RunFolder
 from whet.spans import Spans
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
     from whet.interfaces.backend import Backend
+    from whet.refit.probe import Probe
     from whet.rollout.evaluate import Evaluator
     from whet.rollout.loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
@@ -107,7 +109,8 @@ class Builder:
         trainer: Backend = self.handle("backend", cluster)
         backend = TimedBackend(trainer, self.spans)
         self.start_roles(cluster)
-        generator = TimedGenerator(self.handle("generator", cluster), self.spans) if config.generator else None
+        sampler = self.handle("generator", cluster) if config.generator else None
+        generator = TimedGenerator(sampler, self.spans) if sampler else None
         if saved:
             with self.spans.phase("backend", "load"):
                 for name, trained in self._saved(backend).items():
@@ -115,7 +118,8 @@ class Builder:
         stream = self._stream(environments[0], generator, chat, saved)
         evaluate = self._evaluation(environments[1], generator, chat, stream)
         recorder = self._recorder(trainer, chat)
-        steps = self._steps(self._saved(backend), stream, recorder, evaluate, done)
+        probe = make_probe(self.prepared, trainer, sampler, chat, self._loop)
+        steps = self._steps(self._saved(backend), stream, recorder, evaluate, done, probe)
         self.closers.append(steps.close)
         rollouts = TimedRollouts(
             stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch)
@@ -123,7 +127,8 @@ class Builder:
         parts = Parts(
             config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
             roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
-            evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream), seed=config.run.seed,
+            evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream, probe),
+            seed=config.run.seed,
         )  # fmt: skip
         parts.refit(version=done)
         return parts
@@ -358,7 +363,7 @@ class Builder:
 
     def _steps(
         self, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
-        evaluate: Callable[[int], Metrics], done: int,
+        evaluate: Callable[[int], Metrics], done: int, probe: "Probe | None",
     ) -> "Steps":  # fmt: skip
         from whet.steps import Sinks, Steps
 
@@ -387,15 +392,20 @@ class Builder:
                 self.recovery.finished(step)
             self.watchers.log(step, numbers)
 
-        sinks = Sinks(records, evaluate, log, save, stream.metrics if stream else dict)
+        def gather() -> Metrics:
+            return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}])
+
+        sinks = Sinks(records, evaluate, log, save, gather)
         return Steps(self.folder, self.config.run, done, self.config.evaluation.every, self.spans, sinks, self._startup)
 
-    def _refit(self, backend: "Backend", generator: Any, stream: "RolloutStream | None") -> Callable[..., None]:
+    def _refit(
+        self, backend: "Backend", generator: Any, stream: "RolloutStream | None", probe: "Probe | None"
+    ) -> Callable[..., None]:
         if generator is None:
             return lambda version: None
         refit = Refit(
             backend, generator, self._link(), self.spans, stream.set_version if stream else lambda version: None,
-            self.config.rollout.running,
+            self.config.rollout.running, probe,
         )  # fmt: skip
         if self.recovery is not None:
             self.recovery.hand_over_again = refit.again

@@ -89,6 +89,9 @@ class Facts:
     `disk`."""
     running: tuple[str, ...] = ("drain",)
     """Of generators: what can happen to requests under way when new weights arrive, of `drain`, `keep`, `abort`."""
+    dtype: str = ""
+    """Of generators: what they compute in, e.g. `bfloat16`, or a name of their own for anything coarser. Empty: in the
+    dtype of the model."""
     ranks: int = 1
     """Of backends and generators: worker processes wanted."""
     group_size: int | None = None

@@ -17,7 +17,7 @@ from whet.spans import Spans
 from whet.steps import Interrupted
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Pending
+    from whet.cluster.slices import Give, Pending
     from whet.config.sections import Config
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from whet.interfaces.backend import Backend, Weights
     from whet.interfaces.generator import Generator, Running
     from whet.metrics import Metric
+    from whet.refit.probe import Probe, Proof
     from whet.rollout.stream import RolloutStream
     from whet.steps import Steps
 
@@ -172,34 +173,50 @@ class TimedRollouts:
 
 
 class Refit:
-    """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused."""
+    """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused.
+
+    Where a probe is due, the hand-over ends when the generator has shown that it computes with them.
+    """
 
     def __init__(
         self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
-        running: "Running" = "drain",
+        running: "Running" = "drain", probe: "Probe | None" = None,
     ) -> None:  # fmt: skip
         """Take a link that says all but session and version."""
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
         self._template, self._running, self._count = link, running, itertools.count()
         self._last: Link | None = None
+        self._probe = probe
+        self._proof: Proof | None = None
         self._changing = threading.Lock()
 
     def __call__(self, *, version: int) -> None:
-        """Hand over the weights made by step `version`."""
-        with self._spans.phase("backend", "refit"), self._changing:
-            self._last = link = self._link(version)
-            ends = [self._backend.send_weights(link), self._generator.receive_weights(link, version, self._running)]
-            for end in ends:
-                end.result()
+        """Hand over the weights made by step `version`. Raises `RefitError` where the generator does not have them."""
+        with ExitStack() as held:
+            with self._spans.phase("backend", "refit"):
+                held.enter_context(self._changing)
+                self._last, self._proof = self._link(version), None
+                self._hand_over(self._last)
+            if self._probe is not None and self._probe.due(version):
+                with self._spans.phase("generator", "probe"):
+                    self._proof = self._probe(version)
         self._after(version)
 
-    def again(self, give: Callable[[Link | None], None]) -> None:
-        """Give one receiver the weights of the last hand-over, by `give(link)`; None: there was none yet.
+    def again(self, give: "Give") -> None:
+        """Give one receiver the weights of the last hand-over; None: there was none yet.
 
-        The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins.
+        The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins. Nor
+        is the trainer: what it scored then is the proof, and where it scored nothing the next hand-over is probed.
         """
         with self._changing:
-            give(self._last)
+            if self._probe is not None and self._proof is None:
+                self._probe.overdue = True
+            give(self._last, self._proof)
+
+    def _hand_over(self, link: Link) -> None:
+        ends = [self._backend.send_weights(link), self._generator.receive_weights(link, link.version, self._running)]
+        for end in ends:
+            end.result()
 
     def _link(self, version: int) -> Link:
         return attrs.evolve(self._template, session=f"{version}-{next(self._count)}", version=version)

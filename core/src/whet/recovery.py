@@ -17,10 +17,10 @@ from whet.errors import WorkerLost
 from whet.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from whet.cluster.slices import Give
     from whet.config.sections import RecoverySection
-    from whet.refit.link import Link
 
-Again = Callable[["Callable[[Link | None], None]"], None]
+Again = Callable[["Give"], None]
 
 
 class Budget:
@@ -63,7 +63,7 @@ class Recovery:
         """Say whether a replica may be restarted after this; see `whet.cluster.slices.Replacing`."""
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
-    def hand_over(self, give: "Callable[[Link | None], None]") -> None:
+    def hand_over(self, give: "Give") -> None:
         """See `whet.cluster.slices.Replacing`."""
         if self.hand_over_again is None:
             give(None)

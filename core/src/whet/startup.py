@@ -13,7 +13,7 @@ TOTAL = "seconds/startup"
 """The metric of the whole time; its parts are `seconds/startup.PART`."""
 BEFORE = frozenset({"load plugins", "config", "prepare", "start", "load"})
 """Phases that come before the first step and are no part of it."""
-_OUTERMOST = BEFORE | {"refit", "evaluate"}
+_OUTERMOST = BEFORE | {"refit", "probe", "evaluate"}
 """Phases before the first step that do not lie within each other."""
 
 

@@ -1,5 +1,6 @@
 """Replicas in real processes, of which one is replaced while weights are handed over."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -9,13 +10,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from whet.cluster.local import LocalCluster
-from whet.cluster.slices import Workers
-from whet.errors import WorkerLost
+from whet.cluster.slices import Give, Workers
+from whet.data.records import Request, Sampling
+from whet.errors import WorkerError, WorkerLost
 from whet.refit.link import Link
+from whet.refit.probe import Proof
 from whet.rollout.replicas import Replicas
 
 LINK = Link("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)
+SCORED = {(i, (seed,)): np.array([-1.0], np.float32) for i, seed in enumerate((11, 12))}
+PROOF = Proof(7, (np.arange(3), np.arange(4)), Sampling(1), (11, 12), 0.1, "both in float32", SCORED)
 
 
 class Losing:
@@ -51,9 +59,9 @@ class Replacing:
     def grant(self, error: WorkerLost) -> bool:
         return True
 
-    def hand_over(self, give: Callable[[Link | None], None]) -> None:
+    def hand_over(self, give: Give) -> None:
         assert self.over.wait(20.0)
-        give(LINK)
+        give(LINK, PROOF)
         self.back.set()
 
 
@@ -73,3 +81,19 @@ def test_a_replica_that_is_replaced_while_weights_are_handed_over_gets_them_once
     assert not workers.replaced_before_it_was_asked
     received = sorted(line.split() for line in notes.read_text().splitlines())
     assert received == [["0", str(pids[0]), "7"], ["1", str(pids[1]), "7"]]
+
+
+def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Path) -> None:
+    replacing = Replacing()
+    replacing.over.set()
+    with LocalCluster(tmp_path) as cluster:
+        target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
+        workers = cluster.slice("generator", 1).spawn(target, {"notes": str(tmp_path / "notes")})
+        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        (tmp_path / "off").write_text("-1.5")
+        replicas._roster.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
+        with pytest.raises(WorkerError, match="after the hand-over of version 7 replica 0 of the generator") as caught:
+            asyncio.run(replicas.generate(Request("r", np.arange(3), Sampling(1), 5)))
+        replicas.close()
+    assert "its logprobs of 2 tokens are 0.5 nats off on average" in str(caught.value)
+    assert not replacing.back.is_set()

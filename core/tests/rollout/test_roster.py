@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whet.cluster.slices import Give
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
 from whet.refit.link import Link
@@ -59,14 +60,14 @@ class Granting:
         self.left -= 1
         return self.left >= 0
 
-    def hand_over(self, give: Callable[[Link | None], None]) -> None:
+    def hand_over(self, give: Give) -> None:
         give(LINK)
 
 
 def made(workers: Mortal, grants: int = 10) -> tuple[RequestDispatcher, Granting, list[tuple[int, Link]]]:
     received: list[tuple[int, Link]] = []
     granting = Granting(grants)
-    roster = Roster(workers, granting, lambda rank, link: received.append((rank, link)))  # type: ignore[arg-type]
+    roster = Roster(workers, granting, lambda rank, link, proof: received.append((rank, link)))  # type: ignore[arg-type]
     dispatcher = RequestDispatcher(workers, roster)  # type: ignore[arg-type]
     roster.changed = dispatcher.wake
     return dispatcher, granting, received
@@ -147,6 +148,24 @@ def test_no_replica_is_started_anew_where_all_processes_are_lost() -> None:
     assert came_to_know.wait(10)
     assert isinstance(later.failure, ClusterLost)
     assert len(granting.asked) == 1
+
+
+def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
+    workers = Mortal(2, lambda rank, message: rank == 1 and message == 1)
+    workers.holds[1].clear()
+    dispatcher, _, _ = made(workers)
+
+    def pinned(name: str) -> list[Request]:
+        return [Request(f"{name}{i}", np.arange(3), Sampling(8), 1, replica=1) for i in range(3)]
+
+    found = run(ask(dispatcher, pinned("a")))
+    assert {completion.versions[0][1] for completion in found} == {1}
+    for name in ("dies with it", "while it is away"):
+        lost = run(ask(dispatcher, pinned(name)))
+        assert all(isinstance(error, RequestLost) for error in lost)
+        assert f"replica 1 is away, and request {name}0 is for it alone" in str(lost[0])
+    assert dispatcher.outstanding == [0, 0]
+    workers.holds[1].set()
 
 
 def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -> None:

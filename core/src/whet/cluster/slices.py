@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from whet.metrics import Metric
     from whet.model import ModelInfo
     from whet.refit.link import Link
+    from whet.refit.probe import Proof
 
 
 def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> None:
@@ -182,6 +183,14 @@ class Slice(Protocol):
         ...
 
 
+class Give(Protocol):
+    """Lets a replica that was lost have weights again."""
+
+    def __call__(self, link: "Link | None", proof: "Proof | None" = None) -> None:
+        """Let it take those of the link; None: it has them already. Then it has to pass the proof, if there is one."""
+        ...
+
+
 class Replacing(Protocol):
     """Lets a generator replace a replica that was lost."""
 
@@ -192,8 +201,8 @@ class Replacing(Protocol):
         """Say whether a replica may be restarted after this, which is noted and told to the user."""
         ...
 
-    def hand_over(self, give: "Callable[[Link | None], None]") -> None:
-        """Call `give` once with a link over which a replica gets the current weights, None where it has them already.
+    def hand_over(self, give: Give) -> None:
+        """Call `give` once with what a replica needs to have the current weights.
 
         Waits until they can be given; meanwhile no other hand-over begins.
         """

@@ -258,6 +258,32 @@ class RolloutSection:
 
 
 @frozen
+class ProbeSection:
+    """After a hand-over each replica of the generator samples a few tokens, and its logprobs of them are compared with
+    the trainer's. Where they differ by more than the bound, the run ends.
+    """
+
+    every: int = field(default=10, validator=ge(0), metadata={"off": 0})
+    """Versions of the weights between those that are probed; the first two hand-overs of a sitting are, too, and one
+    after which a replica was restarted. 0: none."""
+    prompts: int = field(default=4, validator=ge(1))
+    """Prompts of random tokens that each replica continues."""
+    tokens: int = field(default=8, validator=ge(1))
+    """Tokens sampled for each prompt."""
+    bound: float | None = field(default=None, validator=optional(gt(0)))
+    """Largest mean of the absolute difference, in nats, at temperature 1. Null: that of the coarser dtype of generator
+    and trainer, 0.001 for float32, 0.02 for float16, 0.1 for bfloat16, 0.3 for anything else."""
+
+
+@frozen
+class RefitSection:
+    """How the trainer's weights come into the generator."""
+
+    probe: ProbeSection = attrs.Factory(ProbeSection)
+    """Whether the generator computes with them."""
+
+
+@frozen
 class EvaluationSection:
     """Evaluation within a run, and of `whet eval`."""
 
@@ -333,6 +359,8 @@ class Config:
     """Samples from the model; needed by algorithms that are fed by rollouts, and for evaluation."""
     rollout: RolloutSection = attrs.Factory(RolloutSection)
     """How episodes are played."""
+    refit: RefitSection = attrs.Factory(RefitSection)
+    """How weights are handed over."""
     environments: list[EnvironmentSection] = attrs.Factory(list)
     """What is trained on, of algorithms that are fed by rollouts."""
     evaluation: EvaluationSection = attrs.Factory(EvaluationSection)

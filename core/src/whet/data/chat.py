@@ -86,6 +86,18 @@ class ChatTokenizer:
         """Tokens known, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def plain_tokens(self) -> IntArray:
+        """Tokens [tokens] that stand for text and mean nothing else, ascending."""
+        known = np.fromiter(self._tokenizer.get_vocab(with_added_tokens=False).values(), np.int64)
+        return np.setdiff1d(known, np.fromiter(self._tokenizer.get_added_tokens_decoder(), np.int64))
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """The token that every sequence begins with, where the tokenizer has one."""
+        found = self._tokenizer.token_to_id(self._special.get("bos_token", ""))
+        return () if found is None else (int(found),)
+
     def encode(self, text: str) -> IntArray:
         """Tokenise text as it is, nothing added: special tokens written in it count as such."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)

@@ -61,6 +61,9 @@ class Request:
     """Decides every draw of this request, whatever is batched with it."""
     prefix: str = ""
     """Requests with equal, non-empty prefix have equal tokens and may share their computation."""
+    replica: int | None = None
+    """Which of a generator's replicas is to continue it, counted from 0; where that one is away, the request fails with
+    `RequestLost`. None: any."""
 
 
 @frozen(eq=False)

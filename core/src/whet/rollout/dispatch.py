@@ -76,7 +76,7 @@ class RequestDispatcher:
         """Have one request served. Cancelling the awaiting task aborts it at the worker.
 
         Raises `WhetError` where the request cannot be served, `RequestLost` where replicas were lost with it again and
-        again, `WorkerError` where a replica fails or there is none left.
+        again or the one that it names is away, `WorkerError` where a replica fails or there is none left.
         """
         if self.roster.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
             raise self._given_up(request)
@@ -116,6 +116,8 @@ class RequestDispatcher:
             asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
             return None
         present, failure = self.roster.present(), self.roster.failure
+        if failure is None:
+            self._refuse_absent(frozenset(present))
         if not present and failure is None:
             return None  # `wake` comes back
         outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
@@ -132,6 +134,15 @@ class RequestDispatcher:
             self._spawn(self._serve(rank, batch))
         return None
 
+    def _refuse_absent(self, there: frozenset[int]) -> None:
+        """Refuse what names a replica that is away: nobody else is to answer it, and nobody waits for that one."""
+        absent = [w for w in self._outbox if w.request.replica is not None and w.request.replica not in there]
+        for waiting in absent:
+            self._outbox.remove(waiting)
+            if not waiting.future.done():
+                said = f"replica {waiting.request.replica} is away, and request {waiting.request.id} is for it alone"
+                waiting.future.set_exception(RequestLost(said))
+
     def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
         """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
         limit, losses = MOST_LOSSES - 1, self.roster.losses
@@ -147,6 +158,8 @@ class RequestDispatcher:
         """Choose a replica. `least` is a heap of the loads and ranks of those there, as they were or lower."""
         prefix = waiting.request.prefix
         rank, count = self._prefixes.get(prefix, (-1, 0)) if prefix else (-1, 0)
+        if waiting.request.replica is not None:
+            rank = waiting.request.replica
         if rank not in there:
             while least[0][0] != self._loads[least[0][1]]:
                 heapq.heapreplace(least, (self._loads[least[0][1]], least[0][1]))

@@ -1,20 +1,22 @@
 """What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from whet.cluster.slices import Pending, Workers
-from whet.errors import WorkerLost
+from whet.data.records import Completion, Request
+from whet.errors import WhetError, WorkerLost
 from whet.refit.link import Link
+from whet.refit.probe import Proof
 from whet.rollout.dispatch import RequestDispatcher
 from whet.rollout.roster import Roster
 
 if TYPE_CHECKING:
     from whet.cluster.slices import Site
-    from whet.data.records import Completion, Request
     from whet.interfaces.generator import Running
 
 
@@ -29,7 +31,7 @@ class Replicas:
         self._dispatcher = RequestDispatcher(workers, self._roster)
         self._roster.changed = self._dispatcher.wake
 
-    async def generate(self, request: "Request") -> "Completion":
+    async def generate(self, request: Request) -> Completion:
         """Have one request served; see `RequestDispatcher.generate`."""
         return await self._dispatcher.generate(request)
 
@@ -51,8 +53,20 @@ class Replicas:
         ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
         return ask(rank, "receive_weights", link, link.version, running)
 
-    def _receive(self, rank: int, link: Link) -> None:
+    def _receive(self, rank: int, link: Link, proof: Proof | None) -> None:
         self._start(rank, link, "drain").result()
+        if proof is not None:
+            proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))
+
+    async def _answers(self, rank: int, requests: Sequence[Request]) -> list[Completion]:
+        """Have one replica serve requests that nobody else sees; in their order."""
+        found: dict[str, Completion] = {}
+        async for outcomes in self.workers.stream(rank, "generate", list(requests), phase="generate"):
+            for outcome in outcomes:
+                if not isinstance(outcome, Completion):
+                    raise WhetError(outcome[1])
+                found[outcome.id] = outcome
+        return [found[request.id] for request in requests]
 
 
 class ReplicatedGenerator:
@@ -64,7 +78,7 @@ class ReplicatedGenerator:
     def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
         self._replicas = Replicas(site.slice.spawn(target, arguments), site)
 
-    async def generate(self, request: "Request") -> "Completion":
+    async def generate(self, request: Request) -> Completion:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
         return await self._replicas.generate(request)
 

@@ -15,9 +15,10 @@ from attrs import define, field
 from whet.cluster.slices import Replacing, Workers
 from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
 from whet.refit.link import Link
+from whet.refit.probe import Proof
 
-Receive = Callable[[int, Link], None]
-"""(rank, link): let the worker of that rank take weights, and wait for it."""
+Receive = Callable[[int, Link, Proof | None], None]
+"""(rank, link, proof): let the worker of that rank take weights, wait for it, and see that it passes the proof."""
 
 
 @define(eq=False)
@@ -27,7 +28,7 @@ class Roster:
     workers: Workers
     replacing: Replacing | None = None
     """None: a replica that is lost fails the generator."""
-    receive: Receive = lambda rank, link: None
+    receive: Receive = lambda rank, link, proof: None
     changed: Callable[[], None] = lambda: None
     """Called when a replica has come back, or the generator has failed."""
     losses: Counter[str] = field(init=False)
@@ -97,7 +98,7 @@ class Roster:
         while True:
             try:
                 self.workers.restart(rank)
-                self.replacing.hand_over(lambda link: self._arrive(rank, link))
+                self.replacing.hand_over(lambda link, proof=None: self._arrive(rank, link, proof))
             except ClusterLost as error:
                 self._fail(error)
             except WorkerLost as error:
@@ -112,10 +113,10 @@ class Roster:
                 self._fail(WorkerError("generator", rank, "start", in_words(error)))
             return
 
-    def _arrive(self, rank: int, link: Link | None) -> None:
+    def _arrive(self, rank: int, link: Link | None, proof: Proof | None) -> None:
         """Take the weights and be present, before another hand-over can begin without this replica."""
         if link is not None:
-            self.receive(rank, link)
+            self.receive(rank, link, proof)
         with self._lock:
             self._away.discard(rank)
             self._lives[rank] += 1

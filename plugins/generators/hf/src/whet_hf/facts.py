@@ -17,6 +17,7 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
     return Facts(
         transports=("shared", "shared-memory", "tcp", "disk"),
         running=("drain", "keep", "abort"),
+        dtype=dtype,
         memory_bytes=weights + cache if weights else None,
         imports=("whet_hf.worker",),
     )

@@ -14,6 +14,7 @@ def facts(config: SglangConfig, model: ModelInfo) -> Facts:
     return Facts(
         transports=("shared-memory", "tcp", "disk"),
         running=("drain", "keep", "abort"),
+        dtype=str(config.engine.get("quantization") or dtype),
         memory_bytes=weights + cache if weights else None,
         imports=("whet_sglang.worker",),
         notes=()

@@ -16,6 +16,7 @@ def facts(config: VllmConfig, model: ModelInfo) -> Facts:
     return Facts(
         transports=("shared-memory", "tcp", "disk"),
         running=("drain", "keep", "abort"),
+        dtype=str(config.engine.get("quantization") or dtype),
         memory_bytes=weights + cache if weights else None,
         imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"),
         notes=() if is_installed() else (f"This interpreter has no vLLM; that of the generator needs it: {INSTALL}.",),
