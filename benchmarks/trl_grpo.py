@@ -1,4 +1,7 @@
-"""The peer of `grpo_step.py`: TRL's GRPOTrainer on the same model, problems and sizes. Prints one JSON line."""
+"""The peer of `grpo_step.py` and `engines.py`: TRL's GRPOTrainer on the same model, problems and sizes.
+
+Prints one JSON line.
+"""
 
 import argparse
 import json
@@ -25,6 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", default="runs/bench/trl")
+    parser.add_argument("--vllm", action="store_true", help="sample with vLLM in this process, not with transformers")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(args.threads)
@@ -50,7 +54,8 @@ def main() -> None:
             save_strategy="no", logging_steps=5, disable_tqdm=True, lr_scheduler_type="constant_with_warmup",
             warmup_steps=3, adam_beta2=0.99, max_grad_norm=1.0, weight_decay=0.0, beta=0.0, bf16=False,
             gradient_checkpointing=False, per_device_train_batch_size=128, num_generations=8,
-            max_completion_length=40, temperature=1.0,
+            max_completion_length=40, temperature=1.0, use_vllm=args.vllm, vllm_mode="colocate",
+            vllm_enable_sleep_mode=False, vllm_max_model_length=256,
         ),
     )  # fmt: skip
     trainer.train()
