@@ -368,6 +368,7 @@ def test_begin_tokens_are_not_doubled(load):
     assert (chat.prompt(TALK[:1]) == bos).sum() == 1
     assert (chat.training(TALK).tokens == bos).sum() == 1
     assert (chat.encode("What is") == bos).sum() == 0
+    assert chat.opening == (bos,)
 
 
 def test_plain_text_gets_begin_and_end_tokens_and_no_loss_on_the_first(load):
@@ -510,3 +511,11 @@ def test_a_given_template_that_cannot_be_read_is_named(tiny_model_folder, tmp_pa
 def test_a_template_without_end_is_refused(tiny_model_folder, template):
     with pytest.raises(DataError, match="the chat template refuses a conversation"):
         ChatTokenizer(tiny_model_folder, template).prompt((Message("user", "x"),))
+
+
+def test_plain_tokens_are_those_that_stand_for_text(tiny_tokenizer, tiny_model_folder) -> None:
+    special = set(tiny_tokenizer.all_special_ids)
+    assert special
+    plain = ChatTokenizer(tiny_model_folder).plain_tokens
+    assert set(plain.tolist()) == set(range(len(tiny_tokenizer))) - special
+    assert ChatTokenizer(tiny_model_folder).opening == ()

@@ -94,9 +94,8 @@ class ChatTokenizer:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The token that every sequence begins with, where the tokenizer has one."""
-        found = self._tokenizer.token_to_id(self._special.get("bos_token", ""))
-        return () if found is None else (int(found),)
+        """What the tokenizer itself lets a text begin with: usually its begin token, or nothing."""
+        return tuple(self._begin)
 
     def encode(self, text: str) -> IntArray:
         """Tokenise text as it is, nothing added: special tokens written in it count as such."""
