@@ -92,7 +92,7 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
 def engines(session: nox.Session, engine: str) -> None:
     """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
     environment = install_engine(session, engine, "pytest-timeout")
-    tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py")
+    tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
     session.run("pytest", *tests, *session.posargs, env=environment)
 
 

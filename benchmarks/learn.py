@@ -3,6 +3,8 @@
     python benchmarks/learn.py                 all of them
     python benchmarks/learn.py grpo dapo       these
     python benchmarks/learn.py dpo --seeds 0 1 once with each seed
+    python benchmarks/learn.py grpo --generators hf vllm=NAME sglang=/PATH/python
+                                               once with each generator, in the Python that is named, if one is
     python benchmarks/learn.py --draw          none: table and plot of the runs that are there
 
 Each takes at most three minutes on two cores. A start is made once and kept in models/. The runs are in
@@ -131,20 +133,48 @@ class Result:
         return (self.values[-1] > self.values[0]) == self.rises and self.values[-1] != self.values[0]
 
 
+@frozen
+class Choice:
+    """An entry as it is run: with which seed, and on which generator."""
+
+    entry: Entry
+    seed: int = 0
+    generator: str = ""
+    """As on the command line, `NAME` or `NAME=PYTHON`; empty: the recipe's."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lies."""
+        used = self.generator.partition("=")[0]
+        parts = [self.entry.name, *([used] if used else []), *([f"seed-{self.seed}"] if self.seed else [])]
+        return RUNS / "-".join(parts)
+
+    @property
+    def overrides(self) -> list[str]:
+        """What is said on the command line beside the recipe."""
+        used, _, python = self.generator.partition("=")
+        said = [f"run.folder={self.folder}", f"run.seed={self.seed}"]
+        said += [f"generator.use={used}"] if used else []
+        return [*said, *([f"cluster.python.generator={python}"] if python else [])]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Learn, write the table and the plot, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *(entry.name for entry in ENTRIES)], metavar="NAME")
     parser.add_argument("--draw", action="store_true", help="run nothing; show the runs that are there")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the runs; starts are made with seed 0")
+    parser.add_argument("--generators", nargs="+", default=[""], metavar="NAME[=PYTHON]", help="what samples")
     options = parser.parse_args(arguments)
     chosen = [
-        (entry, seed) for entry in ENTRIES if not options.names or entry.name in options.names for seed in options.seeds
-    ]
+        Choice(entry, seed, generator)
+        for entry in ENTRIES if not options.names or entry.name in options.names
+        for seed in options.seeds for generator in options.generators
+    ]  # fmt: skip
     if options.draw:
-        results = [read(entry, seed) for entry, seed in chosen if (folder_of(entry, seed) / "metrics.jsonl").is_file()]
+        results = [read(choice) for choice in chosen if (choice.folder / "metrics.jsonl").is_file()]
     else:
-        results = [learn(entry, seed) for entry, seed in chosen]
+        results = [learn(choice) for choice in chosen]
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "learn.json").write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     (RUNS / "learn.md").write_text(table(results), encoding="utf-8")
@@ -153,23 +183,16 @@ def main(arguments: Sequence[str]) -> int:
     return int(not all(result.improved for result in results))
 
 
-def folder_of(entry: Entry, seed: int) -> Path:
-    """Give the folder of a run."""
-    return RUNS / (f"{entry.name}-seed-{seed}" if seed else entry.name)
-
-
-def learn(entry: Entry, seed: int = 0) -> Result:
+def learn(choice: Choice) -> Result:
     """Make the start where it is missing, run the recipe anew, and read how it went."""
-    for start in filter(None, entry.start.split("+")):
+    for start in filter(None, choice.entry.start.split("+")):
         made, commands = STARTS[start]
         for command in commands if not Path(made).exists() else ():
             subprocess.run(command, check=True)
-    folder = folder_of(entry, seed)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(choice.folder, ignore_errors=True)
     began, before = time.perf_counter(), children_seconds()
-    overrides = [f"run.folder={folder}", f"run.seed={seed}"]
-    subprocess.run([sys.executable, "-m", "whet.cli", "run", entry.recipe, *overrides], check=True)
-    return read(entry, seed, time.perf_counter() - began, children_seconds() - before)
+    subprocess.run([sys.executable, "-m", "whet.cli", "run", choice.entry.recipe, *choice.overrides], check=True)
+    return read(choice, time.perf_counter() - began, children_seconds() - before)
 
 
 def children_seconds() -> float:
@@ -178,15 +201,15 @@ def children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def read(entry: Entry, seed: int = 0, seconds: float | None = None, processor_seconds: float | None = None) -> Result:
+def read(choice: Choice, seconds: float | None = None, processor_seconds: float | None = None) -> Result:
     """Read the metric's course from a run's folder."""
-    folder = folder_of(entry, seed)
+    folder, metric = choice.folder, choice.entry.metric
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if entry.metric in row]
+    rows = [row for row in map(json.loads, lines) if metric in row]
     if len(rows) < 2:
-        raise SystemExit(f"{folder} has {entry.metric!r} {len(rows)} times, wanted it at start and end")
-    steps, values = [row["step"] for row in rows], [row[entry.metric] for row in rows]
-    return Result(folder.name, entry.label, entry.rises, steps, values, seconds, processor_seconds)
+        raise SystemExit(f"{folder} has {metric!r} {len(rows)} times, wanted it at start and end")
+    steps, values = [row["step"] for row in rows], [row[metric] for row in rows]
+    return Result(folder.name, choice.entry.label, choice.entry.rises, steps, values, seconds, processor_seconds)
 
 
 def table(results: Sequence[Result]) -> str:

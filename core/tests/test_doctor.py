@@ -12,7 +12,8 @@ import yaml
 
 import whet
 from whet import doctor
-from whet.doctor import Check, examine, within
+from whet.checks import Check, within
+from whet.doctor import examine
 from whet.plugins import load_plugins
 from whet.prepare import prepare
 from whet.testing.environments import make_environment

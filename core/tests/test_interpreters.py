@@ -9,6 +9,7 @@ import pytest
 
 import whet
 from whet.cluster import WIRE_FORMAT
+from whet.component import Package
 from whet.errors import ConfigError
 from whet.interpreters import Interpreter, faults, find, probe, surroundings, versions
 from whet.testing.environments import bare_environment, make_environment
@@ -36,6 +37,18 @@ def test_what_is_missing_or_of_another_version_is_named_with_its_interpreter(tmp
         f"{python} has no rich, and the driver rich {wanted['rich']}; install the same in both",
         f"{python} lacks rich, which its workers import; install what offers it there",
     ]
+
+
+def test_a_missing_package_is_named_as_people_call_it_and_told_how_to_get() -> None:
+    steam = Package("Steam", "steam_engine", ("steam", "steam-cpu"), "light a fire")
+    found = Interpreter("/python", "3.12.1", whet.__version__, WIRE_FORMAT, missing=("steam_engine", "rich.table"))
+    assert faults(found, packages=[steam]) == [
+        "/python has no Steam, which its workers stand on; light a fire",
+        "/python lacks rich, which its workers import; install what offers it there",
+    ]
+    assert steam.version({"steam-cpu": "7.1"}) == "7.1"
+    assert steam.version({"rich": "1"}) == ""
+    assert not steam.is_here
 
 
 def test_an_interpreter_without_core_is_told_how_to_get_it(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from whet.testing.processes import descendants
-from whet_sglang.arguments import is_installed
+from whet_sglang.arguments import ENGINE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("no_orphans"),
-    pytest.mark.skipif(not is_installed(), reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
+    pytest.mark.skipif(not ENGINE.is_here, reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
 ]
 
 GENERATOR = {"use": "sglang", "cache_gib": 0.125}

@@ -49,6 +49,29 @@ class RoleNeed:
 
 
 @frozen
+class Package:
+    """What workers stand on and no plugin installs, as engines are; looked for in the Python that they will run in."""
+
+    name: str
+    """What people call it."""
+    module: str
+    """Its top-level module."""
+    distributions: tuple[str, ...]
+    """Those that offer it."""
+    install: str
+    """What to do where it is missing."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this interpreter can import it; nothing is imported."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def version(self, versions: Mapping[str, str]) -> str:
+        """Give its version out of those of distributions by name; empty: none of them offers it."""
+        return next((versions[name] for name in self.distributions if name in versions), "")
+
+
+@frozen
 class Facts:
     """All that planning knows of a component. What fits what is derived from facts, never listed by name."""
 
@@ -102,6 +125,8 @@ class Facts:
     """Of backends and generators: memory of weights, optimizer and caches on one rank, as far as it is known."""
     imports: tuple[str, ...] = ()
     """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
+    packages: tuple[Package, ...] = ()
+    """Of backends and generators: what their workers stand on beside what their plugins install."""
     notes: tuple[str, ...] = ()
     """Anything else that `whet check` should print, a sentence each."""
 

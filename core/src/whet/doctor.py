@@ -13,26 +13,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any
 
 import whet
 from whet import machine
+from whet.checks import Check, Checker, Status, within
 from whet.component import KINDS
 from whet.data.readers import find_file, read
-from whet.errors import ConfigError, WhetError, in_words
-from whet.interpreters import Interpreter, surroundings
+from whet.errors import ConfigError, WhetError
+from whet.interpreters import Interpreter, surroundings, versions
 from whet.model import check_weights
 from whet.plan import joins
 from whet.plugins import Registry, load_plugins
-from whet.prepare import Prepared, prepare
+from whet.prepare import Prepared, packages_here, prepare
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile
@@ -50,24 +48,6 @@ print(json.dumps({
 }))
 """
 """Asks torch in a process of its own."""
-
-
-Status = Literal["ok", "warn", "fail"]
-
-
-@frozen
-class Check:
-    """One finding."""
-
-    name: str
-    status: Status
-    """`warn`: a run may suffer. `fail`: it will not work."""
-    found: str
-    change: str = ""
-    """What to do about it."""
-
-
-Checker = Callable[[], Iterator[Check]]
 
 
 def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds: float = SECONDS) -> list[Check]:
@@ -94,36 +74,12 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
         "hub": _hub,
     }
     if plan:
-        checkers |= {"model": lambda: _model(plan), "data": lambda: _data(plan)}
+        checkers |= {"model": lambda: _model(plan), "data": lambda: _data(plan), "engine": lambda: _packages(plan)}
         checkers |= {
             f"python of {role}": partial(_interpreter, role, found, seconds)
             for role, found in plan.interpreters.items()
         }  # fmt: skip
     return found + within(seconds, checkers)
-
-
-def within(seconds: float, checkers: Mapping[str, Checker]) -> list[Check]:
-    """Make checks at one time, each in a thread of its own, which is left behind where it does not answer."""
-    deadline = time.monotonic() + seconds
-    threads = []
-    for name, checker in checkers.items():
-        found: list[Check] = []
-        thread = threading.Thread(target=_make, args=(name, checker, found), name=f"whet-doctor-{name}", daemon=True)
-        thread.start()
-        threads.append((name, thread, found))
-    made = []
-    for name, thread, found in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        late = Check(name, "fail", f"no answer within {seconds:g} s", "look for a file system or driver that hangs")
-        made += [late] if thread.is_alive() else found
-    return made
-
-
-def _make(name: str, checker: Checker, found: list[Check]) -> None:
-    try:
-        found.extend(checker())
-    except Exception as error:  # a check that cannot be made is a finding like any other
-        found.append(Check(name, "fail", in_words(error)))
 
 
 def _config(config: str, overrides: Sequence[str], registry: Registry, prepared: list[Prepared]) -> Iterator[Check]:
@@ -194,6 +150,20 @@ def _interpreter(role: str, found: Interpreter, seconds: float) -> Iterator[Chec
     if "torch" in found.versions:
         environment = surroundings(found.executable, os.environ)
         yield _asked_torch(f"torch of {role}", [found.executable, "-P"], environment, seconds)
+
+
+def _packages(plan: Prepared) -> Iterator[Check]:
+    """Look for what workers stand on in this Python; in others that was checked with the config."""
+    for role, package in packages_here(plan.config, plan.facts):
+        name = f"{package.name} of {role}"
+        if package.is_here:
+            yield Check(
+                name,
+                "ok",
+                f"{package.version(versions(package.distributions)) or 'of no known version'}, {sys.executable}",
+            )
+        else:
+            yield Check(name, "fail", f"{sys.executable} has none", package.install)
 
 
 def _of_torch(torch: Any, gpus: int, name: str = "torch") -> Check:

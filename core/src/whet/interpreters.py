@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 import whet
 from whet.cluster import WIRE_FORMAT
+from whet.component import Package
 from whet.errors import ConfigError
 
 PROBE = """
@@ -149,8 +150,13 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def faults(found: Interpreter, distributions: Mapping[str, str] | None = None) -> list[str]:
-    """Say why workers cannot run in an interpreter; `distributions` are versions that must be there, by name."""
+def faults(
+    found: Interpreter, distributions: Mapping[str, str] | None = None, packages: Iterable[Package] = ()
+) -> list[str]:
+    """Say why workers cannot run in an interpreter; `distributions` are versions that must be there, by name.
+
+    `packages` are those among the missing modules of which it is known how they are installed.
+    """
     where, install = found.executable, f"{found.executable} -m pip install"
     if tuple(map(int, found.python.split(".")[:2])) < OLDEST_PYTHON:
         return [f"{where} has Python {found.python}; whet needs {'.'.join(map(str, OLDEST_PYTHON))} or newer"]
@@ -162,7 +168,7 @@ def faults(found: Interpreter, distributions: Mapping[str, str] | None = None) -
         return [f"{where} has {_core(found.whet, found.wire)}, and the driver {_core()}; install the same in both"]
     if found.fault:
         return [f"{where} has a whet that cannot be used: {found.fault}"]
-    return [*_other_versions(found, distributions or {}), *_missing(found)]
+    return [*_other_versions(found, distributions or {}), *_missing(found, packages)]
 
 
 def _other_versions(found: Interpreter, distributions: Mapping[str, str]) -> list[str]:
@@ -175,11 +181,16 @@ def _other_versions(found: Interpreter, distributions: Mapping[str, str]) -> lis
     return told
 
 
-def _missing(found: Interpreter) -> list[str]:
+def _missing(found: Interpreter, packages: Iterable[Package]) -> list[str]:
     names = list(dict.fromkeys(module.partition(".")[0] for module in found.missing))
-    if not names:
-        return []
-    return [f"{found.executable} lacks {' and '.join(names)}, which its workers import; install what offers it there"]
+    lacking = [package for package in packages if package.module in names]
+    told = [f"{found.executable} has no {one.name}, which its workers stand on; {one.install}" for one in lacking]
+    rest = [name for name in names if name not in {one.module for one in lacking}]
+    if rest:
+        told.append(
+            f"{found.executable} lacks {' and '.join(rest)}, which its workers import; install what offers it there"
+        )
+    return told
 
 
 def _core(version: str = whet.__version__, wire: int = WIRE_FORMAT) -> str:

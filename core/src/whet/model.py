@@ -10,6 +10,9 @@ from attrs import field, frozen
 
 from whet.errors import ConfigError
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of one number, by the names of dtypes in configs."""
+
 
 @frozen
 class ModelInfo:
@@ -61,6 +64,14 @@ class ModelInfo:
         mlp = self._count("intermediate_size", 4 * hidden)
         embed = self.vocab_size * hidden * (1 if self._text("tie_word_embeddings") else 2)
         return embed + layers * (hidden * head * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden) + hidden
+
+    def dtype_for(self, setting: str) -> str:
+        """Give the dtype that a component's setting stands for, where `model` is the model's own."""
+        return self.dtype if setting == "model" else setting
+
+    def weight_bytes(self, setting: str = "model") -> int:
+        """Give the bytes of its weights in a dtype as `dtype_for` takes it; 0 where their number is not known."""
+        return self.parameters * DTYPE_BYTES[self.dtype_for(setting)]
 
     def _text(self, key: str) -> Any:
         """Read a value of the config, which those of multimodal models have under `text_config`."""

@@ -1,15 +1,16 @@
 """How far anyone can go without resources: a config, what is wrong with it, and its plan."""
 
 import itertools
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
 from whet.cluster.process import extra_folders
-from whet.component import Facts, Problem
+from whet.component import Facts, Package, Problem
 from whet.config.load import Loaded, load_config
 from whet.errors import ConfigError, DataError
 from whet.interpreters import Interpreter, faults, find, located, normal, probe, versions
@@ -77,6 +78,7 @@ def prepare(
         problems += data_problems(loaded.config, facts["algorithm"].record_fields)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
+    plan = evolve(plan, notes=(*plan.notes, *_packages(loaded.config, facts, interpreters)))
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
     return Prepared(loaded, model, plan, models, facts, interpreters, spans)
 
@@ -124,9 +126,11 @@ def find_interpreters(
         if role not in roles or (joins(config) and not located(named).exists()):
             continue
         modules, distributions = _wanted(config, facts, role)
+        packages = facts[role_path(role)].packages
+        offering = [name for package in packages for name in package.distributions]
         try:
-            found[role] = probe(find(named), modules, distributions, extra_folders())
-            words = faults(found[role], distributions)
+            found[role] = probe(find(named), modules, [*distributions, *offering], extra_folders())
+            words = faults(found[role], distributions, packages)
         except ConfigError as error:
             words = error.problems
         problems += [Problem(f"cluster.python.{role}", one) for one in words]
@@ -144,7 +148,24 @@ def _wanted(config: "Config", facts: Mapping[str, Facts], role: str) -> tuple[li
     modules = [target.partition(":")[0] for target in targets if not target.startswith("file:")]
     held = versions(selection.distribution for selection in parts)
     distributions = {name: held[normal(name)] for s in parts if normal(name := s.distribution) in held}
-    return [*modules, *facts[own].imports], distributions
+    return [*modules, *facts[own].imports, *(package.module for package in facts[own].packages)], distributions
+
+
+def packages_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[tuple[str, Package]]:
+    """Give each role with what its workers will look for in this very interpreter, as far as that can be known."""
+    for role in () if joins(config) else role_names(config):
+        if config.cluster.workers == "inline" or role not in config.cluster.python:
+            yield from ((role, package) for package in facts[role_path(role)].packages)
+
+
+def _packages(config: "Config", facts: Mapping[str, Facts], interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
+    """Say what a role's own Python has of what its workers stand on, and what the driver's lacks."""
+    for role, found in interpreters.items():
+        for package in facts[role_path(role)].packages:
+            yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
+    for role, package in packages_here(config, facts):
+        if not package.is_here:
+            yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
 
 
 def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> list[Problem]:

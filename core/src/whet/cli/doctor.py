@@ -11,7 +11,7 @@ from whet.cli.command import Command
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from whet.doctor import Check
+    from whet.checks import Check
 
 WIDE = 120
 """Columns from which on what to change has one of its own; in narrower terminals it stands below what was found."""

@@ -21,14 +21,14 @@ from whet.data.records import Request, Sampling
 from whet.errors import WorkerError, WorkerLost
 from whet.testing.processes import descendants
 from whet.testing.site import make_site
-from whet_sglang.arguments import is_installed
+from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not is_installed(), reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
+    pytest.mark.skipif(not ENGINE.is_here, reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
     pytest.mark.usefixtures("no_orphans"),
 ]
 

@@ -13,14 +13,14 @@ from whet.refit.link import Link
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, gap
 from whet.testing.site import make_site
-from whet_sglang.arguments import is_installed
+from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not is_installed(), reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
+    pytest.mark.skipif(not ENGINE.is_here, reason="SGLang is not installed; `nox -s 'engines(sglang)'` has it"),
 ]
 
 

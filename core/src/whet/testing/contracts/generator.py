@@ -177,6 +177,8 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
     """Ways to hand weights over, as in its facts, that work where `site` puts it."""
     running: tuple[Running, ...] = ("drain",)
     """What can happen to requests under way when new weights arrive, as in its facts."""
+    survives_refusals: bool = False
+    """Whether a hand-over that was refused leaves it usable, so that one generator does for all rules."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -191,8 +193,20 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
         return Reference(make_model(tmp_path_factory.mktemp("other-model"), tiny_tokenizer, seed=7))
 
     @pytest.fixture
-    def own(self, tmp_path: Path, tiny_model_folder: Path, tiny_tokenizer: Any, slices: Slices) -> Iterator[Subject]:
+    def own(
+        self,
+        request: pytest.FixtureRequest,
+        tmp_path: Path,
+        tiny_model_folder: Path,
+        tiny_tokenizer: Any,
+        slices: Slices,
+    ) -> Iterator[Subject]:
         """Build a generator for one rule alone, which may leave it unusable."""
+        if self.survives_refusals:
+            subject, reference = request.getfixturevalue("subject"), request.getfixturevalue("reference")
+            yield subject
+            self._hand_over(subject, self._link(subject, self.transports[0], 9000), reference.weights())
+            return
         with self.built(tmp_path, tiny_model_folder, tiny_tokenizer, slices) as subject:
             yield subject
 

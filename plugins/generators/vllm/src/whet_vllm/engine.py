@@ -10,7 +10,7 @@ from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import FAMILY, watchdog
 from whet.cluster.words import causes
 from whet.errors import WhetError
-from whet_vllm.arguments import BACKEND, INSTALL, PASSTHROUGH
+from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
 from whet_vllm.words import logging_config
 
@@ -63,28 +63,19 @@ class Engine:
         sweep(self._shared)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
-        from vllm import __version__
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        try:
+            from vllm import __version__
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise WhetError(f"vLLM cannot be imported: {error}") from error
         try:
             chosen = AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
             return AsyncLLM.from_engine_args(chosen)
         except (Exception, SystemExit) as error:  # from a config that it refuses to a process of its that died
             said = causes(self._log) if "root cause" in str(error) else ""
             raise WhetError(f"vLLM {__version__} did not start. It said:\n{said or _in_one(error)}") from error
-
-
-def check_installed(engine: Mapping[str, Any]) -> None:
-    """Raise `WhetError` where there is no vLLM here, or one without an argument that the config names."""
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-    except ImportError as error:
-        raise WhetError(f"the generator `vllm` cannot import vLLM: {error}; {INSTALL}") from error
-    wrong = list(PASSTHROUGH.wrong(engine, frozenset(AsyncEngineArgs.__dataclass_fields__)))
-    if wrong:
-        raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
 
 
 @contextmanager

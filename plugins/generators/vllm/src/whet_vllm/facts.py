@@ -2,22 +2,10 @@
 
 from whet.component import Facts
 from whet.model import ModelInfo
-from whet_vllm.arguments import CPU_CACHE_GIB, INSTALL, is_installed
+from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def facts(config: VllmConfig, model: ModelInfo) -> Facts:
     """Say how weights can come in, and how much memory weights and cache take."""
-    dtype = model.dtype if config.dtype == "model" else config.dtype
-    weights = model.parameters * DTYPE_BYTES[dtype]
-    cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
-    return Facts(
-        transports=("shared-memory", "tcp", "disk"),
-        running=("drain", "keep", "abort"),
-        dtype=str(config.engine.get("quantization") or dtype),
-        memory_bytes=weights + cache if weights else None,
-        imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"),
-        notes=() if is_installed() else (f"This interpreter has no vLLM; that of the generator needs it: {INSTALL}.",),
-    )
+    return ENGINE.facts(config, model, imports=("whet_vllm.worker", "vllm.v1.engine.async_llm"))

@@ -28,7 +28,8 @@ from whet.interfaces.generator import Running
 from whet.refit.link import Link
 from whet.refit.manifest import await_manifests
 from whet.rollout.limits import completion_limit
-from whet_vllm.engine import Engine, check_installed
+from whet_vllm.arguments import ENGINE
+from whet_vllm.engine import Engine
 from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, nothing_yet, sampling_params
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Worker:
         engine: Mapping[str, Any],
         scratch: str,
     ) -> None:
-        check_installed(engine)
+        ENGINE.refuse(engine)
         self._rank, self._on_gpu = rank, rank.device != "cpu"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="whet-vllm", daemon=True)
