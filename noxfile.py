@@ -1,11 +1,11 @@
-"""What can be done in this repository: `nox -l` lists it. Each session makes its own environment."""
+"""What can be done here: `nox -l` lists it, and `nox` does what must pass. Each session makes its own environment."""
 
 from pathlib import Path
 
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["tests"]
+nox.options.sessions = ["tests", "engines(vllm)"]
 PLUGINS = sorted(str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml"))
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
 

@@ -140,6 +140,13 @@ class GeneratorContract(Placed):
         requests = [subject.request(PROMPTS[i % 5], i, max_tokens=1 + i % 4) for i in range(64)]
         assert [len(c.tokens) for c in subject.ask(*requests)] == [1 + i % 4 for i in range(64)]
 
+    def test_many_long_prompts_at_a_time_are_all_served(self, subject: Subject) -> None:
+        prompts = [np.random.default_rng(i).integers(3, 300, 200) for i in range(24)]
+        found = subject.ask(*[subject.request(prompt, i, max_tokens=4) for i, prompt in enumerate(prompts)])
+        (alone,) = subject.ask(subject.request(prompts[-1], 23, max_tokens=4))
+        assert [len(c.tokens) for c in found] == [4] * 24
+        assert np.array_equal(found[-1].tokens, alone.tokens)
+
     def test_a_cancelled_request_leaves_the_others_alone(self, subject: Subject) -> None:
         expected = subject.ask(subject.request(seed=1), subject.request(seed=2))
 

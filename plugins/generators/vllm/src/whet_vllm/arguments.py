@@ -63,6 +63,7 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
         "max_num_seqs": config.max_batch,
         "kv_cache_memory_bytes": int(cache * 2**30) if cache else None,
         "gpu_memory_utilization": None if on_cpu else config.memory_fraction,
+        "enable_chunked_prefill": False if on_cpu else None,  # its runner dies of half a prompt with a seed
     }
     return {
         "model": str(Path(model.path).absolute()),
