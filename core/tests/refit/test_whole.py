@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from whet.errors import RefitError
-from whet.refit.whole import Shape, check_whole, stored_shapes
+from whet.refit.whole import Shape, check_whole, failure_among, stored_shapes
 
 STORED: dict[str, Shape] = {
     "model.embed_tokens.weight": (384, 64),
@@ -68,3 +68,19 @@ def test_names_and_shapes_are_read_from_the_files(tiny_model_folder: Path) -> No
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     assert stored_shapes(tiny_model_folder) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("reports", "found"),
+    [
+        ([("", False), ("", False)], ("", False)),
+        ([("it was cut", False), ("it was cut", False)], ("it was cut", False)),
+        ([("", False), ("it was cut", False)], ("it was cut", True)),
+        ([("it was cut", True)], ("it was cut", True)),
+    ],
+    ids=["taken", "refused by all", "taken by some", "half taken"],
+)
+def test_one_process_that_refuses_is_a_failure_and_one_that_does_not_then_a_mixture(
+    reports: list[tuple[str, bool]], found: tuple[str, bool]
+) -> None:
+    assert failure_among([{"failure": failure, "spoilt": spoilt} for failure, spoilt in reports]) == found

@@ -5,8 +5,9 @@ rest of a fused one, or take `lm_head.weight` alone for a success.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from whet.errors import RefitError
 
@@ -45,6 +46,16 @@ def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], 
         raise RefitError(f"the model folder has no {_listed(unknown)}, but that was sent")
     if missing := sorted(stored.keys() - seen.keys() - free):
         raise RefitError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
+
+
+def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Give why an engine's processes refused a hand-over, empty where none did, and whether a mixture is left behind.
+
+    Each reports `failure`, empty where it took the weights, and `spoilt`, whether it has only some of them.
+    """
+    failures = [str(report["failure"]) for report in reports if report["failure"]]
+    spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
+    return (failures[0], spoilt) if failures else ("", False)
 
 
 def _listed(names: list[str]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet_sglang.sampling import completion, sampling_params, spans
+from whet_sglang.sampling import completion, sampling_params
 
 
 def request(**sampling: Any) -> Request:
@@ -24,14 +24,6 @@ def span(version: str, start: int) -> dict[str, Any]:
     return {"version": version, "start": start, "end": start + 1}
 
 
-def test_spans_are_those_of_whet() -> None:
-    found = {"weight_versions": [span("default", 0), span("7", 3), span("7", 4), span("9", 5)]}
-    assert spans(found, 5) == ((0, 0), (3, 7))
-    assert spans({}, 0) == ()
-    with pytest.raises(WhetError, match=r"which weights made it; wanted SGLang 0\.5\.23 or later"):
-        spans({}, 2)
-
-
 def output(**changes: Any) -> dict[str, Any]:
     meta = {
         "finish_reason": {"type": "length", "length": 2}, "weight_versions": [span("2", 0)],
@@ -43,6 +35,10 @@ def output(**changes: Any) -> dict[str, Any]:
 def test_a_completion_has_what_the_output_says() -> None:
     made = completion(request(), output())
     assert (made.id, made.stop, made.versions) == ("r1", "length", ((0, 2),))
+    assert completion(request(), output(weight_versions=[span("default", 0), span("7", 1)])).versions == (
+        (0, 0),
+        (1, 7),
+    )
     assert made.tokens.tolist() == [4, 5]
     assert made.logprobs.tolist() == [-0.5, 0.0]
 
@@ -58,6 +54,7 @@ def test_an_aborted_request_has_the_tokens_of_which_all_is_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"weight_versions": []}, r"which weights made it; wanted SGLang 0\.5\.23 or later"),
         ({"finish_reason": {"type": "error"}}, "SGLang ended it with {'type': 'error'}"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "NaN happened"),
         ({"output_token_logprobs": [(-1.0, 4, None)]}, "logprobs of 1 tokens that are not its 2"),

@@ -8,7 +8,7 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet_vllm.sampling import completion, spans
+from whet_vllm.sampling import completion
 
 
 def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:
@@ -17,14 +17,6 @@ def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:
 
 def span(version: str, start: int) -> Any:
     return SimpleNamespace(version=version, start=start)
-
-
-def test_spans_are_those_of_whet() -> None:
-    assert spans([span("default", 0), span("7", 3)], 5) == ((0, 0), (3, 7))
-    assert spans([span("7", 0), span("7", 3), span("8", 4), span("9", 5)], 5) == ((0, 7), (4, 8))
-    assert spans([], 0) == ()
-    with pytest.raises(WhetError, match=r"which weights made it; wanted vLLM 0\.32 or later"):
-        spans(None, 2)
 
 
 def output(**changes: Any) -> Any:
@@ -39,6 +31,10 @@ def output(**changes: Any) -> Any:
 def test_a_completion_has_what_the_output_says() -> None:
     made = completion(request(), output())
     assert (made.id, made.stop, made.versions) == ("r1", "length", ((0, 2),))
+    assert completion(request(), output(weight_versions=[span("default", 0), span("7", 1)])).versions == (
+        (0, 0),
+        (1, 7),
+    )
     assert made.tokens.tolist() == [4, 5]
     assert made.logprobs.tolist() == [-0.5, 0.0]
 
@@ -46,6 +42,7 @@ def test_a_completion_has_what_the_output_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"weight_versions": None}, r"which weights made it; wanted vLLM 0\.32 or later"),
         ({"finish_reason": "error", "stop_reason": "x"}, "vLLM ended it with 'error': 'x'"),
         ({"logprobs": SimpleNamespace(start_indices=[0], logprobs=[-1.0])}, "logprobs of 1 of 2 tokens"),
         (

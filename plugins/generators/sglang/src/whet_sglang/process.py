@@ -18,10 +18,12 @@ from whet.errors import RefitError, WhetError
 from whet.interfaces.generator import Running
 from whet.refit.link import Link
 from whet.refit.manifest import await_manifests
+from whet.refit.whole import failure_among
+from whet.rollout.completions import nothing_yet
 from whet.rollout.limits import completion_limit
 from whet_sglang.arguments import KEPT_POSITIONS, LOADER
 from whet_sglang.extension import HOOKS
-from whet_sglang.sampling import LOWEST_TEMPERATURE, completion, nothing_yet, sampling_params
+from whet_sglang.sampling import LOWEST_TEMPERATURE, completion, sampling_params
 
 Outcome = Completion | tuple[str, str]
 Outcomes = asyncio.Queue[Outcome | Exception]
@@ -183,11 +185,10 @@ class Process:
 
         broken, self._broken = self._broken, "it ended half way"
         reports = await self._load(link)
-        failures = [report for report in reports if report["failure"]]
-        if failures:
-            spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
-            self._broken = failures[0]["failure"] if spoilt else broken
-            raise RefitError(failures[0]["failure"])
+        failure, spoilt = failure_among(reports)
+        if failure:
+            self._broken = failure if spoilt else broken
+            raise RefitError(failure)
         if len(reports) != self._processes or {report["session"] for report in reports} != {link.session}:
             raise RefitError(f"hand-over {link.session}: SGLang's {self._processes} processes took {reports}")
         flushed = await self._manager.flush_cache()

@@ -6,6 +6,7 @@ import numpy as np
 
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
+from whet.rollout.completions import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 1e-5
 """Below, SGLang takes the likeliest token, with its logprob at temperature 1."""
@@ -46,31 +47,8 @@ def completion(request: Request, output: dict[str, Any]) -> Completion:
     if [token for _, token, *_ in sampled[:count]] != tokens.tolist():
         raise WhetError(f"{said} gave logprobs of {len(sampled)} tokens that are not its {len(tokens)}")
     logprobs = np.array([logprob for logprob, *_ in sampled[:count]], np.float32)
-    if not np.isfinite(logprobs).all():
-        raise WhetError(
-            f"{said} gave logprobs that are not finite; the weights may have diverged: look at grad_norm and lower the "
-            "learning rate"
-        )
-    # Rounding may leave the likeliest token a hair above certainty.
-    return Completion(request.id, tokens, np.minimum(logprobs, np.float32(0)), stop, spans(meta, count))
-
-
-def spans(meta: dict[str, Any], count: int) -> tuple[tuple[int, int], ...]:
-    """Turn SGLang's spans of weights into (first token, version); `default` are those that were loaded."""
-    if not count:
-        return ()
-    found = meta.get("weight_versions")
-    if not found:
-        raise WhetError("SGLang says of no token which weights made it; wanted SGLang 0.5.23 or later")
-    versions = [(int(span["start"]), version_number(span["version"])) for span in found if span["start"] < count]
-    return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
-
-
-def version_number(label: str) -> int:
-    """Read the version from the engine's name for it."""
-    return 0 if label == "default" else int(label)
-
-
-def nothing_yet(id_: str) -> Completion:
-    """Make the completion of a request that was aborted before it began."""
-    return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
+    spans = version_spans(
+        ((int(span["start"]), span["version"]) for span in meta.get("weight_versions") or ()), count,
+        "SGLang 0.5.23 or later",
+    )  # fmt: skip
+    return Completion(request.id, tokens, checked_logprobs(logprobs, request, "SGLang"), stop, spans)

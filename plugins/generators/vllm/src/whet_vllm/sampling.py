@@ -6,6 +6,7 @@ import numpy as np
 
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
+from whet.rollout.completions import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises anything below to this, but for 0."""
@@ -42,13 +43,11 @@ def completion(request: Request, output: Any) -> Completion:
         raise WhetError(f"request {request.id}: vLLM ended it with {found.finish_reason!r}: {found.stop_reason!r}")
     tokens = np.array(found.token_ids, np.int64)
     logprobs = sampled_logprobs(found.logprobs, len(tokens))
-    if not np.isfinite(logprobs).all():
-        raise WhetError(
-            f"request {request.id}: vLLM gave logprobs that are not finite; the weights may have diverged: look at "
-            "grad_norm and lower the learning rate"
-        )
+    spans = version_spans(
+        ((int(span.start), span.version) for span in found.weight_versions or ()), len(tokens), "vLLM 0.32 or later"
+    )
     return Completion(
-        request.id, tokens, logprobs, STOPS[found.finish_reason], spans(found.weight_versions, len(tokens))
+        request.id, tokens, checked_logprobs(logprobs, request, "vLLM"), STOPS[found.finish_reason], spans
     )
 
 
@@ -60,25 +59,4 @@ def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[n
     found = np.array([flat.logprobs[start] for start in starts], np.float32)
     if len(found) != count:
         raise WhetError(f"vLLM gave logprobs of {len(found)} of {count} tokens")
-    # Rounding may leave the likeliest token a hair above certainty.
-    return np.minimum(found, np.float32(0))
-
-
-def spans(found: Any, count: int) -> tuple[tuple[int, int], ...]:
-    """Turn vLLM's spans of weights into (first token, version); `default` are those that were loaded."""
-    if not count:
-        return ()
-    if not found:
-        raise WhetError("vLLM says of no token which weights made it; wanted vLLM 0.32 or later")
-    versions = [(int(span.start), version_number(span.version)) for span in found if span.start < count]
-    return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
-
-
-def version_number(label: str) -> int:
-    """Read the version from the engine's name for it."""
-    return 0 if label == "default" else int(label)
-
-
-def nothing_yet(id_: str) -> Completion:
-    """Make the completion of a request that was aborted before it began."""
-    return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
+    return found

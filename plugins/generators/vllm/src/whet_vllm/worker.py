@@ -27,10 +27,12 @@ from whet.errors import RefitError, WhetError
 from whet.interfaces.generator import Running
 from whet.refit.link import Link
 from whet.refit.manifest import await_manifests
+from whet.refit.whole import failure_among
+from whet.rollout.completions import nothing_yet
 from whet.rollout.limits import completion_limit
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
-from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, nothing_yet, sampling_params
+from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -211,11 +213,10 @@ class Worker:
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await llm.finish_weight_update()
         reports = await llm.collective_rpc("whet_report")
-        failures = [report for report in reports if report["failure"]]
-        if failures:
-            spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
-            self._broken = failures[0]["failure"] if spoilt else broken
-            raise RefitError(failures[0]["failure"])
+        failure, spoilt = failure_among(reports)
+        if failure:
+            self._broken = failure if spoilt else broken
+            raise RefitError(failure)
         if {report["session"] for report in reports} != {link.session}:
             raise RefitError(f"hand-over {link.session}: vLLM's workers took {reports}")
         await llm.update_weight_version(str(version))

@@ -1,0 +1,38 @@
+"""From what a foreign engine answers to a completion: which weights made which token, and logprobs to train on."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from whet.data.records import Completion, FloatArray, Request
+from whet.errors import WhetError
+
+
+def version_spans(found: Iterable[tuple[int, str]], count: int, wanted: str) -> tuple[tuple[int, int], ...]:
+    """Turn an engine's spans (first token, label of its weights) of `count` tokens into those of a completion.
+
+    The label `default` is that of the weights that were loaded, others are numbers. `wanted` is what tells labels, for
+    the `WhetError` where there are none.
+    """
+    if not count:
+        return ()
+    versions = [(start, 0 if label == "default" else int(label)) for start, label in found if start < count]
+    if not versions:
+        raise WhetError(f"the engine says of no token which weights made it; wanted {wanted}")
+    return tuple(v for i, v in enumerate(versions) if i == 0 or v[1] != versions[i - 1][1])
+
+
+def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatArray:
+    """Raise `WhetError` for logprobs [L] that are not finite; take those above 0 for 0."""
+    if not np.isfinite(found).all():
+        raise WhetError(
+            f"request {request.id}: {engine} gave logprobs that are not finite; the weights may have diverged: look at "
+            "grad_norm and lower the learning rate"
+        )
+    # Rounding may leave the likeliest token a hair above certainty.
+    return np.minimum(found, np.float32(0))
+
+
+def nothing_yet(id_: str) -> Completion:
+    """Make the completion of a request that was aborted before it began."""
+    return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
