@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from whet.errors import ConfigError, RefitError
+from whet.refit import lane
 from whet.refit.exchange import Exchange
-from whet.refit.handover import choose_transport, receive, send
+from whet.refit.handover import MEETING, choose_transport, receive, send
 from whet.refit.link import Link
 
-TRANSPORTS = ("shared", "shared-memory", "tcp", "disk")
-BY_BYTES = ("shared-memory", "tcp", "disk")
+TRANSPORTS = ("shared", "broadcast", "shared-memory", "tcp", "disk")
+BY_BYTES = ("broadcast", "shared-memory", "tcp", "disk")
 BY_FILE = ("shared-memory", "disk")
 
 
 @pytest.fixture(autouse=True)
-def exchange() -> Iterator[None]:
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lane, "GATHER_SECONDS", 0.05)  # senders are not to wait here for who comes after them
     EXCHANGES.append(Exchange("127.0.0.1"))
     yield
     EXCHANGES.pop().close()
@@ -31,7 +33,7 @@ EXCHANGES: list[Exchange] = []
 
 
 def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> Link:
-    if transport == "tcp":
+    if transport in MEETING:
         folder, options = EXCHANGES[0].address, {"token": EXCHANGES[0].token, **options}
     return Link(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
 

@@ -17,15 +17,26 @@ from whet.refit.link import Link
 if TYPE_CHECKING:
     import torch
 
-TRANSPORTS = {"shared": "shared", "shared-memory": "shared_memory", "tcp": "tcp", "disk": "disk"}
+TRANSPORTS = {
+    "shared": "shared",
+    "cuda-ipc": "cuda_ipc",
+    "broadcast": "broadcast",
+    "shared-memory": "shared_memory",
+    "tcp": "tcp",
+    "disk": "disk",
+}
 """Transports and their modules. All but `shared` keep what was sent until the next session begins, so that a receiver
 that comes late, or a second time, gets it too."""
+MEETING = ("cuda-ipc", "broadcast", "tcp")
+"""Transports whose ends find each other through the driver's exchange."""
+STREAMED = ("cuda-ipc", "broadcast")
+"""Transports that give tensors on a GPU, a bucket at a time: a receiver has no room to hold them all."""
 
 
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
 
-    Does not wait for receivers. Tensors are taken one at a time, so an iterator may gather them as it goes.
+    Does not wait for receivers, but those of `STREAMED` do for a while. Tensors are taken one at a time, so an iterator may gather them as it goes.
     """
     if not 0 <= sender < link.senders:
         raise RefitError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")

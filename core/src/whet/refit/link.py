@@ -15,9 +15,10 @@ class Link:
     """One hand-over: complete or refused."""
 
     transport: str
-    """`shared` (same process), `shared-memory` (same host), `tcp` (same network), `disk` (same file system)."""
+    """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same network),
+    `disk` (same file system)."""
     address: str
-    """Of shared-memory and disk: a folder. Of shared: a key within the process. Of tcp: `host:port` of the
+    """Of shared-memory and disk: a folder. Of shared: a key within the process. Of the others: `host:port` of the
     driver's exchange."""
     session: str
     """A fresh name for this hand-over; both ends check it."""
@@ -28,6 +29,9 @@ class Link:
     senders: int = 1
     """How many workers send; each name comes from exactly one."""
     receivers: int = 1
+    """How many a sender waits for, of broadcast all, of cuda-ipc those on its GPU; of shared how many take it."""
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
-    """Of tcp: what both ends must know, in hexadecimal digits."""
+    """Of what goes by the exchange: what both ends must know, in hexadecimal digits."""
+    kept: bool = True
+    """Of broadcast and cuda-ipc: whether senders keep a copy for receivers that come late."""

@@ -53,7 +53,7 @@ class Manifest:
 
 
 def checksum(tensor: "torch.Tensor") -> int:
-    """Sum up the bytes of a contiguous CPU tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
+    """Sum up the bytes of a contiguous tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
 
     Sees torn and stale pages and flipped bits at the speed of memory, which crc32 alone does not reach.
     """
@@ -64,7 +64,15 @@ def checksum(tensor: "torch.Tensor") -> int:
     if data.storage_offset() % 8:
         data = data.clone()
     pages = data[:whole].view(torch.int64).view(-1, PAGE // 8).sum(1)
-    return zlib.crc32(data[whole:].numpy().data, zlib.crc32(pages.numpy().data))
+    return zlib.crc32(data[whole:].cpu().numpy().data, zlib.crc32(pages.cpu().numpy().data))
+
+
+def byte_count(entry: Entry) -> int:
+    """Give the bytes of a tensor."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype.itemsize * torch.Size(entry.shape).numel()
 
 
 def manifest_path(link: Link, sender: int) -> Path:
