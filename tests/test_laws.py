@@ -62,7 +62,8 @@ def test_loading_the_plugins_loads_nothing_heavy_and_breaks_nothing() -> None:
 def test_structuring_and_planning_a_recipe_loads_nothing_heavy(recipe: Path) -> None:
     code = """
 from whet.config.load import load_config
-from whet.plan import Machine, gather_facts, make_plan
+from whet.placement import Machine
+from whet.plan import gather_facts, make_plan
 from whet.model import ModelInfo
 MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000})
 loaded = load_config(sys.argv[1])

@@ -45,13 +45,21 @@ def inline(tmp_path_factory, tiny_model_folder):
     return train(tmp_path_factory.mktemp("inline"), tiny_model_folder, workers="inline")
 
 
-@pytest.mark.parametrize("share", [[["backend", "generator"]], []], ids=["one process", "two processes"])
-def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_folder, inline, share):
-    run = train(tmp_path, tiny_model_folder, share=share)
+@pytest.mark.parametrize(
+    ("cluster", "transport"),
+    [
+        ({"share": [["backend", "generator"]]}, "shared"),
+        ({"share": []}, "shared-memory"),
+        ({"share": [], "transport": "broadcast"}, "broadcast"),
+    ],
+    ids=["one process", "two processes", "two processes, broadcast"],
+)
+def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_folder, inline, cluster, transport):
+    run = train(tmp_path, tiny_model_folder, **cluster)
     assert numbers(run) == numbers(inline)
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
-    transport = {True: "shared", False: "shared-memory"}[bool(share)]
-    assert json.loads((run / "plan.json").read_text())["transport"] == transport
+    assert json.loads((run / "plan.json").read_text())["way"]["transport"] == transport
+    assert not [log for log in (run / "logs").glob("*.log") if "goes on by connections" in log.read_text()]
 
 
 def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_temporary_folder(

@@ -1,10 +1,11 @@
 """The plan is a pure function of config, model and facts, and refuses whatever it can know."""
 
+import re
 from typing import Any
 
 import attrs
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 
 from whet.component import Component, Facts, Selection
 from whet.config.sections import (
@@ -20,7 +21,8 @@ from whet.config.sections import (
     selection,
 )
 from whet.model import ModelInfo
-from whet.plan import Machine, gather_facts, make_plan, selections
+from whet.placement import Machine
+from whet.plan import gather_facts, make_plan, selections
 
 MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
 
@@ -72,7 +74,7 @@ def problems(config: Config, facts: dict[str, Facts] = FACTS) -> list[str]:
 def test_a_sound_config_gives_a_plan_that_can_be_read():
     plan, found = make_plan(make_config(), MODEL, FACTS, Machine(8))
     assert not found
-    assert (plan.transport, plan.feeds_on, plan.max_context) == ("shared", "rollouts", 128)
+    assert (plan.way.transport, plan.feeds_on, plan.max_context) == ("shared", "rollouts", 128)
     assert plan.role("backend").threads == 8
     assert plan.role("backend").processes == plan.role("generator").processes == "backend+generator"
     assert "backend: trainer, 1 rank x 8 threads on cpu" in plan.describe()
@@ -84,19 +86,19 @@ def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
     plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
     assert plan.role("backend").processes != plan.role("generator").processes
     assert (plan.role("backend").threads, plan.role("generator").threads) == (4, 4)
-    assert plan.transport == "shared-memory"
+    assert plan.way.transport == "shared-memory"
 
 
 def test_roles_of_different_pythons_are_apart_and_hand_over_by_memory_that_they_share():
     plan, found = make_plan(make_config(cluster=ClusterSection(python={"generator": "x"})), MODEL, FACTS, Machine(8))
     assert not found
     assert plan.role("backend").processes != plan.role("generator").processes
-    assert plan.transport == "shared-memory"
+    assert plan.way.transport == "shared-memory"
     assert plan.role("backend").threads == plan.role("generator").threads == 8, "they take turns"
     assert "in processes 'generator' of the Python 'x'" in plan.describe()
     both = ClusterSection(python={"generator": "x", "backend": "x"})
     plan, _ = make_plan(make_config(cluster=both), MODEL, FACTS, Machine(8))
-    assert plan.transport == "shared"
+    assert plan.way.transport == "shared"
 
 
 def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkeypatch):
@@ -109,7 +111,7 @@ def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkey
 def test_several_ranks_do_not_hand_over_by_reference():
     config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
     plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
-    assert plan.transport == "shared-memory"
+    assert plan.way.transport == "shared-memory"
     assert plan.role("backend").threads == 4
 
 
@@ -119,6 +121,55 @@ def test_gpus_apart_are_numbered_one_after_the_other():
     assert not found
     assert plan.role("backend").devices == ("cuda:0", "cuda:1")
     assert plan.role("generator").devices == ("cuda:2", "cuda:3")
+
+
+ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk")
+ENGINE = {
+    **FACTS,
+    "backend": evolve(FACTS["backend"], transports=ALL),
+    "generator": Facts(transports=ALL[1:], processes=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "processes", "way"),
+    [
+        ({"gpus": {"backend": 2, "generator": 4}, "share": []}, 2, ("broadcast", 1, 4)),
+        ({"gpus": {"backend": 2, "generator": 2}}, 1, ("cuda-ipc", 2, 1)),
+        ({"gpus": {"generator": 4}, "share": []}, 2, ("shared-memory", 1, 1)),
+        ({"share": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
+        ({"gpus": {"backend": 2, "generator": 4}, "share": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),
+    ],
+    ids=str,
+)
+def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
+    facts = {**ENGINE, "generator": evolve(ENGINE["generator"], processes=processes)}
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, facts, Machine(8, gpus=8))
+    assert not found
+    assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
+
+
+def test_a_rank_that_spreads_over_two_gpus_is_given_both():
+    cluster = ClusterSection(gpus={"backend": 2, "generator": 4}, share=[])
+    plan, _ = make_plan(make_config(cluster=cluster), MODEL, ENGINE, Machine(8, gpus=6))
+    assert plan.role("backend").devices == ("cuda:0", "cuda:1")
+    assert plan.role("generator").devices == ("cuda:2,3", "cuda:4,5")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "complaint"),
+    [
+        ({"gpus": {"generator": 3}, "share": []}, "cluster.gpus.generator: is 3, and a rank takes 2"),
+        ({"gpus": {"backend": 2, "generator": 2}}, "cluster.share: .* a rank takes backend 1, generator 2"),
+        ({"transport": "broadcast"}, "cluster.transport: broadcast is no way .* `broadcast` processes of their own"),
+        ({"transport": "cuda-ipc", "share": []}, "cluster.transport: cuda-ipc is no way to hand weights over"),
+    ],
+    ids=str,
+)
+def test_gpus_that_cannot_be_dealt_out_and_ways_that_lead_nowhere_are_refused(cluster, complaint):
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, ENGINE, Machine(8, gpus=8))
+    assert plan is None
+    assert any(re.match(complaint, str(problem)) for problem in found), found
 
 
 def test_facts_are_asked_of_every_component_at_any_depth():
@@ -320,7 +371,7 @@ JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
 def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transport, reason):
     plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, FACTS, Machine(8))
     assert not found
-    assert plan.transport == transport
+    assert plan.way.transport == transport
     assert f"by {transport}, as they are {reason}" in plan.describe()
 
 

@@ -27,6 +27,7 @@ from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
 from whet.plan import facts_of
 from whet.prepare import Prepared
 from whet.recovery import Recovery
+from whet.refit.handover import MEETING
 from whet.refit.link import Link
 from whet.refit.probe import make_probe
 from whet.roles import needed_roles, role_path, role_selection
@@ -413,14 +414,19 @@ class Builder:
 
     def _link(self) -> Link:
         """Give what all hand-overs have in common."""
-        transport, seconds = self.plan.transport, self.config.cluster.deadlines.refit
-        if transport != "tcp" or self._cluster is None:
-            return Link(transport, str(self.folder.scratch.resolve() / "weights"), "", 0, timeout_seconds=seconds)
+        way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.refit, self.config.cluster.recovery
+        assert way is not None  # there is a generator
+        if way.transport not in MEETING:
+            folder = str(self.folder.scratch.resolve() / "weights")
+            return Link(way.transport, folder, "", 0, timeout_seconds=seconds)
         from whet.refit.exchange import Exchange
 
-        exchange = Exchange(self._cluster.address())
+        exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
         self.closers.append(exchange.close)
-        return Link(transport, exchange.address, "", 0, timeout_seconds=seconds, token=exchange.token)
+        return Link(
+            way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
+            timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
+        )  # fmt: skip
 
 
 def _save(handle: "Backend", folder: Path) -> None:

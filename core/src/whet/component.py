@@ -108,8 +108,8 @@ class Facts:
     least_group_size: int = 1
     """Of advantages and filters: samples of one task that they need to compare."""
     transports: tuple[str, ...] = ()
-    """Of backends and generators: ways to hand weights over, best first, of `shared`, `shared-memory`, `tcp`,
-    `disk`."""
+    """Of backends and generators: ways to hand weights over, best first, of `shared`, `cuda-ipc`, `broadcast`,
+    `shared-memory`, `tcp`, `disk`."""
     running: tuple[str, ...] = ("drain",)
     """Of generators: what can happen to requests under way when new weights arrive, of `drain`, `keep`, `abort`."""
     dtype: str = ""
@@ -117,6 +117,9 @@ class Facts:
     dtype of the model."""
     ranks: int = 1
     """Of backends and generators: worker processes wanted."""
+    processes: int = 1
+    """Of generators: processes over which each rank spreads its model, e.g. by tensor parallelism. Each takes weights,
+    and has a GPU where there are any."""
     group_size: int | None = None
     """Of an algorithm: samples of one task that it compares with each other."""
     groups_per_step: int | None = None

@@ -28,7 +28,7 @@ from whet.data.readers import find_file, read
 from whet.errors import ConfigError, WhetError
 from whet.interpreters import Interpreter, surroundings, versions
 from whet.model import check_weights
-from whet.plan import joins
+from whet.placement import joins
 from whet.plugins import Registry, load_plugins
 from whet.prepare import Prepared, packages_here, prepare
 
@@ -233,7 +233,7 @@ def _shared_memory(plan: Prepared | None) -> Iterator[Check]:
         return
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in /dev/shm"
-    weights = 4 * plan.model.parameters if plan and plan.plan.transport == "shared-memory" else 0
+    weights = 4 * plan.model.parameters if plan and plan.plan.way and plan.plan.way.transport == "shared-memory" else 0
     change = "give the container more, e.g. docker run --shm-size=16g"
     if free < weights:
         yield Check("shared memory", "fail", f"{found}; weights of {weights / GIB:.2f} GiB pass through it", change)

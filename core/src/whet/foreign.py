@@ -96,9 +96,6 @@ class ForeignEngine:
         known = frozenset() if "generator" in config.cluster.python else self.known()
         for name, message in self.wrong(chosen.engine, known):
             yield Problem(f"generator.engine.{path_segment(name)}", message)
-        if chosen.tensor_parallel > 1 and config.cluster.gpus.get("generator"):
-            message = f"is {chosen.tensor_parallel}, and a rank has one GPU; wanted 1, with a replica for each GPU"
-            yield Problem("generator.tensor_parallel", message)
 
     def refuse(self, written: Mapping[str, Any]) -> None:
         """Raise `WhetError` in a process of workers that has no such engine, or one without what is written."""
@@ -111,9 +108,10 @@ class ForeignEngine:
         """Give the facts of a generator that hands weights to the engine whole and between two tokens."""
         weights = model.weight_bytes(config.dtype)
         return Facts(
-            transports=("shared-memory", "tcp", "disk"),
+            transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
             running=("drain", "keep", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
+            processes=config.tensor_parallel,
             memory_bytes=weights + int((config.cache_gib or CPU_CACHE_GIB) * 2**30) if weights else None,
             imports=imports,
             packages=(self.package,),

@@ -16,7 +16,7 @@ from whet.config.sections import Config
 from whet.errors import ConfigError, PluginError
 from whet.fits import misfits
 from whet.model import ModelInfo
-from whet.refit.handover import choose_transport
+from whet.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, ranks_of, way_of
 from whet.roles import (
     groups,
     known_roles,
@@ -24,7 +24,6 @@ from whet.roles import (
     python_problems,
     role_names,
     role_path,
-    role_selection,
     share_groups,
     shares,
 )
@@ -36,43 +35,14 @@ ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "rewar
 
 
 @frozen
-class Machine:
-    """What there is to plan with."""
-
-    cores: int
-    gpus: int = 0
-
-
-@frozen
-class RolePlan:
-    """Where one role runs."""
-
-    role: str
-    component: str
-    ranks: int
-    threads: int
-    """Compute threads for each rank."""
-    devices: tuple[str, ...]
-    """One for each rank."""
-    processes: str
-    """Name of the group of processes; roles with equal names share theirs and take turns."""
-    memory_bytes: int | None = None
-    """For each rank, as far as known."""
-    python: str = ""
-    """Its Python environment, as the config names it; empty: the driver's."""
-
-
-@frozen
 class Plan:
     """All that is decided before anything starts."""
 
     launcher: str
     inline: bool
     roles: tuple[RolePlan, ...]
-    transport: str
-    """How weights travel from backend to generator; empty without a generator."""
-    transport_reason: str
-    """Why that way: where the two are."""
+    way: Way | None
+    """How weights travel from backend to generator; None without a generator."""
     feeds_on: str
     """`rollouts` or `data`."""
     max_context: int
@@ -102,8 +72,8 @@ class Plan:
                 f"{role.role}: {role.component}, {ranks} x {role.threads} thread{'s' if role.threads > 1 else ''} "
                 f"on {', '.join(dict.fromkeys(role.devices))}{memory}{processes}"
             )
-        if self.transport:
-            lines.append(f"weights: backend -> generator by {self.transport}, as they are {self.transport_reason}")
+        if self.way is not None:
+            lines.append(f"weights: backend -> generator by {self.way.transport}, {self.way.reason}")
         if self.max_context:
             lines.append(f"longest sequence: {self.max_context} tokens")
         return "\n".join([*lines, *self.notes])
@@ -163,13 +133,13 @@ def make_plan(
         *_shares(config, facts, machine),
         *_updates(config, facts),
     ]
-    transport, reason, notes = "", "", [note for path in sorted(facts) for note in facts[path].notes]
+    way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
         together = config.cluster.workers == "inline" or shares(config, "backend", "generator")
         try:
-            transport, reason = _transport(config, facts, together)
+            way = way_of(config, facts)
         except ConfigError as error:
-            problems.append(Problem("generator", str(error)))
+            problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
         if config.rollout.max_staleness and together:
             notes.append(f"generation does not overlap training: {_why_not_apart(config)}")
         if config.rollout.max_staleness == 1 and config.rollout.order == "completion":
@@ -178,59 +148,18 @@ def make_plan(
         notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
         return None, problems
-    roles = tuple(_role(config, name, facts, machine) for name in role_names(config))
+    roles = tuple(plan_role(config, name, facts, machine) for name in role_names(config))
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(m for name in role_names(config) for m in facts[role_path(name)].imports))
     launcher = config.cluster.launcher
-    return Plan(launcher, inline, roles, transport, reason, feeds_on, context, imports, tuple(notes)), []
-
-
-def _transport(config: Config, facts: Mapping[str, Facts], together: bool) -> tuple[str, str]:
-    """Choose how weights travel, and say where that leaves both ends. Raises `ConfigError`."""
-    # Of several ranks one sends, and reaches by reference only who shares its own process.
-    same_process = together and all(_ranks(config, name, facts) == 1 for name in ("backend", "generator"))
-    one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
-    same_host = same_process or not joins(config) or one_node == "one-node"
-    transport = choose_transport(
-        facts["backend"].transports, facts["generator"].transports, same_process=same_process, same_host=same_host
-    )
-    reason = "in one process" if same_process else "on one machine" if same_host else "on nodes that Ray will choose"
-    return transport, reason
+    return Plan(launcher, inline, roles, way, feeds_on, context, imports, tuple(notes)), []
 
 
 def _why_not_apart(config: Config) -> str:
     if config.cluster.workers == "inline":
         return "cluster.workers: inline keeps all in this process"
     return "backend and generator share their processes; cluster.share: [] sets them apart"
-
-
-def joins(config: Config) -> bool:
-    """Whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
-    cluster = config.cluster
-    return cluster.launcher == "ray" and bool(cluster.address) and cluster.workers != "inline"
-
-
-def _ranks(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
-    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) or facts[role_path(name)].ranks)
-
-
-def _role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
-    cluster = config.cluster
-    gpus = cluster.gpus.get(name, 0)
-    ranks = _ranks(config, name, facts)
-    all_groups = groups(config)
-    group = next(g for g in all_groups if name in g)
-    # Roles that share take turns; roles apart work at one time.
-    others = sum(max(_ranks(config, r, facts) for r in g) for g in all_groups if g is not group)
-    busy = ranks + others if config.rollout.max_staleness else ranks
-    # What cores the nodes of a cluster have is not known here.
-    threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
-    first = sum(max(cluster.gpus.get(r, 0) for r in g) for g in all_groups[: all_groups.index(group)])
-    devices = tuple(f"cuda:{first + rank % gpus}" if gpus else "cpu" for rank in range(ranks))
-    component, memory = role_selection(config, name).name, facts[role_path(name)].memory_bytes
-    python = cluster.python.get(name, "")
-    return RolePlan(name, component, ranks, threads, devices, "+".join(group), memory, python)
 
 
 def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterator[Problem]:
@@ -367,10 +296,11 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
     named = [role for group in config.cluster.share or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
+    yield from gpus_apart(config, facts)
     wanted = sum(max(config.cluster.gpus.get(role, 0) for role in group) for group in groups(config))
     if wanted > machine.gpus and not joins(config):
         yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
-    if config.cluster.workers == "inline" and any(_ranks(config, role, facts) > 1 for role in role_names(config)):
+    if config.cluster.workers == "inline" and any(ranks_of(config, role, facts) > 1 for role in role_names(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 

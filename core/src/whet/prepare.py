@@ -16,7 +16,8 @@ from whet.errors import ConfigError, DataError
 from whet.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.machine import gpu_count, usable_cores, without_ray
 from whet.model import ModelInfo, check_weights, locate, read_model
-from whet.plan import Machine, Plan, gather_facts, joins, make_plan, selections
+from whet.placement import Machine, joins
+from whet.plan import Plan, gather_facts, make_plan, selections
 from whet.roles import role_names, role_path
 from whet.spans import Span
 

@@ -92,10 +92,10 @@ def test_the_environment_says_threads_and_devices(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     with LocalCluster(tmp_path, environment={"MARK": "x"}) as cluster:
-        gpus = cluster.slice("backend", 2, threads=3, device=["cuda:0", "cuda:2"]).spawn(TARGET, {})
+        gpus = cluster.slice("backend", 2, threads=3, device=["cuda:0", "cuda:1,2"]).spawn(TARGET, {})
         cpu = cluster.slice("generator").spawn(TARGET, {})
         assert [place.device for place in gpus.call("place")] == ["cuda:0", "cuda:0"]
-        assert [e["CUDA_VISIBLE_DEVICES"] for e in gpus.call("environment")] == ["4", "6"]
+        assert [e["CUDA_VISIBLE_DEVICES"] for e in gpus.call("environment")] == ["4", "5,6"]
         environment = gpus.call("environment")[0]
         assert [environment[k] for k in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MARK")] == ["3", "PASSIVE", "x"]
         assert cpu.call("environment")[0]["CUDA_VISIBLE_DEVICES"] == ""

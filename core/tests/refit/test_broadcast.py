@@ -1,4 +1,4 @@
-"""What goes along a lane: all receivers at once, a bucket at a time, and what becomes of it when one of them is gone."""
+"""What goes along a lane: all receivers at once, a bucket at a time, and what becomes of it when one is gone."""
 
 import logging
 import subprocess
@@ -168,7 +168,10 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
                 assert died.wait(30)
             yield item
 
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other, ThreadPoolExecutor() as pool:
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        ThreadPoolExecutor() as pool,
+    ):
         sent = pool.submit(send, link, slowly())
         found = pool.submit(lambda: {name: tensor.clone() for name, tensor in receive(link, 0)})
         assert other.stdout is not None

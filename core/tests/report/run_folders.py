@@ -50,7 +50,7 @@ def write(path: Path, said: str = "The answer is 7.", steps: int = 12) -> Path:
     )
     run.write_json("versions.json", {"whet": "0.1.0"})
     role = {"role": "backend", "component": "fsdp2", "ranks": 1, "devices": ["cpu"]}
-    run.write_json("plan.json", {"transport": "shared", "roles": [role]})
+    run.write_json("plan.json", {"way": {"transport": "shared"}, "roles": [role]})
     run.append("journal.jsonl", [{"time": 1000.0, "event": "opened", "after_step": 0}])
     for step in range(1, steps + 1):
         begin = 1000.0 + step

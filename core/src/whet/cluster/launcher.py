@@ -110,7 +110,10 @@ class Cluster:
         self._closed = False
 
     def slice(self, role: str, size: int = 1, threads: int = 1, device: str | Sequence[str] = "cpu") -> "ProcessSlice":
-        """Give a role its share: ranks, compute threads for each, and a device for all or a list of one for each."""
+        """Give a role its share: ranks, compute threads for each, and a device for all or a list of one for each.
+
+        A device is `cpu`, `cuda:2`, or `cuda:2,3` for a rank that spreads over two.
+        """
         devices = (device,) * size if isinstance(device, str) else tuple(device)
         if size < 1 or len(devices) != size:
             raise ConfigError(f"the slice of {role} has {size} ranks and {len(devices)} devices; give each rank one")
@@ -210,7 +213,7 @@ class Cluster:
         rank = int(number)  # not looked up among all names: a thousand processes would do so a thousand times each
         here = [(p, rank) for p in self._slices.values() if self._sharing(p.role)[0] == first and rank < p.size]
         devices = {part.role: part.devices[rank] for part, rank in here}
-        gpus = sorted({device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"})
+        gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
         if len(gpus) > 1:
             listed = ", ".join(f"{role} {device}" for role, device in devices.items())
             raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.share")
@@ -219,7 +222,13 @@ class Cluster:
             listed = ", ".join(f"{role} {python or 'the driver'}" for role, python in pythons.items())
             raise ConfigError(f"roles that share a process must share its Python, found {listed}; change cluster.share")
         threads = max((part.threads for part, _ in here), default=1)
-        return Host(name, tuple(devices), threads, tuple(gpus), next(iter(pythons.values()), ""))
+        return Host(
+            name,
+            tuple(devices),
+            threads,
+            tuple(i for listed in gpus for i in listed.split(",")),
+            next(iter(pythons.values()), ""),
+        )
 
     def _group(self, name: str) -> list[Host]:
         first = name.rpartition("-")[0]

@@ -51,10 +51,11 @@ class LocalLauncher:
         """Make a process, of the driver's own interpreter where its roles have no other."""
         visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), host.gpus
         if gpus and visible != [""]:
-            index = int(gpus[0])
-            if index >= len(visible):
-                raise ConfigError(f"{host.name} wants GPU {index} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}")
-            gpus = (visible[index],)
+            if beyond := next((gpu for gpu in gpus if int(gpu) >= len(visible)), ""):
+                raise ConfigError(
+                    f"{host.name} wants GPU {beyond} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}"
+                )
+            gpus = tuple(visible[int(gpu)] for gpu in gpus)
         environment = {**worker_environment(os.environ, host.threads, ",".join(gpus)), **self._environment}
         return LocalProcess(host.name, environment, log, host.python)
 

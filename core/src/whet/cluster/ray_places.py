@@ -107,7 +107,7 @@ class Places:
     def _wanted(self, host: Host) -> dict[str, float]:
         own: dict[str, float] = {PROCESS: 1} if self._session.local else {"CPU": host.threads}
         asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
-        return {**own, **({"GPU": 1} if host.gpus else {}), **asked}
+        return {**own, **({"GPU": len(host.gpus)} if host.gpus else {}), **asked}
 
     def _fits(self, group: Any) -> bool:
         """Whether the nodes that there are could hold a group if they were empty; roughly, for Ray knows best."""

@@ -165,6 +165,8 @@ class ClusterSection:
     resources: dict[str, dict[str, float]] = attrs.Factory(dict)
     """Of the launcher `ray`: what each rank of a role takes of Ray's custom resources, e.g. `{generator: {a100: 1}}`
     for nodes started with `ray start --resources='{"a100": 8}'`."""
+    transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"] = ""
+    """How weights travel from backend to generator. Empty: the best way that both know and their places allow."""
     python: dict[str, str] = field(factory=dict, converter=absolute_paths)
     """The Python environment of a role's worker processes where that is not the driver's: the name of one that `whet
     env create` has made, or a path, which has a slash in it, e.g. `{generator: vllm}`."""

@@ -2,7 +2,7 @@
 
 Each sender has a group with the receivers that are there, kept as long as these stay the same; who comes back is in the
 next one. Receivers hear several senders one after another, in order, so senders that gather their tensors in step must
-leave it to one of them.
+leave it to one of them. NCCL has not been tried yet, for want of GPUs.
 """
 
 import socket
@@ -119,13 +119,13 @@ class _Sending:
 
     def _gather(self) -> None:
         """Make a group with all guests."""
-        from torch.distributed import TCPStore
+        import torch.distributed as dist
 
         _forget(self._key)
         host, seconds = own_address(self._link), self._link.timeout_seconds
         listener = listen(host, "hand-overs of weights")  # torch would listen on every interface
         port = listener.getsockname()[1]
-        store = TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
@@ -175,13 +175,15 @@ class _Receiving:
     def meet(self, sender: int, meeting: dict[str, Any]) -> None:
         """Join a group."""
         import torch
-        from torch.distributed import TCPStore
+        import torch.distributed as dist
 
         key, seconds = self._key(sender), self._link.timeout_seconds
         _forget(key)
         gpu = meeting["kind"] == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        store = TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds))
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds)
+        )
         group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._link), seconds)
         with _lock:
             _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
@@ -201,7 +203,7 @@ def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, s
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,7 +1,7 @@
 """Hand-over between processes on one GPU: the sender maps a buffer into the receivers (CUDA IPC).
 
-Every sender sends everything, and a receiver hears the one on its own GPU. Two buffers take turns, so that one is filled
-while the other is read; a receiver says when it has read one.
+Every sender sends everything, and a receiver hears the one on its own GPU. Two buffers take turns, so that one is
+filled while the other is read; a receiver says when it has read one. Not tried on a GPU yet.
 """
 
 import socket
@@ -21,6 +21,7 @@ from whet.refit.tcp import Offer
 
 if TYPE_CHECKING:
     import torch
+
 
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the tensors, cast to `link.dtype`, to the receivers on this process's GPU."""
@@ -126,7 +127,7 @@ def _gpu() -> str:
 def _shared(buffer: "torch.Tensor") -> dict[str, Any]:
     """Say how another process finds a buffer; it is kept until that lets go of it."""
     names = ("handle", "size", "offset", "counter", "counter_offset", "event", "sync")
-    _, *found = buffer.untyped_storage()._share_cuda_()
+    _, *found = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in zip(names, found, strict=True)}
 
 

@@ -36,7 +36,8 @@ STREAMED = ("cuda-ipc", "broadcast")
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
 
-    Does not wait for receivers, but those of `STREAMED` do for a while. Tensors are taken one at a time, so an iterator may gather them as it goes.
+    Does not wait for receivers, but for those of `STREAMED` a while. Tensors are taken one at a time, so an iterator
+    may gather them as it goes.
     """
     if not 0 <= sender < link.senders:
         raise RefitError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
@@ -52,19 +53,40 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
     yield from _transport(link).receive(link, receiver)
 
 
-def choose_transport(sender: Sequence[str], receiver: Sequence[str], *, same_process: bool, same_host: bool) -> str:
+def choose_transport(
+    sender: Sequence[str],
+    receiver: Sequence[str],
+    *,
+    same_process: bool,
+    same_host: bool,
+    same_gpu: bool = False,
+    own_gpus: bool = False,
+    together: bool = False,
+    wanted: str = "",
+) -> str:
     """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
 
-    `sender` and `receiver` are the transports of their facts, best first. Raises `ConfigError` saying why none fits.
+    `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
+    `own_gpus`: each has its own; `together`: they share processes. `wanted` is what the config insists on. Raises
+    `ConfigError` saying why none fits.
     """
-    reachable = {"shared": same_process, "shared-memory": same_host, "tcp": True, "disk": True}
-    for transport in sender:
-        if transport in receiver and reachable.get(transport, False):
+    reachable = {
+        "shared": same_process,
+        "cuda-ipc": same_gpu,
+        "broadcast": own_gpus or (wanted == "broadcast" and not together),
+        "shared-memory": same_host,
+        "tcp": True,
+        "disk": True,
+    }
+    for transport in [wanted] if wanted else sender:
+        if transport in sender and transport in receiver and reachable.get(transport, False):
             return transport
     place = "in one process" if same_process else "on one machine" if same_host else "on different machines"
+    what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
     raise ConfigError(
-        f"no way to hand weights over: the backend offers {_list(sender)}, the generator takes {_list(receiver)}, and "
-        f"they are {place}; `shared` needs one process (cluster.share), `shared-memory` one machine"
+        f"{what}: the backend offers {_list(sender)}, the generator takes {_list(receiver)}, and they are {place}; "
+        "`shared` needs one process (cluster.share), `cuda-ipc` shared GPUs, `broadcast` processes of their own, "
+        "`shared-memory` one machine"
     )
 
 

@@ -6,8 +6,8 @@
               <- {"bucket": [entries], "bytes": n, ...}    and the bytes by whatever the lane is made of
               <- {"end": SESSION}
 
-What it is made of, a `Plane`, moves the bytes of a bucket: `whet.refit.broadcast`, `whet.refit.cuda_ipc`. A receiver that
-comes too late, and those whose lane breaks, take what is left from the sender's kept copy, as by the transport `tcp`.
+What it is made of moves the bytes of a bucket: `whet.refit.broadcast`, `whet.refit.cuda_ipc`. A receiver that comes too
+late, and those whose lane breaks, take what is left from the sender's kept copy, as by the transport `tcp`.
 """
 
 import logging
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 BUCKET_BYTES = 256 << 20
 """A bucket is sent once it holds this much; a larger tensor is a bucket by itself."""
 GATHER_SECONDS = 30.0
-"""How long a sender waits for receivers, at most half of the hand-over's deadline. Those that finish their requests first
+"""How long a sender waits for receivers, at most half of the hand-over's deadline. Those that have requests to finish
 may come later, and take the copy."""
 ALIGN = 64
 
 
-class Broken(Exception):
+class Broken(Exception):  # noqa: N818 - it says what happened
     """The lane is of no more use; the hand-over may be."""
 
 
@@ -237,9 +237,7 @@ def _bucket(
     plane.done(connection)
 
 
-def _buckets(
-    weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str
-) -> "Iterator[list[tuple[str, torch.Tensor]]]":
+def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iterator[list[tuple[str, torch.Tensor]]]":
     import torch
 
     bucket: list[tuple[str, torch.Tensor]] = []

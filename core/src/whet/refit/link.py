@@ -15,8 +15,8 @@ class Link:
     """One hand-over: complete or refused."""
 
     transport: str
-    """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same network),
-    `disk` (same file system)."""
+    """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same
+    network), `disk` (same file system)."""
     address: str
     """Of shared-memory and disk: a folder. Of shared: a key within the process. Of the others: `host:port` of the
     driver's exchange."""

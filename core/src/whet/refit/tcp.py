@@ -1,8 +1,8 @@
 """Hand-over over connections from every receiver to every sender; needs no file system that both see.
 
-    sender     copies its tensors to a buffer of its own, kept from session to session (`whet.refit.kept`), and tells
-               the exchange (`whet.refit.exchange`, on the driver) where it serves them
-    receiver   asks the exchange, connects, and takes manifest, bytes and a last word
+sender     copies its tensors to a buffer of its own, kept from session to session (`whet.refit.kept`), and tells
+           the exchange (`whet.refit.exchange`, on the driver) where it serves them
+receiver   asks the exchange, connects, and takes manifest, bytes and a last word
 """
 
 import socket

@@ -5,11 +5,17 @@ rest of a fused one, or take `lm_head.weight` alone for a success.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.errors import RefitError
+from whet.refit.handover import STREAMED, receive
+from whet.refit.link import Link
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 LONGEST_HEADER = 100_000_000
@@ -56,6 +62,34 @@ def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     failures = [str(report["failure"]) for report in reports if report["failure"]]
     spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
     return (failures[0], spoilt) if failures else ("", False)
+
+
+def receive_whole(
+    link: Link, receiver: int, stored: Mapping[str, Shape], *, tied: bool
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Begin to take a hand-over that must hold what a folder does; an engine may keep the tensors that it is given.
+
+    Raises `RefitError` now, before there is a first tensor, but for what is streamed: of that, whether it was whole is
+    known after the last.
+    """
+    if link.transport not in STREAMED:
+        tensors = list(receive(link, receiver))
+        check_whole([(name, tuple(tensor.shape)) for name, tensor in tensors], stored, tied=tied)
+        return iter(tensors)
+    arriving = receive(link, receiver)
+    first = list(islice(arriving, 1))
+    return _copied(chain(first, arriving), stored, tied)
+
+
+def _copied(
+    tensors: "Iterable[tuple[str, torch.Tensor]]", stored: Mapping[str, Shape], tied: bool
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give copies, for what came is overwritten by what comes, and check that they were all."""
+    sent = []
+    for name, tensor in tensors:
+        sent.append((name, tuple(tensor.shape)))
+        yield name, tensor.clone()
+    check_whole(sent, stored, tied=tied)
 
 
 def _listed(names: list[str]) -> str:

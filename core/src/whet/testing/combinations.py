@@ -16,7 +16,8 @@ from whet.component import Kind
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
-from whet.plan import Machine, gather_facts, make_plan
+from whet.placement import Machine
+from whet.plan import gather_facts, make_plan
 from whet.plugins import Registry
 from whet.testing.contracts.component import MODEL
 

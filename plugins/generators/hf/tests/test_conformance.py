@@ -34,7 +34,7 @@ class TestInSmallBatches(ModelGeneratorContract):
 
 @pytest.mark.slow
 class TestOnTwoReplicas(ModelGeneratorContract):
-    transports = ("shared-memory", "disk")
+    transports = ("shared-memory", "broadcast", "tcp", "disk")
     running = ("drain", "keep", "abort")
     processes = 2
 

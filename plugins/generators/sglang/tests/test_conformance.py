@@ -27,7 +27,7 @@ pytestmark = [
 class Contract(ModelGeneratorContract):
     """All rules on one engine, for they take long to start."""
 
-    transports = ("shared-memory", "disk")
+    transports = ("shared-memory", "broadcast", "disk")
     running = ("drain", "keep", "abort")
     deadline_seconds = 120.0
     survives_refusals = True

@@ -25,7 +25,7 @@ pytestmark = [
 class Contract(ModelGeneratorContract):
     """All rules on one engine, for they take long to start."""
 
-    transports = ("shared-memory", "disk")
+    transports = ("shared-memory", "broadcast", "disk")
     running = ("drain", "keep", "abort")
     deadline_seconds = 120.0
     survives_refusals = True
@@ -88,7 +88,8 @@ class TestInThisProcess(Contract):
 
 class TestOnAWorkerWithTheModelInTwoParts(Contract):
     processes = 1
-    transports = ("shared-memory",)
+    transports = ("shared-memory", "broadcast")
+    receivers = 2
 
     def make(self, site: Site) -> VllmGenerator:
         return VllmGenerator(VllmConfig(cache_gib=0.125, tensor_parallel=2), site)

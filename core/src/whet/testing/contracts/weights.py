@@ -1,6 +1,9 @@
 """What a generator must keep when weights are handed to it; part of `ModelGeneratorContract`."""
 
 import asyncio
+import functools
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError
 from whet.interfaces.generator import Running
 from whet.refit import handover
+from whet.refit.exchange import Exchange
 from whet.refit.link import Link
 from whet.testing.deadline import deadline
 from whet.testing.reference import Reference
@@ -23,6 +27,8 @@ class WeightRules:
     transports: tuple[str, ...]
     running: tuple[Running, ...]
     processes: int
+    receivers: int = 0
+    """Processes that take weights, where these are others than `processes`; 0: they are the same."""
 
     def test_weights_handed_over_are_used_from_then_on(
         self, subject: Subject, reference: Reference, other: Reference
@@ -125,13 +131,27 @@ class WeightRules:
             assert gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
 
     def _link(self, subject: Subject, transport: str, version: int) -> Link:
-        folder = subject.scratch / f"refit-{transport}"
-        folder.mkdir(exist_ok=True)
-        return Link(transport, str(folder), f"session-{version}", version, timeout_seconds=30.0)
+        session = f"{version}-{uuid.uuid4().hex}"
+        more: dict[str, Any] = {}
+        if transport in handover.MEETING:
+            address, token = _exchange().address, _exchange().token
+            more = {"token": token, "receivers": self.receivers or max(1, self.processes)}
+        else:
+            folder = subject.scratch / f"refit-{transport}"
+            folder.mkdir(exist_ok=True)
+            address = str(folder)
+        return Link(transport, address, session, version, timeout_seconds=30.0, **more)
 
     def _hand_over(self, subject: Subject, link: Link, weights: list[tuple[str, Any]]) -> None:
-        handover.send(link, weights)
-        self._receive(subject, link)
+        """Send and receive: at once what is streamed, else one after the other."""
+        if link.transport not in handover.STREAMED:
+            handover.send(link, weights)
+            self._receive(subject, link)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(handover.send, link, weights)
+            self._receive(subject, link)
+            sent.result()
 
     def _receive(self, subject: Subject, link: Link) -> None:
         with deadline(subject.deadline_seconds, "a hand-over of weights"):
@@ -144,3 +164,9 @@ class WeightRules:
         except WhetError:
             return
         assert gap(reference, request, completion, 1.0) < TOLERANCE, "half of the new weights are in use"
+
+
+@functools.cache
+def _exchange() -> Exchange:
+    """Give the one at which hand-overs of this test session meet."""
+    return Exchange("127.0.0.1")

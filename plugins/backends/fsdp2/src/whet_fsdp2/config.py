@@ -86,7 +86,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
     return Facts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
-        transports=("shared", "shared-memory", "tcp", "disk"),
+        transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
         memory_bytes=model.parameters * per_parameter or None,
         imports=("whet_fsdp2.worker",),
     )

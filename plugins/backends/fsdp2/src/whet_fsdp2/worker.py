@@ -300,9 +300,9 @@ class Worker:
     # Weights
 
     def send_weights(self, link: Link) -> None:
-        """Send the weights as the forward pass uses them; rank 0 sends, every rank gathers."""
+        """Send the weights as the forward pass uses them; rank 0 sends, or every rank to its GPU; all gather."""
         stream = self._weights.computing()
-        if not self._first:
+        if not self._first and link.transport != "cuda-ipc":
             for _ in stream:
                 pass
             return
@@ -310,7 +310,7 @@ class Worker:
 
         dtype = getattr(torch, link.dtype) if link.dtype else None
         cast = ((name, tensor.to(dtype if tensor.is_floating_point() else None)) for name, tensor in stream)
-        send(link, cast if dtype else stream, sender=0)
+        send(link, cast if dtype else stream, sender=self._ranks.rank if link.senders > 1 else 0)
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably."""

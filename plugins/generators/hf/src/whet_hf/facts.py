@@ -12,7 +12,7 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
     if model.max_positions and model.token_cache_bytes:
         cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)
     return Facts(
-        transports=("shared", "shared-memory", "tcp", "disk"),
+        transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
         running=("drain", "keep", "abort"),
         dtype=model.dtype_for(config.dtype),
         memory_bytes=weights + cache if weights else None,

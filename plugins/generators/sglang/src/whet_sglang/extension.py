@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from whet.errors import RefitError, in_words
-from whet.refit.handover import receive
 from whet.refit.link import Link
-from whet.refit.whole import check_whole, stored_shapes
+from whet.refit.whole import receive_whole, stored_shapes
 from whet_sglang.arguments import SWITCH
 from whet_sglang.drawing import draw
 
@@ -97,7 +96,7 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     order = json.loads(named[0][0])
     report = {"session": order["link"]["session"], "failure": "", "spoilt": False}
     try:
-        _take(model, order, report)
+        _take(model, order, get_parallel().tp_rank, report)
     except Exception as error:
         log.exception("a hand-over of weights failed")
         report["failure"] = in_words(error)
@@ -106,15 +105,15 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     os.replace(file.with_suffix(".tmp"), file)
 
 
-def _take(model: Any, order: dict[str, Any], report: dict[str, Any]) -> None:
-    """Load a whole hand-over, checked before the first tensor goes in."""
+def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
+    """Load a whole hand-over."""
+    tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), Link(**order["link"])
     with torch.inference_mode(False):  # what is mapped now is read by later hand-overs
-        tensors = list(receive(Link(**order["link"]), order["receiver"]))
-    sent = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    check_whole(sent, stored_shapes(order["folder"]), tied=tied)
+        arriving = receive_whole(link, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
     report["spoilt"] = True
-    model.load_weights(iter(tensors))
+    model.load_weights(arriving)
+    for _ in arriving:  # a loader that stops early would leave unsaid whether that was all
+        pass
     if broken := next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), ""):
         raise RefitError(f"after the weights were loaded {broken} holds numbers that are not finite")
     report["spoilt"] = False

@@ -210,7 +210,8 @@ class Process:
 
         shutil.rmtree(self._reports, ignore_errors=True)
         self._reports.mkdir(parents=True)
-        order = {"link": asdict(link), "receiver": self._receiver, "folder": self._folder}
+        first = self._receiver * self._processes
+        order = {"link": asdict(link), "receiver": first, "folder": self._folder}
         message = json.dumps({**order, "reports": str(self._reports)})
         payload = MultiprocessingSerializer.serialize([(message, torch.empty(0))])
         update = UpdateWeightsFromTensorReqInput(

@@ -9,9 +9,11 @@ that raises leaves the answers of the others in the pipe, for the next call. Wha
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,9 +23,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from whet.errors import RefitError, in_words
-from whet.refit.handover import receive
 from whet.refit.link import Link
-from whet.refit.whole import EMBEDDING, HEAD, check_whole, stored_shapes
+from whet.refit.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
 
 log = logging.getLogger("vllm.whet")
@@ -41,7 +42,7 @@ class Arrival(WeightTransferUpdateInfo):  # type: ignore[misc]  # untyped for wh
     link: dict[str, Any] = field(default_factory=dict)
     """The fields of `whet.refit.link.Link`."""
     receiver: int = 0
-    """Rank of the generator's worker."""
+    """Number of the first of this engine's processes among all that take weights."""
 
 
 class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  # untyped for who has no vLLM
@@ -62,7 +63,8 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
     def receive_weights(self, update_info: Arrival) -> None:
         """Take all of a hand-over."""
         try:
-            count = self._take(Link(**update_info.link), update_info.receiver)
+            link, share = Link(**update_info.link), get_tensor_model_parallel_rank()
+            count = self._take(link, update_info.receiver + share)
             self.report.update(session=update_info.link["session"], tensors=count, failure="")
         except Exception as error:
             log.exception("a hand-over of weights failed")
@@ -75,36 +77,44 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
         """Nothing is held."""
 
     def _take(self, link: Link, receiver: int) -> int:
-        """Load a whole hand-over, checked before the first tensor goes in; give the number of tensors."""
-        tensors = list(receive(link, receiver))
+        """Load a whole hand-over; give the number of tensors."""
         config = self.model_config
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        sent = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-        check_whole(sent, stored_shapes(config.model), tied=tied)
+        arriving = receive_whole(link, receiver, stored_shapes(config.model), tied=tied)
+        names: list[str] = []
+        embeddings: dict[str, Any] = {}
+
+        def noted() -> Iterator[tuple[str, Any]]:
+            for name, tensor in arriving:
+                names.append(name)
+                if tied and name.endswith(EMBEDDING):
+                    embeddings[name] = tensor
+                yield name, tensor
+
         self.report["spoilt"] = True
         try:
             initialize_layerwise_reload(self.model)
             wanted = {name for name, _ in self.model.named_parameters()}
-            taken = set(self.model.load_weights(iter(tensors)) or wanted)
+            taken = set(self.model.load_weights(noted()) or wanted)
             if tied:
-                taken |= self._load_tied_head(wanted - taken, dict(tensors))
+                taken |= self._load_tied_head(wanted - taken, embeddings)
         finally:  # also after an error: else the next hand-over would find half of this one
             finalize_layerwise_reload(self.model, config)
         if left := sorted(wanted - taken):
             raise RefitError(f"vLLM's model took nothing for {', '.join(left[:5])}")
         self.report["spoilt"] = False
-        return len(tensors)
+        return len(names)
 
-    def _load_tied_head(self, left: set[str], tensors: dict[str, Any]) -> set[str]:
+    def _load_tied_head(self, left: set[str], embeddings: dict[str, Any]) -> set[str]:
         """Load the embedding into an output layer of its own, which Llama's shapes have although it is tied.
 
         vLLM leaves it out, for it has shared the tensor; once layers are apart it would stay as it was.
         """
-        heads, embeddings = [n for n in left if n.endswith(HEAD)], [n for n in tensors if n.endswith(EMBEDDING)]
+        heads = [name for name in left if name.endswith(HEAD)]
         if len(heads) != 1 or len(embeddings) != 1:
             return set()
         parameter = self.model.get_parameter(heads[0])
-        parameter.weight_loader(parameter, tensors[embeddings[0]])
+        parameter.weight_loader(parameter, *embeddings.values())
         return set(heads)
 
 

@@ -207,7 +207,7 @@ class Worker:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._engine.llm
-        update = {"link": asdict(link), "receiver": self._rank.rank}
+        update = {"link": asdict(link), "receiver": self._rank.rank * self._engine.processes}
         broken, self._broken = self._broken, "it ended half way"
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
