@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from whet.data.records import Completion, Request, Sampling
 from whet.metrics import mean
 from whet.refit.link import Link
 from whet.rollout.dispatch import RequestDispatcher
+from whet.spans import Span
 
 SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
 HELPERS, REST_SECONDS = 2, 5.0
@@ -91,6 +92,13 @@ class Stage:
     def process(self, host: Host, group: Sequence[Host], log: Path) -> Played:
         """Give the next."""
         return Played(self._ends.pop())
+
+    def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
+        """Fork none."""
+
+    def preparations(self) -> list[Span]:
+        """Give none."""
+        return []
 
     def import_folders(self, host: Host) -> dict[str, Any]:
         """Give none."""

@@ -23,5 +23,22 @@ def test_parts_and_the_rest_add_up_to_the_time_since_the_beginning():
     assert startup.metrics([before], 2.0, first=False) == {}
 
 
+def test_a_moment_counts_for_the_phase_that_is_over_first():
+    now = time.time()
+    startup = Startup(now - 10)
+    spans = [
+        Span("run", "prepare", now - 9, 2.0),
+        Span("ray", "start", now - 8, 4.0),
+        Span("backend", "start", now - 7, 5.0),
+        Span("generator", "start", now - 7, 6.0),
+    ]
+    told = startup.metrics(spans, 0.5, first=True)
+    parts = {name.removeprefix("seconds/startup."): value for name, value in told.items() if "startup." in name}
+    assert parts == pytest.approx(
+        {"prepare": 2, "ray.start": 3, "backend.start": 2, "generator.start": 1, "first step": 0.5, "other": 1.5},
+        abs=0.1,
+    )
+
+
 def test_this_process_began_a_while_ago():
     assert time.time() - 3600 * 24 < process_began() < time.time()

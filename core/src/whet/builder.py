@@ -33,6 +33,7 @@ from whet.refit.probe import make_probe
 from whet.roles import needed_roles, role_path, role_selection
 from whet.run_folder import RunFolder
 from whet.spans import Spans
+from whet.starting import Starting, lanes
 from whet.startup import Startup
 from whet.waits import Waits
 from whet.watchers import Watchers
@@ -107,11 +108,13 @@ class Builder:
             self.watchers.rewind(saved.step if saved else -1)
         else:
             self._open_loggers(done)
-        trainer: Backend = self.handle("backend", cluster)
+        built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
+        trainer: Backend = built["backend"]
         backend = TimedBackend(trainer, self.spans)
-        self.start_roles(cluster)
-        sampler = self.handle("generator", cluster) if config.generator else None
+        sampler = built.get("generator")
         generator = TimedGenerator(sampler, self.spans) if sampler else None
+        if self._cluster is not None:
+            self.spans.add(self._cluster.preparations())
         if saved:
             with self.spans.phase("backend", "load"):
                 for name, trained in self._saved(backend).items():
@@ -254,22 +257,32 @@ class Builder:
         self._cluster = cluster = make_cluster(self.config, [place.role for place in roles], self.folder.logs)
         self.closers.append(cluster.close)
         slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
-        for role, part in slices.items():
-            cluster.warm([part], self.prepared.facts[role_path(role)].imports)
+        facts = {role: self.prepared.facts[role_path(role)] for role in slices}
+        forkable = [role for role, found in facts.items() if found.forkable]
+        cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
         return slices.__getitem__
-
-    def start_roles(self, slice_of: "Callable[[str], Slice]", names: Iterable[str] | None = None) -> None:
-        """Start the further models; by default all that the config has."""
-        for name in self.config.roles if names is None else names:
-            self.roles[name] = TimedBackend(self.handle(name, slice_of), self.spans, name)
 
     def _saved(self, backend: "Backend") -> "dict[str, Backend]":
         """Give the models that a checkpoint holds, by the names of their folders in it."""
         trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self._needs[name].trained}
         return {"backend": backend, **trained}
 
-    def handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
-        """Build the driver's handle of a role, which starts its workers."""
+    def handles(self, roles: Sequence[str], slice_of: "Callable[[str], Slice]") -> dict[str, Any]:
+        """Build the driver's handles of roles, which start their workers; further models are in `roles` from then on.
+
+        Where several fail, the error is of the first.
+        """
+        groups = [list(roles)] if self.plan.inline else lanes(map(self.plan.role, roles))
+        starting = Starting(groups, lambda role: self._handle(role, slice_of))
+        try:
+            found = starting.result(roles)
+        finally:
+            self.closers += [handle.close for handle in starting.built()]
+        further = [role for role in roles if role in self.config.roles]
+        self.roles |= {role: TimedBackend(found[role], self.spans, role) for role in further}
+        return found
+
+    def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
         site = Site(
             slice=slice_of(role),
             model=self.prepared.models.get(role, self.prepared.model),
@@ -284,9 +297,7 @@ class Builder:
         )
         self.watchers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
-            handle = build_selection(role_selection(self.config, role), site)
-        self.closers.append(handle.close)
-        return handle
+            return build_selection(role_selection(self.config, role), site)
 
     def _loss(self) -> Spec:
         chosen = getattr(self.config.algorithm.config, "loss", None)

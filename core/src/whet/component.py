@@ -130,6 +130,9 @@ class Facts:
     """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
     packages: tuple[Package, ...] = ()
     """Of backends and generators: what their workers stand on beside what their plugins install."""
+    forkable: bool = False
+    """Of backends and generators: whether a worker's process may be forked from one that has imported `imports`, its
+    own and those of other such roles: they start no thread, open no device, and change nothing for others."""
     notes: tuple[str, ...] = ()
     """Anything else that `whet check` should print, a sentence each."""
 

@@ -81,8 +81,7 @@ def evaluate(
         closers.append(builder.watchers.close)
         routes = builder.evaluation_routes()
         cluster = builder.cluster("generator", *builder.asked)
-        generator = builder.handle("generator", cluster)
-        builder.start_roles(cluster, builder.asked)
+        generator = builder.handles(["generator", *builder.asked], cluster)["generator"]
         result = builder.evaluator(routes, generator, builder.chat()).evaluate()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
@@ -99,7 +98,7 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
     prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
     with _workplace("export") as folder, closing_all([]) as closers:
         builder = _builder(prepared, folder, closers)
-        backend = builder.handle("backend", builder.cluster("backend"))
+        backend = builder.handles(["backend"], builder.cluster("backend"))["backend"]
         written = _load(backend, run, step)
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,13 @@ class ModelInfo:
         return str(names[0])
 
     @property
+    def code(self) -> tuple[str, ...]:
+        """Modules of `transformers` that load it and hold its code, for who imports ahead of need."""
+        family = str(self.config.get("model_type") or "").replace("-", "_")
+        own = () if "auto_map" in self.config or not family else (f"transformers.models.{family}.modeling_{family}",)
+        return ("transformers.models.auto.modeling_auto", *own)
+
+    @property
     def token_cache_bytes(self) -> int:
         """Bytes of keys and values of one token in float32; 0 where the config does not say."""
         heads = self._count("num_attention_heads")

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from attrs import define, field
@@ -11,7 +12,7 @@ from whet.spans import Span
 
 TOTAL = "seconds/startup"
 """The metric of the whole time; its parts are `seconds/startup.PART`."""
-BEFORE = frozenset({"load plugins", "config", "prepare", "start", "load"})
+BEFORE = frozenset({"load plugins", "config", "prepare", "import", "start", "load"})
 """Phases that come before the first step and are no part of it."""
 _OUTERMOST = BEFORE | {"refit", "probe", "evaluate"}
 """Phases before the first step that do not lie within each other."""
@@ -19,11 +20,15 @@ _OUTERMOST = BEFORE | {"refit", "probe", "evaluate"}
 
 @define
 class Startup:
-    """Adds up what happened before the first step, and that step, from `began` on."""
+    """Adds up what happened before the first step, and that step, from `began` on.
+
+    A moment at which several phases are under way counts for the one that is over first; what of the others is left
+    then is what they took longer.
+    """
 
     began: float
     """Seconds since the epoch."""
-    _parts: dict[str, float] = field(factory=dict, init=False)
+    _spans: list[Span] = field(factory=list, init=False)
     _over: bool = field(default=False, init=False)
 
     def metrics(self, spans: Iterable[Span], step_seconds: float, first: bool) -> dict[str, float]:
@@ -31,17 +36,29 @@ class Startup:
         if self._over:
             return {}
         step_began = time.time() - step_seconds
-        for span in spans:
-            if span.phase in _OUTERMOST and not (first and span.begin >= step_began):
-                name = span.phase if span.role == "run" else f"{span.role}.{span.phase}"
-                self._parts[name] = self._parts.get(name, 0.0) + span.seconds
+        self._spans += [s for s in spans if s.phase in _OUTERMOST and not (first and s.begin >= step_began)]
         if not first:
             return {}
         self._over = True
         total = time.time() - self.began
-        parts = {**self._parts, "first step": step_seconds}
+        parts = {**_shares(self._spans), "first step": step_seconds}
         parts["other"] = max(0.0, total - sum(parts.values()))
         return {TOTAL: round(total, 3), **{f"{TOTAL}.{name}": round(value, 3) for name, value in parts.items()}}
+
+
+def _shares(spans: Sequence[Span]) -> dict[str, float]:
+    """Share the time that spans cover out among their phases."""
+    ends = [(span.begin, span.begin + span.seconds, _name(span)) for span in spans]
+    shares = dict.fromkeys((name for _, _, name in ends), 0.0)
+    for left, right in pairwise(sorted({moment for begin, end, _ in ends for moment in (begin, end)})):
+        under_way = [(end, name) for begin, end, name in ends if begin <= left and end >= right]
+        if under_way:
+            shares[min(under_way)[1]] += right - left
+    return shares
+
+
+def _name(span: Span) -> str:
+    return span.phase if span.role == "run" else f"{span.role}.{span.phase}"
 
 
 def process_began() -> float:

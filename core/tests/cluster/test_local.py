@@ -421,14 +421,15 @@ def test_what_could_steer_a_terminal_is_not_quoted_as_it_is(tmp_path: Path) -> N
 def test_warm_processes_have_imported_before_they_are_asked(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         part = cluster.slice("backend")
-        cluster.warm([part], ["wave", "no_such_module"])
+        cluster.warm({"backend": ["wave", "no_such_module"]})
         pid = part.spawn(TARGET, {}).call("state")[0]["pid"]
         assert pid == cluster.connection("backend-0").pid
 
 
 def test_warm_processes_that_nobody_used_are_ended(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        cluster.warm([cluster.slice("backend")])
+        cluster.slice("backend")
+        cluster.warm({"backend": ()})
         pid = cluster.connection("backend-0").pid
         assert alive(pid)
     assert not alive(pid)

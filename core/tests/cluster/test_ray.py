@@ -15,9 +15,10 @@ from whet.cluster.ray import RayCluster
 from whet.cluster.slices import Slice
 from whet.cluster.workers import ConnectedWorkers
 from whet.errors import WorkerError, WorkerLost
-from whet.testing.contracts.workers import ProcessWorkersContract, wait_until
+from whet.testing.contracts.workers import ProcessWorkersContract, alive, wait_until
 from whet.testing.environments import bare_environment, make_environment
 from whet.testing.obedient import TARGET
+from whet.testing.processes import descendants
 
 
 class TestRay(ProcessWorkersContract):
@@ -86,6 +87,27 @@ def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray
 
 def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
     assert "ray" not in os.environ.get("PYTHONBREAKPOINT", "")
+
+
+def test_a_process_forked_on_the_driver_s_machine_ends_with_its_keeper(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path, environment={"MARK": "x"}) as cluster:
+        part = cluster.slice("backend", threads=2)
+        cluster.warm({"backend": ["wave"]}, ["backend"])
+        workers = part.spawn(TARGET, {})
+        (pid,), (environment,) = [state["pid"] for state in workers.call("state")], workers.call("environment")
+        found = {process.pid: process.command for process in descendants()}
+        assert "whet.cluster.forkserver" in found[int(stat(pid)[1])]
+        assert [environment[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MARK")] == ["2", "2", "x"]
+        assert "RAY_AUTH_TOKEN" not in environment
+        with pytest.raises(WorkerError, match=r"backend-0\.log"):
+            workers.call("fail", (0,), "quoted in the log")
+        pending = workers.start("hang")
+        (keeper,) = [number for number, name in found.items() if name.startswith("ray::Keeper")]
+        os.kill(keeper, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"its keeper on node .* was lost"):
+            pending.result()
+        wait_until(lambda: not alive(pid), "the process is gone")
+    assert "quoted in the log" in (tmp_path / "backend-0.log").read_text()
 
 
 def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> None:

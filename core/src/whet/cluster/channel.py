@@ -1,5 +1,6 @@
 """Messages over a socket: a count, the sizes of the buffers, and the buffers, each aligned to 64 bytes."""
 
+import os
 import socket
 import struct
 import time
@@ -20,6 +21,12 @@ _SMALL: Final = 1 << 16
 _MOST_PIECES: Final = 512  # of one sendmsg; the kernel takes 1024
 _MOST_BUFFERS: Final = 1 << 20
 _LIMIT: Final = 1 << 42
+
+
+def of_this_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user."""
+    user: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return user == os.geteuid()
 
 
 def frame(buffers: Sequence[Buffer]) -> list[memoryview]:

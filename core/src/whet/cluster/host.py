@@ -171,7 +171,7 @@ class Host:
                 self._loop.call_soon_threadsafe(self._cancel_slot, message["slot"])
                 self._compute.submit(_named("close", self._answer), number, lambda: self._close(message["slot"]))
             case "import":
-                self._compute.submit(_import, message["modules"])
+                self._compute.submit(_named("import", import_ahead), message["modules"])
             case "beat":
                 threading.Thread(target=self._beat, args=(message["every"],), name="whet-heart", daemon=True).start()
             case "relay":
@@ -314,7 +314,7 @@ class Host:
             route(encode({"number": number, "say": "failed", "value": None}))
 
 
-def _import_from(path: list[str], add: list[str]) -> None:
+def import_from(path: list[str], add: list[str]) -> None:
     """Import from a path in place of this interpreter's own, where one is given, and from what it lacks of others."""
     sys.path[:] = path or sys.path
     sys.path += [folder for folder in add if folder not in sys.path and os.path.isdir(folder)]
@@ -330,7 +330,7 @@ def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
     return named
 
 
-def _import(modules: list[str]) -> None:
+def import_ahead(modules: list[str]) -> None:
     """Import ahead of need; what fails here fails again, with a name to it, where it is needed."""
     for module in modules:
         with suppress(Exception):
@@ -343,25 +343,29 @@ def _end_all() -> NoReturn:
     os._exit(1)
 
 
-def main() -> None:
-    """Host workers until the driver says `exit` or is gone."""
+def host_workers(connection: socket.socket, name: str) -> None:
+    """Host workers until the driver, at the other end, says `exit` or is gone."""
     global _compute, _hosting
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
-    leave_signals_to_driver()
-    os.set_inheritable(descriptor, False)
-    sys.argv = ["whet-worker", sys.argv[3]]
+    sys.argv = ["whet-worker", name]
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
-    connection = socket.socket(fileno=descriptor)
     order = decode(receive(connection))
     refuse_another_core(order["core"], order["wire"])
-    _import_from(order["path"], order["add"])
+    import_from(order["path"], order["add"])
     _compute, _hosting = ComputeThread(), True
     hosted = Host(connection, _compute)
     hosted.start()
     _compute.run()
     hosted.close()
+
+
+def main() -> None:
+    """Be a process that hosts workers."""
+    descriptor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    die_with(parent)
+    leave_signals_to_driver()
+    os.set_inheritable(descriptor, False)
+    host_workers(socket.socket(fileno=descriptor), name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import platform
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -22,14 +21,15 @@ from typing import IO, Any
 
 from whet.cluster.channel import receive, send
 from whet.cluster.door import knock
+from whet.cluster.forked import Forked, NoForkServer, fixed
 from whet.cluster.ports import reserve
-from whet.cluster.process import Child, describe_end, worker_environment
+from whet.cluster.process import Child, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import decode, encode
 from whet.errors import ConfigError, WhetError, in_words
 from whet.interpreters import faults, probe
 
-_OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
+OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Variables that Ray set for its own processes, and that its guests have no business with."""
 _PATIENCE_FOR_OUTPUT = 2.0
 _PATIENCE_FOR_AN_END = 5.0
@@ -64,7 +64,7 @@ class Keeping:
     def __init__(self, control: socket.socket, connection: socket.socket, order: Mapping[str, Any]) -> None:
         self._control, self._connection, self._order = control, connection, order
         self._sending, self._started, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._child: Child | None = None
+        self._child: Child | Forked | None = None
         self._held: socket.socket | None = None
         """Keeps the system from giving others the port where ranks are about to meet."""
 
@@ -76,24 +76,41 @@ class Keeping:
     def _live(self) -> None:
         watchdog().detached = True  # Ray kills the children of an actor that ends, but not those that they started
         try:
-            self._child = Child(
-                "whet.cluster.host", self._order["process"], environment=self._environment(),
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, connection=self._connection,
-                python=self._order["python"],
-            )  # fmt: skip
+            self._child, output = self._start()
         except OSError as error:
             self._started.set()
             self._say(ended=f"its process could not be started: {error}")
             return
         self._started.set()
         self._say(started=self._child.pid)
-        assert self._child.stdout is not None
-        pump = threading.Thread(target=self._pass_on, args=(self._child.stdout,), name="whet-keeper-log", daemon=True)
+        pump = threading.Thread(target=self._pass_on, args=(output,), name="whet-keeper-log", daemon=True)
         pump.start()
-        end = describe_end(self._child.wait())
+        end = self._child.end()
         self._over.set()
         pump.join(_PATIENCE_FOR_OUTPUT)  # its last words come before its end
         self._say(ended=end)
+
+    def _start(self) -> tuple[Child | Forked, IO[bytes]]:
+        """Start the process, by a fork where the driver is on this machine and has a server for it."""
+        name, server = self._order["process"], self._order["fork_server"]
+        reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        with writing:
+            try:
+                return self._forked(name, server, writing.fileno()), reading
+            except NoForkServer:
+                child = Child(
+                    "whet.cluster.host", name, environment=self._environment(), stdout=writing, stderr=writing,
+                    connection=self._connection, python=self._order["python"],
+                )  # fmt: skip
+                return child, reading
+
+    def _forked(self, name: str, server: str, output: int) -> Forked:
+        if not server:
+            raise NoForkServer("the driver has none")
+        return Forked(
+            server, name, environment=fixed(self._environment()), output=output, connection=self._connection,
+            patience_seconds=self._order["patience_seconds"],
+        )  # fmt: skip
 
     def _meeting_point(self) -> int | str:
         """Hold a port where ranks can meet; why there is none."""
@@ -105,7 +122,7 @@ class Keeping:
         return port
 
     def _environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if name not in _OURS}
+        own = {name: value for name, value in os.environ.items() if name not in OURS}
         gpus = own.get("CUDA_VISIBLE_DEVICES", "") if self._order["gpu"] else ""
         return {**worker_environment(own, self._order["threads"], gpus), **self._order["environment"]}
 

@@ -9,7 +9,7 @@ Cluster ── slice(role) ──> ProcessSlice ── spawn(target) ──> Con
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from whet.cluster.wire import encode
 from whet.cluster.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, Terms
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError
+from whet.spans import Span
 
 FAN_OUT: Final = 32
 _NO_PHASES = ("heartbeat", "notice")
@@ -59,6 +60,13 @@ class Launcher(Protocol):
         """
         ...
 
+    def fork(self, modules: "Mapping[Host, Sequence[str]]", logs: Path, patience_seconds: float) -> None:
+        """Have such modules imported once for all processes that may be forked after that; see `Facts.forkable`.
+
+        What cannot be forked within that patience is started as any other. A launcher that forks nothing does nothing.
+        """
+        ...
+
     def import_folders(self, host: Host) -> dict[str, Any]:
         """Say in the first message to a process where it imports from: `path` in place of its own, or `add` to it."""
         ...
@@ -69,6 +77,10 @@ class Launcher(Protocol):
 
     def address(self) -> str:
         """Give the address of this machine at which processes reach it, for what listens here."""
+        ...
+
+    def preparations(self) -> list[Span]:
+        """Say what had to be over, in the background, before processes were there; as far as it is."""
         ...
 
     def close(self) -> None:
@@ -124,14 +136,21 @@ class Cluster:
             self._host(name)  # roles that share a process must agree on it
         return made
 
-    def warm(self, slices: "Iterable[ProcessSlice]", modules: Sequence[str] = ()) -> None:
-        """Start the processes of slices and let them import modules, without waiting for it.
+    def warm(self, modules: Mapping[str, Sequence[str]], forkable: Collection[str] = ()) -> None:
+        """Start the processes of roles and let them import each role's modules, without waiting for it.
 
-        Make all slices first: what a process gets depends on all the roles that share it.
+        Make all slices first: what a process gets depends on all the roles that share it. One whose roles are all
+        `forkable` may be forked from a process that has imported the modules of all these.
         """
-        for part in slices:
-            for name in part.host_groups:
-                self.connection(name).tell({"do": "import", "modules": list(modules)})
+        hosts = {name: self._host(name) for role in modules for name in self._slices[role].host_groups}
+        wanted = {
+            host: [module for role in host.roles for module in modules.get(role, ())]
+            for host in hosts.values() if set(host.roles) <= set(forkable) and not host.gpus and not host.python
+        }  # fmt: skip
+        self._launcher.fork(wanted, self._made_logs(), self._deadlines.start / 2)
+        for role, own in modules.items():
+            for name in self._slices[role].host_groups:
+                self.connection(name).tell({"do": "import", "modules": list(own)})
 
     def connection(self, name: str) -> Connection:
         """Give the process of that name, started if there is none alive."""
@@ -163,6 +182,10 @@ class Cluster:
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
         """Give a fresh URL at which the ranks of one spawn meet."""
         return self._launcher.rendezvous(role, slot, processes)
+
+    def preparations(self) -> list[Span]:
+        """Say what had to be over, in the background, before processes were there; as far as it is."""
+        return self._launcher.preparations()
 
     def under_way(self) -> list[UnderWay]:
         """Say what all processes were asked and have not answered, the oldest first."""
@@ -238,9 +261,12 @@ class Cluster:
             self._groups[first] = [self._host(name) for name in names]
         return self._groups[first]
 
-    def _log_file(self, name: str) -> Path:
+    def _made_logs(self) -> Path:
         self._logs.mkdir(parents=True, exist_ok=True)
-        log = self._logs / f"{name}.log"
+        return self._logs
+
+    def _log_file(self, name: str) -> Path:
+        log = self._made_logs() / f"{name}.log"
         role, _, rank = name.rpartition("-")
         for other in self._sharing(role)[1:]:
             link = self._logs / f"{other}-{rank}.log"

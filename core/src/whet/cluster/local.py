@@ -1,5 +1,6 @@
 """Worker processes on this machine, without Ray: children of the driver, each at the end of a socket pair."""
 
+import logging
 import os
 import shutil
 import signal
@@ -8,14 +9,21 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from whet.cluster.connection import HostProcess
+from whet.cluster.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
-from whet.cluster.process import Child, describe_end, extra_folders, import_folders, worker_environment
+from whet.cluster.process import Child, extra_folders, import_folders, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError
+from whet.spans import Span
+
+logger = logging.getLogger(__name__)
+
+LEAST_FORKED: Final = 2
+"""One process alone imports as fast by itself."""
 
 
 class LocalCluster(Cluster):
@@ -44,6 +52,7 @@ class LocalLauncher:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
+        self._fork_servers = ForkServers(self._variables, LEAST_FORKED)
         self._scratch: Path | None = None
         self._lock = threading.Lock()
 
@@ -56,8 +65,12 @@ class LocalLauncher:
                     f"{host.name} wants GPU {beyond} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}"
                 )
             gpus = tuple(visible[int(gpu)] for gpu in gpus)
-        environment = {**worker_environment(os.environ, host.threads, ",".join(gpus)), **self._environment}
-        return LocalProcess(host.name, environment, log, host.python)
+        server = self._fork_servers.of(host.name)
+        return LocalProcess(host.name, self._variables(host.threads, ",".join(gpus)), log, host.python, server)
+
+    def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
+        """Import once where several processes want the same number of threads."""
+        self._fork_servers.start(modules, {"path": import_folders(), "add": []}, logs, patience_seconds)
 
     def import_folders(self, host: Host) -> dict[str, Any]:
         """Let processes import what this one does; those of another interpreter only what is not installed in this."""
@@ -75,12 +88,20 @@ class LocalLauncher:
         """Give the address at which processes reach this one."""
         return "127.0.0.1"
 
+    def preparations(self) -> list[Span]:
+        """Give the imports of fork servers."""
+        return self._fork_servers.spans()
+
     def close(self) -> None:
-        """Remove temporary files."""
+        """End fork servers, and remove temporary files."""
+        self._fork_servers.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             watchdog().release("folder", str(self._scratch))
             self._scratch = None
+
+    def _variables(self, threads: int, gpus: str = "") -> dict[str, str]:
+        return {**worker_environment(os.environ, threads, gpus), **self._environment}
 
 
 class LocalProcess:
@@ -89,9 +110,17 @@ class LocalProcess:
     node = ""
     """That of the driver."""
 
-    def __init__(self, name: str, environment: Mapping[str, str], log: Path, python: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
+        python: str = "",
+        server: ForkServer | None = None,
+    ) -> None:
         self._name, self._environment, self._log, self._python = name, environment, log, python
-        self._child: Child | None = None
+        self._server = server
+        self._child: Child | Forked | None = None
         self._killed = False
 
     @property
@@ -102,7 +131,7 @@ class LocalProcess:
     def start(self) -> socket.socket:
         """Start it from this thread, with which it ends."""
         with self._log.open("ab") as log:
-            self._child = Child(
+            self._child = self._forked(log.fileno()) or Child(
                 "whet.cluster.host", self._name, environment=self._environment, stdout=log, stderr=log,
                 python=self._python,
             )  # fmt: skip
@@ -110,10 +139,23 @@ class LocalProcess:
             self.kill()
         return self._child.socket
 
+    def _forked(self, output: int) -> Forked | None:
+        """Have it forked, where there is a server for it that can."""
+        if self._server is None:
+            return None
+        try:
+            return Forked(
+                self._server.name, self._name, environment=fixed(self._environment), output=output,
+                patience_seconds=self._server.patience_seconds, stopped=lambda: self._killed,
+            )  # fmt: skip
+        except (NoForkServer, OSError) as error:
+            logger.info("%s is not forked: %s", self._name, error)
+            return None
+
     def wait(self) -> str:
         """Wait for its end, end what it started, and say how it ended."""
         assert self._child is not None
-        return describe_end(self._child.wait())
+        return self._child.end()
 
     def kill(self) -> None:
         """End it, or what will be started."""

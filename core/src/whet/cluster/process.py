@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,86 +21,43 @@ from whet.interpreters import surroundings
 _marks = itertools.count()
 
 
-class Child:
-    """A Python process that runs a module of whet as its program.
+class Offspring(ABC):
+    """A process of this machine that was started for this one, and that ends with all it started.
 
-    Start it from a thread that lives as long as it should: the kernel kills it when that thread ends.
+    A signal reaches it, and never another process that got its number.
     """
 
-    def __init__(
-        self,
-        module: str,
-        name: str,
-        *,
-        environment: Mapping[str, str],
-        stdout: int | IO[bytes],
-        stderr: int | IO[bytes],
-        folder: Path | None = None,
-        connection: socket.socket | None = None,
-        python: str = "",
-    ) -> None:
-        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone.
-
-        `python` is its interpreter; empty: that of this process.
-        """
-        self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
-        self._mark = f"{watchdog().family}.{next(_marks)}."
-        command = [python or sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd=folder,
-                    env={**(surroundings(python, environment) if python else environment), FAMILY: self._mark},
-                )
-            except BaseException:
-                self.socket.close()
-                raise
+    def __init__(self, pid: int, mark: str) -> None:
+        """Take its number, which is that of its group and session too, and the mark of all that it starts."""
+        self.pid, self._mark = pid, mark
         self._lock, self._over = threading.Lock(), False
-        watchdog().guard("group", str(self.pid))
+        watchdog().guard("group", str(pid))
 
-    @property
-    def pid(self) -> int:
-        """Of the process, and so of its group and session."""
-        return self._process.pid
+    @abstractmethod
+    def _linger(self) -> bool:
+        """Wait for its end; say whether nobody else can have got its number."""
 
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Where it was asked for as a pipe."""
-        return self._process.stdout
+    @abstractmethod
+    def _reap(self) -> int:
+        """Let go of its number, and give its exit code."""
 
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Where it was asked for as a pipe."""
-        return self._process.stderr
+    def _send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
     def wait(self) -> int:
         """Wait for its end, end what it started, and give its exit code."""
-        # While it is a zombie nobody else gets its number: end the group first, then take the exit code.
-        with suppress(ChildProcessError):  # somebody else waited for it
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        kill_group(self.pid)
+        if self._linger():
+            kill_group(self.pid)
         kill_marked(self._mark)
         with self._lock:
-            code = self._process.wait()
+            code = self._reap()
             self._over = True
         watchdog().release("group", str(self.pid))
         return code
 
-    def ended(self, patience_seconds: float) -> bool:
-        """Wait a moment for its end, without ending anything."""
-        deadline = time.monotonic() + patience_seconds
-        with suppress(ChildProcessError):
-            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.002)
-        return True
+    def end(self) -> str:
+        """Wait for its end, end what it started, and say how it ended."""
+        return describe_end(self.wait())
 
     def state(self) -> str:
         """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where there is no `/proc`."""
@@ -123,7 +81,83 @@ class Child:
         """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""
         with self._lock:
             if not self._over:
-                os.kill(self.pid, number)
+                self._send(number)
+
+
+class Child(Offspring):
+    """A Python process that runs a module of whet as its program.
+
+    Start it from a thread that lives as long as it should: the kernel kills it when that thread ends.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        *,
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+        folder: Path | None = None,
+        connection: socket.socket | None = None,
+        python: str = "",
+    ) -> None:
+        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone.
+
+        `python` is its interpreter; empty: that of this process.
+        """
+        self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
+        mark = new_mark()
+        command = [python or sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=folder,
+                    env={**(surroundings(python, environment) if python else environment), FAMILY: mark},
+                )
+            except BaseException:
+                self.socket.close()
+                raise
+        super().__init__(self._process.pid, mark)
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Where it was asked for as a pipe."""
+        return self._process.stdout
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Where it was asked for as a pipe."""
+        return self._process.stderr
+
+    def ended(self, patience_seconds: float) -> bool:
+        """Wait a moment for its end, without ending anything."""
+        deadline = time.monotonic() + patience_seconds
+        with suppress(ChildProcessError):
+            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.002)
+        return True
+
+    def _linger(self) -> bool:
+        with suppress(ChildProcessError):  # somebody else waited for it
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # a zombie keeps its number
+        return True
+
+    def _reap(self) -> int:
+        return self._process.wait()
+
+
+def new_mark() -> str:
+    """Give a mark, for `FAMILY`, by which the watchdog knows a process and all that it starts."""
+    return f"{watchdog().family}.{next(_marks)}."
 
 
 def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ each process has a connection to the driver of its own, with the same messages a
 """
 
 import itertools
+import os
 import secrets
 import socket
 import threading
@@ -21,16 +22,18 @@ from typing import Any, Final
 from whet.cluster.channel import receive, send
 from whet.cluster.connection import HostProcess
 from whet.cluster.door import Door, Expected
-from whet.cluster.keeper import Keeper, versions
+from whet.cluster.forked import ForkServer, ForkServers
+from whet.cluster.keeper import OURS, Keeper, versions
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.local import LocalLauncher
-from whet.cluster.process import extra_folders, foreign_folders
+from whet.cluster.process import extra_folders, foreign_folders, worker_environment
 from whet.cluster.ray_life import Life
 from whet.cluster.ray_places import Bundle, Places
 from whet.cluster.ray_session import RaySession
 from whet.cluster.wire import decode, encode
 from whet.config.sections import DeadlinesSection
 from whet.errors import WhetError
+from whet.spans import Span
 
 _LOOPBACK: Final = "127.0.0.1"
 _PATIENCE_FOR_A_CAUSE: Final = 2.5
@@ -88,13 +91,20 @@ class RayLauncher:
         self.token = secrets.token_bytes(32)
         self.names = itertools.count(1)
         self._files = LocalLauncher({})
+        self._fork_servers = ForkServers(self._variables, least=1)
         self.guests = Expected()
         self._door: Door | None = None
         self._lock = threading.Lock()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "RayProcess":
         """Make a process in a bundle of its group."""
-        return RayProcess(self, host, group, log)
+        return RayProcess(self, host, group, log, self._fork_servers.of(host.name))
+
+    def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
+        """Import on this machine while Ray starts here."""
+        if self.session.local:
+            folders = {"path": [], "add": foreign_folders()}
+            self._fork_servers.start(modules, folders, logs, min(patience_seconds, self.start_seconds / 2))
 
     def import_folders(self, host: Host) -> dict[str, Any]:
         """Let processes import from the folders of this one that are not its interpreter's own, where they see them.
@@ -123,6 +133,11 @@ class RayLauncher:
         self.session.wait(self.start_seconds)
         return self.door().address[0]
 
+    def preparations(self) -> list[Span]:
+        """Give the start of Ray, and the imports of fork servers."""
+        began, there = self.session.began, self.session.there
+        return [*([Span("ray", "start", began, there - began)] if there else []), *self._fork_servers.spans()]
+
     def close(self) -> None:
         """Give everything back to Ray, and end it where it is our own."""
         if self._door is not None:
@@ -130,14 +145,22 @@ class RayLauncher:
         if not self.session.ends_ray:  # else they end with Ray, which may have lost whom this would wait for
             self.places.close()
         self.session.close()
+        self._fork_servers.close()
         self._files.close()
+
+    def _variables(self, threads: int) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if name not in OURS}
+        return {**worker_environment(own, threads, ""), **self.environment}
 
 
 class RayProcess:
     """A process on some node, and the keeper that stands by it. See `HostProcess`."""
 
-    def __init__(self, launcher: RayLauncher, host: Host, group: Sequence[Host], log: Path) -> None:
+    def __init__(
+        self, launcher: RayLauncher, host: Host, group: Sequence[Host], log: Path, server: ForkServer | None = None
+    ) -> None:
         self._launcher, self._host, self._group, self._log = launcher, host, group, log
+        self._server = server
         self._name = f"{host.name}#{next(launcher.names)}"
         self.pid = 0
         self._bundle: Bundle | None = None
@@ -251,6 +274,8 @@ class RayProcess:
             "gpu": bool(self._host.gpus),
             "python": self._host.python,
             "environment": self._launcher.environment,
+            "fork_server": self._server.name if self._server else "",
+            "patience_seconds": self._server.patience_seconds if self._server else 0.0,
         }
 
     def _answer_of(self, reference: Any, deadline: float) -> dict[str, Any]:

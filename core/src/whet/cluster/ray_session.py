@@ -15,7 +15,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
@@ -64,8 +65,12 @@ class RaySession:
         """Begin to connect to `host:port`, or to start Ray on this machine where the address is empty."""
         if words := without_ray():
             raise ConfigError(f"cluster.launcher: {words}")
+        self.began = time.time()
+        """In seconds since the epoch, and `there`: when Ray was there; 0.0: not yet."""
+        self.there = 0.0
         self._connection = _lease(address)
         self._closed = False
+        self._connection.when_there(self._note)
 
     @property
     def local(self) -> bool:
@@ -101,6 +106,9 @@ class RaySession:
         ray: Any = import_module("ray")
         return str(ray.util.get_node_ip_address())
 
+    def _note(self) -> None:
+        self.there = time.time()
+
     def close(self) -> None:
         """Leave Ray, and end it where nobody else needs it. Safe to call twice."""
         if not self._closed:
@@ -127,6 +135,10 @@ class _Connection:
         """Whether another session can share it."""
         failed = self._ready.done() and self._ready.exception()
         return self.sessions > 0 and not failed and not self.life.lost.done()
+
+    def when_there(self, note: Callable[[], None]) -> None:
+        """Call that once Ray is there, or it is known why not."""
+        self._ready.add_done_callback(lambda _: note())
 
     def wait(self, seconds: float) -> None:
         """Wait until Ray is there. Raises `WhetError` saying why it is not."""

@@ -7,10 +7,8 @@
 See `whet.cluster.branch` for the driver's end.
 """
 
-import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from typing import Any, Final
 from attrs import define, field
 
 from whet import metrics
-from whet.cluster.channel import copied, receive, send
+from whet.cluster.channel import copied, of_this_user, receive, send
 from whet.cluster.traffic import Line, Traffic
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError
@@ -136,7 +134,7 @@ class Leader:
                 self._admit(listening.accept()[0], deadline)
 
     def _admit(self, sock: socket.socket, deadline: float) -> None:
-        rank = decode(receive(sock, _LONGEST_GREETING, deadline)) if _of_this_user(sock) else None
+        rank = decode(receive(sock, _LONGEST_GREETING, deadline)) if of_this_user(sock) else None
         if rank not in self._ranks or rank in self._lines:
             sock.close()
             return
@@ -182,7 +180,7 @@ class Sibling:
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.connect(f"\0{name}")
-            if not _of_this_user(self._socket):
+            if not of_this_user(self._socket):
                 raise PermissionError("the socket of the leader belongs to another user")
             send(self._socket, encode(rank))
         except BaseException:
@@ -200,9 +198,3 @@ class Sibling:
     def _answer(self, buffers: Sequence[Buffer]) -> None:
         with suppress(OSError), self._sending:
             send(self._socket, buffers)
-
-
-def _of_this_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is a process of this user."""
-    user: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return user == os.geteuid()

@@ -10,6 +10,7 @@
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from whet.component import KINDS, Component, Facts, Kind, Selection, resolve
 from whet.config.build import to_spec
@@ -33,6 +35,7 @@ MODEL = ModelInfo(
     "made-up",
     {
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "vocab_size": 384,
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -66,6 +69,17 @@ for component in components:
         facts(structure(documents.get(component.name, {}), component.config, registry), MODEL)
         check(f"asking for the facts of {component.name}")
 """
+FORKED = """
+import os, sys
+from whet.cluster.host import import_ahead
+import_ahead(sys.argv[1:])
+lost = [module for module in sys.argv[1:] if module not in sys.modules]
+assert not lost, f"{', '.join(lost)} cannot be imported"
+found = len(os.listdir("/proc/self/task"))
+assert found == 1, f"importing {', '.join(sys.argv[1:])} started {found - 1} threads, which a fork would not copy"
+torch = sys.modules.get("torch")
+assert torch is None or not torch.cuda.is_initialized(), "importing them opened a device, which a fork cannot use"
+"""
 
 
 class ComponentContract:
@@ -93,6 +107,16 @@ class ComponentContract:
         command = [sys.executable, "-c", LIGHT, self.hooks, json.dumps(self.documents)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is forked elsewhere")
+    def test_what_is_forkable_imports_without_threads_and_devices(self) -> None:
+        known = [(component, self.config(component)) for _, component in self.components() if component.facts]
+        facts = [resolve(component.facts)(config, MODEL) for component, config in known]
+        for found in [found for found in facts if found.forkable]:
+            variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+            command = [sys.executable, "-c", FORKED, *found.imports]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+            assert done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
 
     def test_every_hook_is_one_that_whet_knows(self) -> None:
         manager = new_manager()

@@ -88,5 +88,6 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
         memory_bytes=model.parameters * per_parameter or None,
-        imports=("whet_fsdp2.worker",),
+        imports=("whet_fsdp2.worker", *model.code),
+        forkable=True,
     )

@@ -16,5 +16,6 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
         running=("drain", "keep", "abort"),
         dtype=model.dtype_for(config.dtype),
         memory_bytes=weights + cache if weights else None,
-        imports=("whet_hf.worker",),
+        imports=("whet_hf.worker", *model.code),
+        forkable=True,
     )
