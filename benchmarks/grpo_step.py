@@ -98,7 +98,9 @@ def trl(args: argparse.Namespace, *options: str) -> tuple[list[float], float]:
 
 def run(*command: str) -> str:
     """Run a command and give what it printed; its errors are shown."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    # What is compiled is kept, as on a user's machine.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**kept, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
     return done.stdout

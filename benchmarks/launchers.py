@@ -27,9 +27,10 @@ def main() -> None:
     prepare()
     ratios, shares = [], []
     for number in range(1, args.rounds + 1):
-        seconds, starts = {}, {}
+        seconds, starts, parts = {}, {}, {}
         for launcher in LAUNCHERS:
             rows, starts[launcher] = measure(launcher, args.steps)
+            parts[launcher] = told(rows[0])
             rows = rows[args.skip :]
             seconds[launcher] = statistics.median(row["seconds/step"] for row in rows)
         ratios.append(seconds["ray"] / seconds["local"])
@@ -40,6 +41,8 @@ def main() -> None:
             f"{starts['local']:.1f} s; under Ray neither forward, backward, optimizer nor generation: {shares[-1]:.1%}",
             flush=True,
         )
+        for launcher in LAUNCHERS:
+            print(f"  first step, {launcher}: {parts[launcher]}", flush=True)
     print(f"ratio of a step under Ray to one without, median of {args.rounds} rounds: {statistics.median(ratios):.3f}")
     print(f"neither forward, backward, optimizer nor generation, median: {statistics.median(shares):.1%}")
 
@@ -56,6 +59,12 @@ def measure(launcher: str, steps: int) -> tuple[list[dict[str, float]], float]:
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, rows[0]["time"] - began
+
+
+def told(row: dict[str, float]) -> str:
+    """List the parts of the time to the first step, in the order in which they were over."""
+    inside = "seconds/startup."
+    return ", ".join(f"{name.removeprefix(inside)} {row[name]:.1f}" for name in row if name.startswith(inside))
 
 
 if __name__ == "__main__":

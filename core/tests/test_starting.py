@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from whet.plan import RolePlan
+from whet.placement import RolePlan
 from whet.starting import Starting, lanes
 
 
@@ -14,7 +14,7 @@ def place(role: str, processes: str, *devices: str) -> RolePlan:
 
 def test_roles_that_share_processes_or_a_device_are_in_one_lane():
     places = [
-        place("backend", "backend+critic", "cuda:0", "cuda:1"),
+        place("backend", "backend+critic", "cuda:0,1"),
         place("generator", "generator", "cpu"),
         place("critic", "backend+critic", "cuda:0"),
         place("teacher", "teacher", "cuda:2"),

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from whet.plan import RolePlan
+from whet.placement import RolePlan
 
 
 def lanes(places: Iterable[RolePlan]) -> list[list[str]]:
     """Group roles by what they share, directly or through others; in the order of the first of each group."""
     found: list[tuple[list[str], set[str]]] = []
     for place in places:
-        held = {place.processes, *(device for device in place.devices if device != "cpu")}
+        gpus = {gpu for device in place.devices if device != "cpu" for gpu in device.partition(":")[2].split(",")}
+        held = {f"process {place.processes}", *(f"GPU {gpu}" for gpu in gpus)}
         meeting = [lane for lane in found if lane[1] & held]
         joined = [role for roles, _ in meeting for role in roles] + [place.role]
         merged = joined, held.union(*(things for _, things in meeting))
