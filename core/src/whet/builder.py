@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
+    from whet.endpoint.listener import Listener
     from whet.interfaces.backend import Backend
     from whet.refit.probe import Probe
     from whet.rollout.evaluate import Evaluator
@@ -83,6 +84,7 @@ class Builder:
         self._startup = Startup(time.time())
         self._episodes: EpisodeLoop | None = None
         self._cluster: Cluster | None = None
+        self._listening: Listener | None = None
 
     def parts(self, again: bool = False) -> Parts:
         """Build everything. Worker processes start to import while the driver prepares data and environments.
@@ -135,6 +137,8 @@ class Builder:
             seed=config.run.seed,
         )  # fmt: skip
         parts.refit(version=done)
+        if self.config.endpoint.serve:
+            self._serve(generator, chat, stream)
         return parts
 
     def refuse_another(self) -> None:
@@ -312,6 +316,13 @@ class Builder:
             self.closers.append(self._episodes.close)
         return self._episodes
 
+    def _listener(self) -> "Listener":
+        """Give the one place at which foreign agents reach the model."""
+        from whet.endpoint.listener import Listener
+
+        self._listening = self._listening or Listener(self.config.endpoint)
+        return self._listening
+
     def _stream(
         self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
     ) -> "RolloutStream | None":
@@ -325,7 +336,7 @@ class Builder:
             routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
             group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
             filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status, loop=self._loop(),
+            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
         )  # fmt: skip
         self.closers.append(stream.close)
         if saved:
@@ -339,7 +350,7 @@ class Builder:
         return Evaluator(
             routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
             seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status, loop=self._loop(),
+            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
         )  # fmt: skip
 
     def _evaluation(
@@ -362,6 +373,16 @@ class Builder:
             return result.metrics
 
         return evaluate
+
+    def _serve(self, generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None") -> None:
+        """Let whoever has the key ask the model, from its first weights on."""
+        from whet.endpoint.run import serve
+
+        opened = serve(
+            self._loop(), self._listener(), generator, chat, self.config, self.folder,
+            gate=stream.gate if stream else None, max_context=self.plan.max_context,
+        )  # fmt: skip
+        self.closers.append(opened.close)
 
     def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
         from whet.rollout.recorder import Recorder

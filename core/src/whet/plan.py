@@ -180,6 +180,8 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
+    if config.endpoint.serve and config.generator is None:
+        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     yield from evaluation_problems(config, facts)
     for where, entries in (
         ("environments", config.environments),

@@ -316,6 +316,30 @@ class EvaluationSection:
 
 
 @frozen
+class EndpointSection:
+    """An OpenAI-compatible address on this machine. Environments open one for an episode by `model.endpoint()`,
+    whatever `serve` says. Both listen at the same host and port; each has a key of its own.
+    """
+
+    serve: bool = field(default=False, metadata={"off": False})
+    """Also answer whoever has the key that stands in `endpoint.json` of the run folder, while the run lasts. What is
+    asked there is not trained on."""
+    host: str = field(default="127.0.0.1", validator=min_len(1))
+    """Where to listen. What goes beyond this machine is not encrypted."""
+    port: int = field(default=0, validator=[ge(0), le(65535)])
+    """0: one that is free."""
+    max_tokens: int = field(default=0, validator=ge(0))
+    """Of `serve`: the longest answer; 0: as in `rollout`. With `rollout.running: drain` new weights wait for it."""
+    max_body: int = field(default=8 << 20, validator=ge(1))
+    """Largest request, in bytes."""
+    max_connections: int = field(default=1024, validator=ge(1))
+    """Connections open at a time."""
+    record: int = field(default=256 << 20, validator=ge(0), metadata={"off": 0})
+    """Of `serve`: how large `endpoint.jsonl` of the run folder may become, in bytes. It has prompt, answer, logprobs
+    and versions of each answer, as tokens. What comes later is answered and counted. 0: nothing is recorded."""
+
+
+@frozen
 class DataFile:
     """One file or hub data set."""
 
@@ -367,6 +391,8 @@ class Config:
     """What is trained on, of algorithms that are fed by rollouts."""
     evaluation: EvaluationSection = attrs.Factory(EvaluationSection)
     """Evaluation within the run."""
+    endpoint: EndpointSection = attrs.Factory(EndpointSection)
+    """Where foreign agents, and whoever is let in, ask the model."""
     data: DataSection | None = None
     """What is trained on, of offline algorithms."""
     cluster: ClusterSection = attrs.Factory(ClusterSection)

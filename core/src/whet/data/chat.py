@@ -29,6 +29,10 @@ TrainOn = Literal["all", "last"]
 """Which of the assistant's turns to train on."""
 
 
+class RewrittenHistory(DataError):  # noqa: N818 - it says what the template did
+    """A chat template renders what was said before otherwise once more is said."""
+
+
 @frozen(eq=False)
 class Trainable:
     """A conversation or text as a sequence to train on."""
@@ -364,11 +368,11 @@ def _end_of(text: str, rendered: str, begin: int) -> int | None:
     return at + len(trailing) if rendered.startswith(trailing, at) else at
 
 
-def _rewritten(history: str, rendered: str) -> DataError:
+def _rewritten(history: str, rendered: str) -> RewrittenHistory:
     common = min(len(history), len(rendered))
     at = next((i for i in range(common) if history[i] != rendered[i]), common)
     begin = max(0, at - 40)
-    return DataError(
+    return RewrittenHistory(
         "the chat template rewrites history, so tokens that the model has seen would change under it. "
         f"History has {history[begin : at + 40]!r} where the longer conversation has "
         f"{rendered[begin : at + 40]!r}; they part at character {at}. Use a template that only appends "

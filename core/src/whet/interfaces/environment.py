@@ -7,12 +7,29 @@ A reward of such an environment is a function of the answer's text and the task'
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, cast, runtime_checkable
+
+from attrs import field, frozen
 
 from whet.data.messages import Conversation, Message
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
+
+
+@frozen(eq=False)
+class Address:
+    """Where a foreign agent finds the model of an episode, in the terms of OpenAI's clients."""
+
+    base_url: str
+    """E.g. `http://127.0.0.1:41234/v1`."""
+    api_key: str = field(repr=False)
+    """Stands for the episode, and for nothing once the endpoint is closed."""
+    model: str
+    """What requests call the model."""
+    conversations: Callable[[], tuple[Conversation, ...]] = field(repr=False)
+    """Gives the conversations so far, those of the first sequence first, each ending in the model's words."""
 
 
 @runtime_checkable
@@ -28,6 +45,16 @@ class Model(Protocol):
 
     def fork(self) -> "Model":
         """Start another sequence of the same episode with the history so far."""
+        ...
+
+    def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
+        """Give a foreign agent an OpenAI-compatible address: `async with model.endpoint() as address:`.
+
+        What it asks is recorded as by `reply`. Messages that go on with a conversation that the model had there, or
+        with this sequence, continue its recorded tokens; all others begin another sequence of the episode. Requests
+        that would sample otherwise than the run does are refused, but for the parameters to `ignore`. Where the model
+        fails, the body is cancelled and the error raised. Needs `pip install 'whet[endpoint]'`.
+        """
         ...
 
 

@@ -1,41 +1,22 @@
-"""One episode: an environment drives the model, and every token of it is recorded.
-
-    prompt      the model's answer   what the environment said   the model's answer
-    t t t t t   t t t                t t t t                     t t              tokens
-    . . . . .   x x x                . . . .                     x x              loss_mask
-
-History is append-only: the model's tokens are kept as they were sampled, never decoded and tokenised again, and
-what an environment says is tokenised once, when it says it.
-"""
+"""One episode: an environment drives the model, again where it failed, and what came of it is a record."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 from attrs import evolve, field, frozen
 
-from whet.data.messages import Conversation, Message, conversation
-from whet.data.records import (
-    Completion,
-    Episode,
-    Group,
-    IntArray,
-    Reply,
-    Request,
-    Sampling,
-    Task,
-    Trajectory,
-)
+from whet.data.messages import Conversation
+from whet.data.records import Episode, Group, IntArray, Sampling, Task
+from whet.endpoint.listener import Listener
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, PluginError, WhetError, WorkerError, in_words
+from whet.errors import InfrastructureError, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards, stated_answer
-from whet.randomness import derive_seed
-from whet.rollout.complete import complete
 from whet.rollout.gate import Gate
 from whet.rollout.loop import gather_or_cancel
+from whet.rollout.recorded import RecordedModel
 from whet.rollout.routing import Route
 from whet.rollout.trial import BrokenEnvironment, Trial, is_infrastructure
 
@@ -53,7 +34,11 @@ class Chat(Protocol):
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray: ...  # noqa: D102
 
+    def encode(self, text: str) -> IntArray: ...  # noqa: D102
+
     def decode(self, tokens: IntArray) -> str: ...  # noqa: D102
+
+    def pieces(self, tokens: IntArray) -> list[str]: ...  # noqa: D102
 
 
 Prompts = dict[Conversation, tuple[str, IntArray]]
@@ -111,6 +96,8 @@ class Player:
     """What requests pass on their way to the generator."""
     answers: bool = False
     """Whether to ask the environment what each episode answered, where it can say."""
+    listener: Listener = field(factory=Listener)
+    """Where foreign agents reach the model, while an episode has an endpoint open."""
     trials: dict[str, Trial] = field(factory=dict)
     """Of each environment; filled while playing."""
 
@@ -207,125 +194,3 @@ def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:
 def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Weigh the named rewards and sum them; a name without a weight counts 1."""
     return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))
-
-
-class RecordedModel:
-    """The model as an episode sees it: one sequence that grows. Obeys `whet.interfaces.environment.Model`."""
-
-    def __init__(
-        self, player: Player, assignment: Assignment, seat: tuple[int, int], parent: "RecordedModel | None" = None
-    ) -> None:
-        """Begin a sequence; `seat` is (sample, attempt)."""
-        self._player, self._assignment, self._seat = player, assignment, seat
-        self.family: list[RecordedModel] = parent.family if parent else []
-        """All sequences of the episode, in the order they were started."""
-        self._fork = len(self.family)
-        self.family.append(self)
-        self.messages: Conversation = parent.messages if parent else ()
-        """The conversation so far, for the chat template and for readers."""
-        self._tokens: IntArray = parent._tokens if parent else _NO_TOKENS
-        self._completions: list[tuple[int, Completion]] = []  # with the position of its first token
-        self._full: bool = parent._full if parent else False
-        self._busy = False
-
-    def fork(self) -> "RecordedModel":
-        """Start another sequence of the same episode with the history so far.
-
-        The model's tokens up to here count for the loss in the sequence that they were produced in, and there only.
-        """
-        return RecordedModel(self._player, self._assignment, self._seat, self)
-
-    @property
-    def turns(self) -> int:
-        """Completions of this sequence. One that the model never added to leaves no trajectory."""
-        return len(self._completions)
-
-    async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Append messages to the history and let the model answer.
-
-        Where the context leaves no room for an answer, the messages are not appended and the reply has no text
-        and the stop `length`, now and from then on. A first prompt that leaves no room is an error.
-        """
-        if self._busy:
-            raise WhetEnvironmentError("it asked one sequence twice at the same time; use model.fork() for each")
-        self._busy = True
-        try:
-            return await self._reply(conversation(messages))
-        finally:
-            self._busy = False
-
-    async def _reply(self, messages: Conversation) -> Reply:
-        player, sampling = self._player, self._player.sampling
-        prefix, tokens = ("", self._tokens) if self._full else self._tokens_with(messages)
-        room = player.max_context - len(tokens) if player.max_context else sampling.max_tokens
-        if self._full or room < 1:
-            return await self._out_of_room(len(tokens))
-        position = (self._assignment.index, *self._seat, self._fork, len(self._completions))
-        request = Request(
-            id=f"{player.purpose}-" + "-".join(map(str, position)),
-            tokens=tokens,
-            sampling=sampling if room >= sampling.max_tokens else evolve(sampling, max_tokens=room),
-            seed=derive_seed(player.seed, player.purpose, *position),
-            prefix=prefix,
-        )
-        async with player.gate:
-            completion = await complete(player.generator, request, player.chat.decode)
-        completion = checked_completion(completion, request)
-        text = player.chat.decode(completion.tokens)
-        self._completions.append((len(tokens), completion))
-        self._tokens = np.concatenate([tokens, completion.tokens])
-        self.messages = (*self.messages, *messages, Message("assistant", text))
-        return Reply(text, tuple(completion.tokens.tolist()), completion.stop)
-
-    def _tokens_with(self, messages: Conversation) -> tuple[str, IntArray]:
-        """Give the tokens to continue once messages are appended, and the name of a prompt that samples share."""
-        if len(self._tokens):
-            chat, ended = self._player.chat, int(self._tokens[-1]) in self._player.chat.stop_tokens
-            return "", np.concatenate([self._tokens, chat.continuation(self.messages, ended, messages)])
-        prompts = self._assignment.prompts
-        if messages not in prompts:
-            name = f"{self._player.purpose}-{self._assignment.index}-{len(prompts)}"
-            prompts[messages] = (name, self._player.chat.prompt(messages))
-        return prompts[messages]
-
-    async def _out_of_room(self, length: int) -> Reply:
-        if not len(self._tokens):
-            raise WhetEnvironmentError(
-                f"its prompt of {length} tokens leaves no room for an answer in {self._player.max_context}; "
-                "raise rollout.max_context or leave the task out"
-            )
-        self._full = True
-        await asyncio.sleep(0)  # an environment that asks for ever must still meet its deadline
-        return Reply("", (), "length")
-
-    def trajectory(self) -> Trajectory:
-        """Give what was recorded. A fork begins as prompt: what its parent's sequence trains is not trained again."""
-        length = len(self._tokens)
-        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-        versions = np.full(length, -1, np.int32)
-        for begin, completion in self._completions:
-            end = begin + len(completion.tokens)
-            mask[begin:end] = True
-            logprobs[begin:end] = completion.logprobs
-            for first, version in completion.versions:
-                versions[begin + first : end] = version
-        prompt_length, stop = self._completions[0][0], self._completions[-1][1].stop
-        return Trajectory(self._tokens, mask, logprobs, versions, prompt_length, "length" if self._full else stop)
-
-
-def checked_completion(completion: Completion, request: Request) -> Completion:
-    """Check what a generator gave. Raises `PluginError` saying what is wrong with it."""
-    count, limit = len(completion.tokens), request.sampling.max_tokens
-    if not 0 < count <= limit:
-        raise PluginError(f"the generator gave {count} tokens for request {request.id}, wanted 1 to {limit}")
-    if len(completion.logprobs) != count or not np.isfinite(completion.logprobs).all():
-        raise PluginError(
-            f"the generator gave {len(completion.logprobs)} logprobs for the {count} tokens of request {request.id}, "
-            f"wanted a finite one for each; the lowest is {np.min(completion.logprobs, initial=0.0)}"
-        )
-    if not completion.versions or completion.versions[0][0] != 0:
-        raise PluginError(f"the generator gave no weight version for the first token of request {request.id}")
-    return completion
-
-
-_NO_TOKENS: IntArray = np.zeros(0, np.int64)

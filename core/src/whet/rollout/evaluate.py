@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from whet.data.records import Episode, Sampling
+from whet.endpoint.listener import Listener
 from whet.errors import WhetError
 from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.judgement import EvaluationResult, judge
@@ -33,6 +34,7 @@ class Evaluator:
         deadline_seconds: float = 3600.0,
         status: Callable[[str], None] = lambda text: None,
         loop: EpisodeLoop | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self._routes, self._generator, self._chat, self._seed = routes, generator, chat, seed
         self._sampling = Sampling(
@@ -44,7 +46,7 @@ class Evaluator:
         )
         self._max_context, self._deadline_seconds = max_context, deadline_seconds
         self._retries, self._infrastructure_retries = rollout.retries, rollout.infrastructure_retries
-        self._status, self._loop = status, loop
+        self._status, self._loop, self._listener = status, loop, listener
 
     def evaluate(self) -> EvaluationResult:
         """Play all tasks; see `evaluate`."""
@@ -60,6 +62,7 @@ class Evaluator:
             deadline_seconds=self._deadline_seconds,
             status=self._status,
             loop=self._loop,
+            listener=self._listener,
         )
 
 
@@ -77,6 +80,7 @@ def evaluate(
     concurrency: int = 1024,
     status: Callable[[str], None] = lambda text: None,
     loop: EpisodeLoop | None = None,
+    listener: Listener | None = None,
 ) -> EvaluationResult:
     """Play the tasks of every route, `route.samples` times each, at most `concurrency` episodes at a time.
 
@@ -89,6 +93,7 @@ def evaluate(
     """
     own = loop is None
     running = loop or EpisodeLoop()
+    reached_at = listener or Listener()
     tallies: list[Counter[str]] = []
     wanted = sum(route.samples * _count(route) for route in routes)
 
@@ -105,7 +110,7 @@ def evaluate(
         turn = with_stop_tokens(sampling, chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
-            answers=True,
+            answers=True, listener=reached_at,
         )  # fmt: skip
 
     try:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import Batch
 from whet.data.records import Group, Sampling
+from whet.endpoint.listener import Listener
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
 from whet.metrics import Metric, largest, mean, merge, total
 from whet.rollout.collate import collate, rollout_metrics
@@ -63,6 +64,7 @@ class RolloutStream:
         deadline_seconds: float = 3600.0,
         status: Callable[[str], None] = lambda text: None,
         loop: EpisodeLoop | None = None,
+        listener: Listener | None = None,
     ) -> None:
         """Make a stream; it plays nothing before the first take.
 
@@ -76,7 +78,8 @@ class RolloutStream:
         self._tasks = [route.tasks() for route in routes]
         self._group_size, self._seed = group_size, seed
         self._pacing = Pacing(section.max_staleness, section.order)
-        self._gate = Gate()
+        self.gate = Gate()
+        """What all requests pass on their way to the generator; see `paused`."""
         self._player = Player(
             generator=generator,
             chat=chat,
@@ -89,7 +92,8 @@ class RolloutStream:
             retries=section.retries,
             deadline_seconds=deadline_seconds,
             infrastructure_retries=section.infrastructure_retries,
-            gate=self._gate,
+            gate=self.gate,
+            listener=listener or Listener(),
         )
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on everything is read and written on the loop's thread only.
@@ -144,11 +148,11 @@ class RolloutStream:
         What else uses the generator then has it for itself, so that it does not depend on timing.
         """
         try:
-            self.loop.run(self._gate.shut(), tick=lambda: self._status("answers under way"))
+            self.loop.run(self.gate.shut(), tick=lambda: self._status("answers under way"))
             self._status("")
             yield
         finally:
-            self.loop.call(self._gate.open)
+            self.loop.call(self.gate.open)
 
     def state(self) -> dict[str, Any]:
         """Give the position in the data as builtins.

@@ -6,19 +6,25 @@ Use them to test what stands on an interface. What implements one is tested with
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from attrs import frozen
 
 from whet import metrics, randomness
 from whet.component import Spec
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, conversation
-from whet.data.records import Completion, IntArray, Reply, Request, Stop
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop
+from whet.endpoint.asked import Asked, Rules, check_ignored, shown
+from whet.endpoint.listener import Listener
+from whet.endpoint.told import Answer
 from whet.errors import CheckpointError
 from whet.interfaces.backend import Weights
+from whet.interfaces.environment import Address
 from whet.interfaces.generator import Running
 from whet.refit.link import Link
 
@@ -72,6 +78,38 @@ class FakeModel:
         other.messages = self.messages[:]
         self.forks.append(other)
         return other
+
+    @asynccontextmanager
+    async def endpoint(self, *, ignore: Collection[str] = ()) -> AsyncIterator[Address]:
+        """Give a foreign agent an address: it is answered by the script, and its last conversation is kept."""
+        line = _ScriptedLine(self, self._next, self._stop, Rules(Sampling(), True, check_ignored(ignore)))
+        async with Listener().open(line, lambda: (tuple(self.messages),) if self.messages else ()) as address:
+            yield address
+
+
+@frozen(eq=False)
+class _ScriptedLine:
+    """Answers a foreign agent as a `FakeModel` does. See `whet.endpoint.listener.Line`."""
+
+    model: FakeModel
+    script: Callable[[Conversation], str]
+    stop: Stop
+    rules: Rules
+
+    def pieces(self, tokens: IntArray) -> list[str]:
+        return ByteChat().pieces(tokens)
+
+    async def answer(self, asked: Asked, name: str) -> list[Answer]:
+        chat = ByteChat()
+        prompt = asked.prompt if isinstance(asked.prompt, tuple) else (Message("user", str(asked.prompt)),)
+        texts = [self.script(prompt) for _ in range(asked.count)]
+        self.model.messages = [*prompt, Message("assistant", texts[0])]
+        answers = []
+        for text in texts:
+            tokens = np.append(chat.encode(text), chat.stop_tokens)
+            made = Completion(name, tokens, np.zeros(len(tokens), np.float32), self.stop, ((0, 0),))
+            answers.append(Answer(chat.prompt(prompt), made, shown(text, asked.stops)))
+        return answers
 
 
 def _asking(answers: Answers) -> Callable[[Conversation], str]:
@@ -129,6 +167,10 @@ class ByteChat(ByteCodec):
         """Give the tokens to append after the model's last completion."""
         end = np.asarray([] if stopped else self.stop_tokens, np.int64)
         return np.concatenate([end, self.encode("\n"), self.prompt(messages)])
+
+    def pieces(self, tokens: IntArray) -> list[str]:
+        """Give the text of each token."""
+        return [self.decode([token]) for token in tokens]
 
 
 class FakeGenerator:

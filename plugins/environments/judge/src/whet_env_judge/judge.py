@@ -6,14 +6,15 @@
 Judged is the first sequence of an episode, up to the model's last words; one that was cut is judged as if it had ended.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.interfaces.environment import Answering, Environment, Model, states_answers
+from whet.interfaces.environment import Address, Answering, Environment, Model, states_answers
 from whet.model import ModelInfo
 from whet.plan import facts_of
 from whet.rollout.scorer import Scorer
@@ -82,6 +83,13 @@ class Overheard:
     def fork(self) -> "Overheard":
         """Start another sequence, which is not judged."""
         return Overheard(self._model.fork(), self.messages)
+
+    @asynccontextmanager
+    async def endpoint(self, *, ignore: Collection[str] = ()) -> AsyncIterator[Address]:
+        """Give a foreign agent an address; its first conversation is the one that is judged."""
+        async with self._model.endpoint(ignore=ignore) as address:
+            yield address
+            self.messages = list(next(iter(address.conversations()), self.messages))
 
 
 def _within(config: JudgeConfig, roles: Mapping[str, Scorer]) -> Environment:
