@@ -376,7 +376,7 @@ def test_an_agent_that_never_answers_meets_the_deadline_of_the_episode() -> None
         await client.chat("a")
         await asyncio.sleep(100)
 
-    with pytest.raises(EpisodeFailed, match="cluster.deadlines.episode") as caught:
+    with pytest.raises(EpisodeFailed, match=r"cluster\.deadlines\.episode") as caught:
         play(agent, FakeGenerator("yes"), deadline_seconds=1.0)
     assert caught.value.infrastructure
 

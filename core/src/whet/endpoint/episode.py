@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import blake2b
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import frozen
@@ -22,6 +22,7 @@ from attrs import frozen
 from whet.data.chat import RewrittenHistory
 from whet.data.messages import Conversation, Message
 from whet.data.records import IntArray
+from whet.endpoint import told
 from whet.endpoint.asked import Asked, Refused, Rules, check_ignored, shown
 from whet.endpoint.told import Answer
 from whet.errors import DataError
@@ -30,7 +31,6 @@ from whet.rollout.loop import gather_or_cancel
 from whet.rollout.recorded import NoRoom, RecordedModel
 
 if TYPE_CHECKING:
-    from whet.endpoint.told import Pieces
     from whet.rollout.episode import Chat, Player
 
 
@@ -101,19 +101,14 @@ class EpisodeLine:
         """Sequences whose answer is under way."""
         self._sequences = [model]
 
-    @property
-    def pieces(self) -> "Pieces":
-        """Gives the text of each token."""
-        return self._chat.pieces
-
     def conversations(self) -> tuple[Conversation, ...]:
         """Give what was said in each sequence in which the model answered."""
         return tuple(sequence.messages for sequence in self._sequences if sequence.messages)
 
-    async def answer(self, asked: Asked, name: str) -> list[Answer]:
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         """Play a request as a turn. What fails beyond the request fails the episode."""
         try:
-            return await self._answer(asked)
+            return told.reply(asked, name, await self._answers(asked), self._chat.pieces)
         except Refused:
             raise
         except NoRoom as error:
@@ -122,7 +117,7 @@ class EpisodeLine:
             self._failing.fail(error)
             raise Refused(503, "the model cannot answer; the episode ends here", code="model_failed") from error
 
-    async def _answer(self, asked: Asked) -> list[Answer]:
+    async def _answers(self, asked: Asked) -> list[Answer]:
         place, messages, tokens = self._found(asked.prompt)
         chosen: list[RecordedModel] = []
         for _ in range(asked.count):

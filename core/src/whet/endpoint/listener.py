@@ -14,14 +14,13 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
 
 from whet.config.sections import EndpointSection
 from whet.data.messages import Conversation
 from whet.endpoint.asked import MODEL, Asked, Refused, Rules
-from whet.endpoint.told import Answer, Pieces
 from whet.errors import PluginError
 from whet.interfaces.environment import Address
 
@@ -37,13 +36,8 @@ class Line(Protocol):
         """What its requests may ask for."""
         ...
 
-    @property
-    def pieces(self) -> Pieces:
-        """Gives the text of each token."""
-        ...
-
-    async def answer(self, asked: Asked, name: str) -> list[Answer]:
-        """Answer a request, which is named uniquely. Raises `Refused`."""
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
+        """Answer a request, which is named uniquely, with JSON. Raises `Refused`."""
         ...
 
 
@@ -53,11 +47,11 @@ class OpenLine:
 
     line: Line
     secret: str
-    _running: "set[asyncio.Task[list[Answer]]]" = field(factory=set, init=False)
+    _running: "set[asyncio.Task[dict[str, Any]]]" = field(factory=set, init=False)
 
-    async def answer(self, asked: Asked, name: str) -> list[Answer]:
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         """Answer a request. Cancelling ends it; so does closing the line, which raises `Refused`."""
-        task = asyncio.get_running_loop().create_task(self.line.answer(asked, name))
+        task = asyncio.get_running_loop().create_task(self.line.reply(asked, name))
         self._running.add(task)
         try:
             return await task

@@ -19,6 +19,7 @@ from attrs import evolve
 
 from whet.data.messages import Conversation
 from whet.data.records import IntArray, Request, Sampling
+from whet.endpoint import told
 from whet.endpoint.asked import Asked, Refused, Rules, shown
 from whet.endpoint.listener import Listener
 from whet.endpoint.told import Answer
@@ -34,7 +35,6 @@ from whet.run_folder import RunFolder, disk_errors, json_line
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
-    from whet.endpoint.told import Pieces
     from whet.interfaces.generator import Generator
 
 ADDRESS, ROWS = "endpoint.json", "endpoint.jsonl"
@@ -81,7 +81,7 @@ def _row(request: Request, answer: Answer) -> dict[str, Any]:
         "prompt_token_ids": request.tokens.tolist(),
         "token_ids": completion.tokens.tolist(),
         "logprobs": completion.logprobs.astype(str).astype(float).tolist(),
-        "weight_versions": [list(span) for span in completion.versions],
+        "weight_versions": [[int(first), int(version)] for first, version in completion.versions],
         "stop": completion.stop,
     }
 
@@ -99,13 +99,11 @@ class RunLine:
         self._numbers = itertools.count()
         self.rules = Rules(sampling, fixed=False)
 
-    @property
-    def pieces(self) -> "Pieces":
-        """Gives the text of each token."""
-        return self._chat.pieces
-
-    async def answer(self, asked: Asked, name: str) -> list[Answer]:
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         """Answer a request, and keep it."""
+        return told.reply(asked, name, await self._answers(asked, name), self._chat.pieces)
+
+    async def _answers(self, asked: Asked, name: str) -> list[Answer]:
         tokens, number = self._tokens(asked.prompt), next(self._numbers)
         room = self._max_context - len(tokens) if self._max_context else asked.sampling.max_tokens
         if room < 1:
@@ -164,23 +162,26 @@ class RunEndpoint:
 
     def __init__(self, loop: EpisodeLoop, listener: Listener, line: RunLine, kept: Kept, folder: RunFolder) -> None:
         self._loop, self._listener, self._line, self._kept, self._folder = loop, listener, line, kept, folder
-        self._opened = AsyncExitStack()
+        self._opened: AsyncExitStack | None = None
 
     def open(self) -> Address:
         """Open it, and write where it is and its key, for the eyes of this user alone."""
-        address = self._loop.run(self._opened.enter_async_context(self._listener.open(self._line, tuple)))
+        opened = AsyncExitStack()
+        address = self._loop.run(opened.enter_async_context(self._listener.open(self._line, tuple)))
+        self._opened = opened
         _write_private(self._folder, {"base_url": address.base_url, "api_key": address.api_key, "model": address.model})
         self._folder.journal("endpoint opened", base_url=address.base_url)
         return address
 
     def close(self) -> None:
         """Close it, with all that is asked there. Safe to call twice."""
+        if self._opened is None:
+            return
+        opened, self._opened = self._opened, None
         (self._folder.path / ADDRESS).unlink(missing_ok=True)
-        opened, self._opened = self._opened, AsyncExitStack()
         if self._loop.try_run(opened.aclose()):
             self._kept.close()
-        if self._listener.counts:
-            self._folder.journal("endpoint closed", **self._listener.counts, **self._kept.counts)
+        self._folder.journal("endpoint closed", **self._listener.counts, **self._kept.counts)
 
 
 def _write_private(folder: RunFolder, value: Mapping[str, str]) -> None:

@@ -69,6 +69,7 @@ class Server:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
+        self._http.pre_shutdown()  # connections without a request are not waited for
         await self._http.shutdown(CLOSE_SECONDS)
 
     def _connection(self) -> asyncio.BaseProtocol:
@@ -84,10 +85,10 @@ class Server:
             return await self._answer(request)
         except Refused as refused:
             self._counts[f"refused with {refused.status}"] += 1
-            # Clients of OpenAI's make a request again where a server failed. Here that could only come too late.
-            return web.json_response(
-                told.error(refused), status=refused.status, headers={"x-should-retry": "false"}
-            )  # fmt: skip
+            return _refusal(refused)
+        except Exception:  # the edge: whoever asks learns nothing of what went wrong within
+            self._counts["failed"] += 1
+            return _refusal(Refused(500, "this cannot be answered, and should have been"))
 
     async def _answer(self, request: Any) -> Any:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -102,10 +103,8 @@ class Server:
             raise Refused(405, f"the method is {request.method:.20}, wanted {wanted}", code="method_not_allowed")
         if path not in READERS:
             return web.json_response(told.models() if path == "/v1/models" else told.model())
-        line = open_.line
-        asked = READERS[path](await self._body(request), line.rules)
-        name = secrets.token_hex(12)
-        whole = told.reply(asked, name, await open_.answer(asked, name), line.pieces)
+        asked = READERS[path](await self._body(request), open_.line.rules)
+        whole = await open_.reply(asked, secrets.token_hex(12))
         if asked.stream:
             return web.Response(
                 body=told.events(asked, whole), content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -129,6 +128,12 @@ class Server:
             return json.loads(bytes(read))
         except (ValueError, RecursionError):
             raise Refused(400, "the body is no JSON") from None
+
+
+def _refusal(refused: Refused) -> Any:
+    # Clients of OpenAI's make a request again where a server failed. Here that could only come too late.
+    headers = {"x-should-retry": "false"}
+    return web.json_response(told.error(refused), status=refused.status, headers=headers)
 
 
 def _too_large(limit: int) -> Refused:

@@ -51,7 +51,7 @@ def _choice(asked: Asked, index: int, answer: Answer, pieces: Pieces) -> dict[st
         **said,
         "finish_reason": completion.stop,
         "logprobs": _logprobs(asked, completion, pieces) if asked.show_logprobs else None,
-        "weight_versions": [list(span) for span in completion.versions],
+        "weight_versions": [[int(first), int(version)] for first, version in completion.versions],
         **({"token_ids": completion.tokens.tolist()} if asked.show_tokens else {}),
     }
 

@@ -19,6 +19,7 @@ from whet.component import Spec
 from whet.data.batch import Batch
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop
+from whet.endpoint import told
 from whet.endpoint.asked import Asked, Rules, check_ignored, shown
 from whet.endpoint.listener import Listener
 from whet.endpoint.told import Answer
@@ -96,10 +97,7 @@ class _ScriptedLine:
     stop: Stop
     rules: Rules
 
-    def pieces(self, tokens: IntArray) -> list[str]:
-        return ByteChat().pieces(tokens)
-
-    async def answer(self, asked: Asked, name: str) -> list[Answer]:
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         chat = ByteChat()
         prompt = asked.prompt if isinstance(asked.prompt, tuple) else (Message("user", str(asked.prompt)),)
         texts = [self.script(prompt) for _ in range(asked.count)]
@@ -109,7 +107,7 @@ class _ScriptedLine:
             tokens = np.append(chat.encode(text), chat.stop_tokens)
             made = Completion(name, tokens, np.zeros(len(tokens), np.float32), self.stop, ((0, 0),))
             answers.append(Answer(chat.prompt(prompt), made, shown(text, asked.stops)))
-        return answers
+        return told.reply(asked, name, answers, chat.pieces)
 
 
 def _asking(answers: Answers) -> Callable[[Conversation], str]:

@@ -1,0 +1,245 @@
+"""The server against those who should not get in, ask too much, or ask wrongly."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+
+from whet.config.sections import EndpointSection  # noqa: E402
+from whet.data.records import Completion, Sampling  # noqa: E402
+from whet.endpoint.asked import Asked, Rules  # noqa: E402
+from whet.endpoint.listener import Listener  # noqa: E402
+from whet.endpoint.told import Answer, reply  # noqa: E402
+from whet.errors import WhetError  # noqa: E402
+from whet.interfaces.environment import Address  # noqa: E402
+from whet.testing.fakes import ByteChat  # noqa: E402
+
+
+class Says:
+    """A line that always says the same."""
+
+    rules = Rules(Sampling(max_tokens=8), fixed=False)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.asked: list[Asked] = []
+
+    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
+        self.asked.append(asked)
+        tokens = ByteChat().encode(self._text)
+        made = Completion(name, tokens, -np.ones(len(tokens), np.float32), "stop", ((0, 1), (2, 2)))
+        return reply(asked, name, [Answer(np.arange(3), made, self._text)], ByteChat().pieces)
+
+
+Try = Callable[[Address, Any], Awaitable[Any]]
+
+
+def with_server(check: Try, line: Any = None, **section: Any) -> Listener:
+    listener = Listener(EndpointSection(**section))
+
+    async def run() -> None:
+        async with listener.open(line or Says("yes"), tuple) as address, aiohttp.ClientSession() as session:
+            await check(address, session)
+
+    asyncio.run(run())
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def post(address: Address, session: Any, body: Any, path: str = "/chat/completions") -> AsyncIterator[Any]:
+    headers = {"Authorization": f"Bearer {address.api_key}"}
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    async with session.post(address.base_url + path, data=data, headers=headers) as response:
+        yield response
+
+
+ASKED = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_it_listens_on_the_loopback_alone() -> None:
+    async def check(address: Address, session: Any) -> None:
+        assert address.base_url.startswith("http://127.0.0.1:")
+        assert address.api_key not in repr(address)
+
+    with_server(check)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer ", "Bearer 0.", "Bearer 0.x", "Bearer 9.x", "Bearer .", "Basic {key}", "{key}",
+     "Bearer {key}x", "Bearer \xff"],
+)  # fmt: skip
+def test_without_the_key_nothing_is_answered_and_no_body_is_read(header: str) -> None:
+    line = Says("yes")
+
+    async def check(address: Address, session: Any) -> None:
+        headers = {"Authorization": header.format(key=address.api_key)} if header else {}
+        for method, path in (("post", "/chat/completions"), ("get", "/models"), ("get", "/../../etc/passwd")):
+            async with session.request(method, address.base_url + path, data=b"{", headers=headers) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+
+    counts = with_server(check, line).counts
+    assert (line.asked, counts) == ([], {"requests": 3, "refused with 401": 3})
+
+
+def test_keys_stand_for_their_own_line_and_for_nothing_once_it_is_closed() -> None:
+    listener = Listener()
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session, listener.open(Says("a"), tuple) as first:
+            async with listener.open(Says("b"), tuple) as second:
+                assert first.base_url == second.base_url
+                assert first.api_key != second.api_key
+                for address, text in ((first, "a"), (second, "b")):
+                    async with post(address, session, ASKED) as response:
+                        assert (await response.json())["choices"][0]["message"]["content"] == text
+            async with post(second, session, ASKED) as response:
+                assert response.status == 401
+        with pytest.raises(aiohttp.ClientError):
+            async with aiohttp.ClientSession() as session, post(first, session, ASKED):
+                pass
+
+    asyncio.run(run())
+
+
+def test_models_are_listed_and_other_places_are_not_there() -> None:
+    async def check(address: Address, session: Any) -> None:
+        headers = {"Authorization": f"bearer {address.api_key}"}
+        for path, status in (
+            ("/models", 200),
+            ("/models/policy", 200),
+            ("/models/x", 404),
+            ("/%2e%2e/etc/passwd", 404),
+        ):
+            async with session.get(address.base_url + path, headers=headers) as response:
+                assert response.status == status, path
+        async with session.get(address.base_url + "/models", headers=headers) as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["policy"]
+        async with session.get(address.base_url + "/chat/completions", headers=headers) as response:
+            assert response.status == 405
+
+    with_server(check)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": ' + b"9" * 5000 + b"}", 400),
+        (b"[]", 400),
+        (b"x" * 5001, 413),
+    ],
+)
+def test_bodies_that_cannot_be_read_are_refused(body: bytes, status: int) -> None:
+    async def check(address: Address, session: Any) -> None:
+        async with post(address, session, body) as response:
+            assert response.status == (413 if len(body) > 5000 else status)
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        async with post(address, session, ASKED) as response:
+            assert response.status == 200
+
+    with_server(check, max_body=5000)
+
+
+def test_a_body_of_unknown_length_is_bounded_too() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b" " * 1000
+
+    async def check(address: Address, session: Any) -> None:
+        headers = {"Authorization": f"Bearer {address.api_key}"}
+        url = address.base_url + "/chat/completions"
+        with contextlib.suppress(aiohttp.ClientError):  # it may hang up before all is sent
+            async with session.post(url, data=endless(), headers=headers) as response:
+                assert response.status == 413
+        async with post(address, session, ASKED) as response:
+            assert response.status == 200
+
+    assert with_server(check, max_body=5000).counts["refused with 413"] == 1
+
+
+def test_too_long_headers_are_refused() -> None:
+    async def check(address: Address, session: Any) -> None:
+        async with session.get(address.base_url + "/models", headers={"X-Long": "x" * 100_000}) as response:
+            assert response.status == 400
+
+    with_server(check)
+
+
+def test_connections_are_bounded() -> None:
+    async def check(address: Address, session: Any) -> None:
+        port = int(address.base_url.split(":")[2].split("/")[0])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        async with post(address, session, ASKED) as response:
+            assert response.status == 503
+        held[0][1].close()
+        await asyncio.sleep(0.05)
+        async with post(address, session, ASKED) as response:
+            assert response.status == 200
+        for _, writer in held[1:]:
+            writer.close()
+
+    assert with_server(check, max_connections=3).counts["connections refused"] == 1
+
+
+def test_a_stream_is_events_that_add_up_to_the_reply() -> None:
+    async def check(address: Address, session: Any) -> None:
+        body = {**ASKED, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        async with post(address, session, body) as response:
+            assert response.content_type == "text/event-stream"
+            lines = [line.removeprefix("data: ") for line in (await response.text()).split("\n\n") if line]
+        *chunks, done = lines
+        said, ended, usage = map(json.loads, chunks)
+        assert done == "[DONE]"
+        assert {chunk["object"] for chunk in (said, ended, usage)} == {"chat.completion.chunk"}
+        assert (said["choices"][0]["delta"]["content"], said["choices"][0]["finish_reason"]) == ("yes", None)
+        assert (said["prompt_token_ids"], said["choices"][0]["token_ids"]) == ([0, 1, 2], list(b"yes"))
+        assert (ended["choices"][0]["delta"], ended["choices"][0]["finish_reason"]) == ({}, "stop")
+        assert ended["choices"][0]["weight_versions"] == [[0, 1], [2, 2]]
+        assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 6)
+        async with post(address, session, {"prompt": "a", "stream": True}, "/completions") as response:
+            first = json.loads((await response.text()).split("\n\n")[0].removeprefix("data: "))
+        assert (first["object"], first["choices"][0]["text"]) == ("text_completion", "yes")
+
+    with_server(check)
+
+
+def test_nothing_of_a_request_is_logged(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    async def check(address: Address, session: Any) -> None:
+        for body in (ASKED, b"{secret-word", {"secret-word": 1}):
+            async with post(address, session, body) as response:
+                await response.read()
+        port = int(address.base_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"secret-word not HTTP\r\n\r\n")
+        assert b"400" in await reader.read(100)
+        writer.close()
+
+    with caplog.at_level(logging.DEBUG):
+        with_server(check)
+    captured = capsys.readouterr()
+    seen = caplog.text + captured.out + captured.err
+    assert "secret-word" not in seen
+    assert "chat/completions" not in seen.replace("POST", "")
+
+
+def test_a_port_that_is_taken_is_said_so() -> None:
+    async def check(address: Address, session: Any) -> None:
+        port = int(address.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(WhetError, match=rf"endpoint\.port {port} cannot be listened at.*port 0"):
+            async with Listener(EndpointSection(port=port)).open(Says("x"), tuple):
+                pass
+
+    with_server(check)

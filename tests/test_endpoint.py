@@ -1,0 +1,146 @@
+"""Foreign agents in training, with OpenAI's own client, the real generator and backend."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+import whet
+from whet.errors import ConfigError
+from whet.run_folder import read_rows
+from whet.testing.fakes import FakeModel
+
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+
+
+@attrs.frozen
+class Watched:
+    """Rollouts whose batches are kept."""
+
+    rollouts: object
+    batches: list
+
+    def take(self, groups):
+        self.batches.append(self.rollouts.take(groups))
+        return self.batches[-1]
+
+
+@pytest.fixture
+def play(tmp_path, small_run):
+    """Train for two steps on one of the environments of `foreign_turns.py`, and give the batches."""
+
+    def run(environment, *overrides):
+        folder = tmp_path / environment
+        folder.mkdir()
+        config = small_run(
+            folder,
+            run={"folder": str(folder / "run"), "steps": 2, "seed": 3, "export": False},
+            environments=[{"use": environment, "name": "turns"}],
+            plugins=[str(Path(__file__).parent / "foreign_turns.py")],
+            cluster={"workers": "inline"},
+        )
+        batches = []
+        with whet.open(config, *overrides) as parts:
+            parts.algorithm.run(attrs.evolve(parts, rollouts=Watched(parts.rollouts, batches)))
+        return batches
+
+    return run
+
+
+def test_a_foreign_agents_episodes_are_those_of_the_environment_that_asks_itself(play):
+    foreign, own = play("foreign-turns"), play("own-turns")
+    assert len(foreign) == 2
+    for one, other in zip(foreign, own, strict=True):
+        assert set(one.columns) == set(other.columns)
+        for name in one.columns:
+            if name in ("sampler_logprobs",):  # what is batched together may round otherwise
+                assert np.allclose(one[name], other[name], atol=1e-5)
+            else:
+                assert np.array_equal(one[name], other[name]), name
+        assert set(one["version"][one["loss_mask"]]) == set(other["version"][other["loss_mask"]])
+        turns = np.diff(np.concatenate([[0], one["loss_mask"].astype(int)]))
+        assert (turns == 1).sum() == 2 * one.sequences, "each sequence has two turns"
+    assert foreign[0]["version"].max() == 0
+    assert foreign[1]["version"].max() == 1
+
+
+def asking(folder, ask):
+    """Wait for the address of a run on a thread, and ask there; give a function for what came of it."""
+    result = []
+
+    def wait():
+        file, tick = folder / "endpoint.json", threading.Event()
+        while not (file.exists() and file.read_text().endswith("\n")):
+            tick.wait(0.02)
+        address = json.loads(file.read_text())
+        with openai.OpenAI(base_url=address["base_url"], api_key=address["api_key"]) as client:
+            result.append(ask(client))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+
+    def answer():
+        thread.join(60)
+        return result[0]
+
+    return answer
+
+
+def test_a_run_can_be_talked_to_while_it_trains(tmp_path, small_run):
+    run = {"folder": str(tmp_path / "run"), "steps": 2}
+    config = small_run(tmp_path, run=run, cluster={"workers": "inline"}, endpoint={"serve": True})
+    said = [{"role": "user", "content": "hello"}]
+
+    def ask(client):
+        models = [model.id for model in client.models.list()]
+        whole = client.chat.completions.create(
+            model="policy", messages=said, temperature=0, logprobs=True, extra_body={"return_token_ids": True}
+        )
+        parts = client.chat.completions.create(model="policy", messages=said, temperature=0, stream=True)
+        streamed = "".join(part.choices[0].delta.content or "" for part in parts)
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="policy", messages=said, tools=[{"type": "function", "function": {}}])
+        return models, whole, streamed, caught.value
+
+    with whet.open(config) as parts:
+        models, whole, streamed, refused = asking(tmp_path / "run", ask)()
+        chat = parts.chat
+        parts.algorithm.run(parts)
+    (choice,) = whole.choices
+    assert models == ["policy"]
+    assert choice.message.content == streamed == chat.decode(choice.token_ids)
+    assert len(choice.logprobs.content) == len(choice.token_ids)
+    assert choice.weight_versions == [[0, 0]]
+    assert "tools" in refused.message
+    rows = list(read_rows(tmp_path / "run" / "endpoint.jsonl"))
+    assert [row["token_ids"] for row in rows] == [choice.token_ids] * 2
+    assert rows[0]["prompt_token_ids"] == whole.prompt_token_ids
+    assert len(list(read_rows(tmp_path / "run" / "metrics.jsonl"))) == 2
+    assert not (tmp_path / "run" / "endpoint.json").exists()
+
+
+def test_an_endpoint_of_a_run_needs_a_generator(tmp_path, small_run):
+    config = small_run(tmp_path, generator=None, endpoint={"serve": True})
+    with pytest.raises(ConfigError, match=r"endpoint\.serve: needs a generator"), whet.open(config):
+        pass
+
+
+def test_a_client_of_openais_is_told_why_and_does_not_try_again():
+    async def run():
+        async with FakeModel("yes").endpoint() as address:
+            client = openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key)
+            said = [{"role": "user", "content": "hello"}]
+            answer = await client.chat.completions.create(model=address.model, messages=said, n=2)
+            with pytest.raises(openai.NotFoundError, match="policy"):
+                await client.chat.completions.create(model="gpt-5", messages=said)
+            legacy = await client.completions.create(model=address.model, prompt="hello")
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="wrong").models.list()
+            return [choice.message.content for choice in answer.choices], legacy.choices[0].text
+
+    assert asyncio.run(run()) == (["yes", "yes"], "yes")
