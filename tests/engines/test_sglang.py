@@ -70,6 +70,22 @@ def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path,
     assert metrics(tmp_path / "run") == []
 
 
+def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw(tmp_path, small_run, whet):
+    pytest.importorskip("openai")
+    config = small_run(
+        tmp_path,
+        generator=GENERATOR,
+        environments=[{"use": "foreign-turns"}],
+        cluster={"threads": {"backend": 1, "generator": 1}},
+        plugins=[str(TESTS / "foreign_turns.py")],
+    )
+    done = whet("run", config, seconds=600)
+    assert done.code == 0, done.errors
+    rows = metrics(tmp_path / "run")
+    assert [row["turns/mean"] for row in rows] == [2, 2, 2]
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+
+
 def until(seen: Callable[[], bool], what: str) -> None:
     """Wait for something to be so."""
     deadline = time.monotonic() + 400

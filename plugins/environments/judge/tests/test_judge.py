@@ -57,6 +57,21 @@ def test_the_judge_sees_the_whole_conversation(prompts):
     assert judge.asked == [(Message("system", "Be brief."), Message("user", "6*7?"), Message("assistant", "42"))]
 
 
+def test_the_judge_sees_what_a_foreign_agent_and_the_model_said():
+    http = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    model = Overheard(FakeModel("42"))
+
+    async def asked():
+        async with model.endpoint() as address, http.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {address.api_key}"}
+            said = {"messages": [{"role": "user", "content": "6*7?"}]}
+            async with session.post(f"{address.base_url}/chat/completions", json=said, headers=headers) as response:
+                assert response.status == 200
+
+    asyncio.run(asked())
+    assert model.messages == [Message("user", "6*7?"), Message("assistant", "42")]
+
+
 def test_the_judge_sees_all_turns_and_no_other_sequence():
     judge = Heard()
     environment = Judge(JudgeConfig(environment=selected("calculator")), {"judge": judge})
