@@ -10,6 +10,7 @@ from attrs import evolve
 
 aiohttp = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
 
+from whet.data.chat import RewrittenHistory  # noqa: E402
 from whet.data.records import Completion, Episode, Request, Sampling, Task  # noqa: E402
 from whet.errors import DataError, RequestLost, WorkerLost  # noqa: E402
 from whet.interfaces.environment import Address, Model  # noqa: E402
@@ -312,6 +313,21 @@ def test_a_conversation_that_the_template_refuses_is_refused() -> None:
         await client.text("a")
 
     assert play(agent, FakeGenerator("yes"), Strict()).turns == 1
+
+
+class Forgetful(ByteChat):
+    def continuation(self, history: Any, stopped: bool, messages: Any) -> Any:
+        raise RewrittenHistory("the chat template rewrites history")
+
+
+def test_a_template_that_rewrites_history_fails_the_episode_rather_than_the_request() -> None:
+    async def agent(client: Client) -> None:
+        await client.chat("a")
+        await client.chat("a", "yes", "b")
+
+    with pytest.raises(EpisodeFailed, match="rewrites history") as caught:
+        play(agent, FakeGenerator("yes"), Forgetful())
+    assert not caught.value.infrastructure
 
 
 class Broken(FakeGenerator):

@@ -103,7 +103,7 @@ class EpisodeLine:
 
     def conversations(self) -> tuple[Conversation, ...]:
         """Give what was said in each sequence in which the model answered."""
-        return tuple(sequence.messages for sequence in self._sequences if sequence.messages)
+        return tuple(sequence.messages for sequence in self._sequences if sequence.turns)
 
     async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         """Play a request as a turn. What fails beyond the request fails the episode."""

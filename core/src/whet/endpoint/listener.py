@@ -96,11 +96,10 @@ class Listener:
             yield Address(server.base_url, f"{number}.{open_.secret}", MODEL, conversations)
         finally:
             del self._lines[number]
-            await open_.close()
-            async with self._changing:
-                if not self._lines and self._server is server:
-                    self._server = None
-                    await server.close()
+            try:
+                await open_.close()
+            finally:
+                await self._close_unless_used(server)
 
     def find(self, key: str) -> OpenLine | None:
         """Find what a key stands for, in a time that says nothing of how much of it is right."""
@@ -108,6 +107,12 @@ class Listener:
         open_ = self._lines.get(number)
         wanted = open_.secret if open_ else secrets.token_urlsafe(32)
         return open_ if hmac.compare_digest(wanted.encode(), secret.encode(errors="replace")) else None
+
+    async def _close_unless_used(self, server: "Server") -> None:
+        async with self._changing:
+            if not self._lines and self._server is server:
+                self._server = None
+                await server.close()
 
     async def _started(self) -> "Server":
         try:

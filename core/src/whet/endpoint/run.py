@@ -18,7 +18,7 @@ import numpy as np
 from attrs import evolve
 
 from whet.data.messages import Conversation
-from whet.data.records import IntArray, Request, Sampling
+from whet.data.records import Completion, IntArray, Request, Sampling
 from whet.endpoint import told
 from whet.endpoint.asked import Asked, Refused, Rules, shown
 from whet.endpoint.listener import Listener
@@ -115,20 +115,22 @@ class RunLine:
             Request(f"endpoint-{name}-{i}", tokens, sampling, derive_seed(self._seed, *drawn, i), name)
             for i in range(asked.count)
         ]
+        completions = await gather_or_cancel(self._completion(request) for request in requests)
+        texts = [shown(self._chat.decode(completion.tokens), asked.stops) for completion in completions]
+        answers = [Answer(tokens, *made) for made in zip(completions, texts, strict=True)]
+        for request, answer in zip(requests, answers, strict=True):
+            await self._kept.add(request, answer)
+        return answers
+
+    async def _completion(self, request: Request) -> Completion:
         try:
-            return await gather_or_cancel(self._one(request, asked.stops) for request in requests)
+            async with self._gate:
+                completion = await complete(self._generator, request, self._chat.decode)
         except (WorkerError, InfrastructureError) as error:
             raise Refused(503, "the model cannot answer now", code="model_failed") from error
-        except WhetError as error:
+        except WhetError as error:  # it cannot be served, as with a token that the model does not have
             raise Refused(400, str(error)) from error
-
-    async def _one(self, request: Request, stops: tuple[str, ...]) -> Answer:
-        async with self._gate:
-            completion = await complete(self._generator, request, self._chat.decode)
-        completion = checked_completion(completion, request)
-        answer = Answer(request.tokens, completion, shown(self._chat.decode(completion.tokens), stops))
-        await self._kept.add(request, answer)
-        return answer
+        return checked_completion(completion, request)
 
     def _tokens(self, prompt: Conversation | str | IntArray) -> IntArray:
         if isinstance(prompt, np.ndarray):
