@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import whet
-from whet.errors import ConfigError
+from whet.errors import ConfigError, PluginError
 from whet.run_folder import read_rows
 from whet.testing.fakes import FakeModel
 
@@ -128,6 +129,21 @@ def test_an_endpoint_of_a_run_needs_a_generator(tmp_path, small_run):
     config = small_run(tmp_path, generator=None, endpoint={"serve": True})
     with pytest.raises(ConfigError, match=r"endpoint\.serve: needs a generator"), whet.open(config):
         pass
+
+
+def test_what_is_missing_is_named_before_anything_starts_and_by_an_episode(tmp_path, small_run, monkeypatch):
+    monkeypatch.delitem(sys.modules, "whet.endpoint.server", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+
+    async def episode():
+        async with FakeModel("yes").endpoint():
+            pass
+
+    with pytest.raises(PluginError, match=r"aiohttp.*pip install 'whet\[endpoint\]'"):
+        asyncio.run(episode())
+    monkeypatch.setattr("whet.config.endpoint.SERVER", "aiohttp_that_nobody_has")
+    with pytest.raises(ConfigError, match=r"endpoint\.serve: needs aiohttp_that_nobody_has.*'whet\[endpoint\]'"):
+        whet.compose.prepare(small_run(tmp_path, endpoint={"serve": True}), (), config_only=False)
 
 
 def test_a_client_of_openais_is_told_why_and_does_not_try_again():

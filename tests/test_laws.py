@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
-HEAVY = ("torch", "ray", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
+HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
 
 

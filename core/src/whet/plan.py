@@ -11,6 +11,7 @@ import attrs
 from attrs import frozen
 
 from whet.component import Facts, Problem, Selection, resolve
+from whet.config.endpoint import endpoint_problems
 from whet.config.evaluation import evaluation_problems
 from whet.config.sections import Config
 from whet.errors import ConfigError, PluginError
@@ -180,9 +181,8 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    if config.endpoint.serve and config.generator is None:
-        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     yield from evaluation_problems(config, facts)
+    yield from endpoint_problems(config)
     for where, entries in (
         ("environments", config.environments),
         ("evaluation.environments", config.evaluation.environments),
