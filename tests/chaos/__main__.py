@@ -4,8 +4,9 @@
     python tests/chaos --seed 7 --run 3 --staleness 0,1    the third run of that seed again
     CHAOS_SLOWNESS=3 python tests/chaos                    on a busy machine: deadlines three times as long
 
-A run is disturbed again and again, by signals to its driver, its workers, its graders and its watchdog, and resumed
-by the same command until it ends. Exit code 1: something was wrong, and what repeats it is printed.
+A run is disturbed again and again, by signals to its driver, its workers and what they were forked from, its graders
+and its watchdog, and resumed by the same command until it ends. Exit code 1: something was wrong, and what repeats it
+is printed.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from judge import ended_faults, judge
 from scenarios import SCENARIOS
 from sitting import LAYOUTS, SLOWNESS, Sitting, Subject
 from strikes import Struck, carry_out, draw
-from victims import RAY_AGENTS
+from victims import FORK_SERVER, RAY_AGENTS
 
 from whet.testing.models import make_model, make_tokenizer
 from whet.testing.processes import adopting_orphans, end, survivors
@@ -35,6 +36,8 @@ NAMES = {
     "apart": ["driver", "backend-0", "generator-0", "driver", "backend-0", "generator-0", "grader", "watchdog"],
     "two": ["driver", "backend-0", "backend-1", "generator-0", "generator-1", "grader", "watchdog"],
 }
+FORKED = {"apart": [FORK_SERVER], "two": [FORK_SERVER]}
+"""Where several processes of a machine are alike; under Ray one is enough."""
 STALE = {"order": ("admission", "completion"), "running": ("drain", "keep", "abort")}
 """Keys of `rollout` that are drawn for runs with staleness."""
 RAY_NAMES = ["raylet", "gcs_server", "keeper"]
@@ -88,7 +91,7 @@ class Chaos:
         if staleness:  # what is drawn here changes the bits, so it is left alone where they are compared
             drawn = {key: random_.choice(values) for key, values in STALE.items()}
             subject = attrs.evolve(subject, rollout=drawn, filters=random_.choice(([], ["unequal-rewards"])))
-        names = NAMES[layout] + (RAY_NAMES if self.args.launcher == "ray" else [])
+        names = NAMES[layout] + FORKED.get(layout, []) + (RAY_NAMES if self.args.launcher == "ray" else [])
         faults: list[str] = []
         finished, sitting, guarded, blows = False, None, True, 0
         workers: list[tuple[str, str]] = []
@@ -96,7 +99,8 @@ class Chaos:
             sitting = sitting or Sitting(subject, strike_number)
             struck = carry_out(draw(random_, names, durations), sitting, again=blows < MOST_OF_A_SITTING)
             blows += 1
-            workers += [(struck.hit, struck.phase)] if struck.hit[-1:].isdigit() or struck.hit in RAY_NAMES else []
+            if struck.hit[-1:].isdigit() or struck.hit in (*RAY_NAMES, FORK_SERVER):
+                workers.append((struck.hit, struck.phase))
             struck.workers = workers
             self.strikes += bool(struck.hit)
             guarded = guarded and struck.hit != "watchdog"

@@ -8,6 +8,7 @@ from typing import Any
 
 from sitting import GROUPS, SAMPLES, STEPS, Subject
 from strikes import Struck
+from victims import FORK_SERVER
 
 from whet.rollout.journal import check
 from whet.run_folder import read_rows
@@ -62,7 +63,9 @@ def _error_faults(struck: Struck, subject: Subject) -> list[str]:
         return [f"the error names nobody: {_error(struck.said)}"]
     hit = [subject.roles_beside(name) for name, _ in struck.workers if name[-1].isdigit()]
     faults = []
-    if hit and not any(named["role"] in (*roles, "run") and int(named["rank"]) == rank for roles, rank in hit):
+    forked = any(name == FORK_SERVER for name, _ in struck.workers)  # which takes workers of every name along
+    known = forked or any(named["role"] in (*roles, "run") and int(named["rank"]) == rank for roles, rank in hit)
+    if hit and not known:
         who = ", ".join(name for name, _ in struck.workers)
         faults.append(f"the error names {named['role']} rank {named['rank']}, it was {who}: {named['cause']}")
     if {name for name, _ in struck.workers} == {"gcs_server"} and "gcs_server" not in named["cause"]:

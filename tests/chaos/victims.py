@@ -10,8 +10,10 @@ from attrs import frozen
 
 from whet.testing.processes import Process, descendants
 
+FORK_SERVER = "fork server"
 KINDS = (
     (re.compile(r"-m whet\.cluster\.host .* (\S+-\d+)$"), "{}"),
+    (re.compile(r"-m whet\.cluster\.forkserver "), FORK_SERVER),
     (re.compile(r"-m whet\.cluster\.grader "), "grader"),
     (re.compile(r"whet/cluster/watchdog\.py "), "watchdog"),
     (re.compile(r"-m whet\.cli run "), "driver"),
