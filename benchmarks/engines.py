@@ -18,6 +18,7 @@ runs here, else with transformers.
 import argparse
 import asyncio
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,8 @@ from whet.testing.processes import descendants
 from whet.testing.site import make_site
 
 TICKS = os.sysconf("SC_CLK_TCK")
+ENGINES = re.compile("VLLM::|sglang::")
+"""How engines name the processes that compute."""
 CONFIGS = {"vllm": "whet_vllm.config:VllmConfig", "sglang": "whet_sglang.config:SglangConfig"}
 GENERATORS = {"vllm": "whet_vllm.generator:VllmGenerator", "sglang": "whet_sglang.generator:SglangGenerator"}
 Generate = Callable[[list[Request]], Coroutine[Any, Any, int]]
@@ -164,22 +167,25 @@ def requests(options: argparse.Namespace, runner: asyncio.Runner, contenders: Ma
     """Have the same requests served by each in turn, and print tokens per second."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     works: dict[str, list[float]] = {name: [] for name in contenders}
+    around: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(-1, options.rounds):
         order = list(contenders) if number % 2 else list(reversed(contenders))
         for name in order:
             asked = made_up(options, number + 1, name)
             wall, work = time.perf_counter(), processor_seconds()
             tokens = runner.run(contenders[name](asked))
-            seconds, busy = time.perf_counter() - wall, processor_seconds() - work
+            seconds, (busy, inside) = time.perf_counter() - wall, np.subtract(processor_seconds(), work)
             if number >= 0:  # the first round warms up
                 rates[name].append(tokens / seconds)
                 works[name].append(tokens / busy)
+                around[name].append((busy - inside) / busy)
     sizes = f"{options.prompts} prompts x {options.samples} samples x {options.max_tokens} tokens"
     print(f"{sizes}, a model of {options.layers} layers of {options.hidden}, {options.rounds} rounds")
     for name in contenders:
         print(
             f"{name:10}  tokens/s {statistics.median(rates[name]):7.0f}   "
-            f"per processor second {statistics.median(works[name]):7.0f}"
+            f"per processor second {statistics.median(works[name]):7.0f}, "
+            f"{statistics.median(around[name]):.1%} of that outside of the engine's own processes"
         )
     for what, found in (("wall", rates), ("processor", works)):
         ratios = [whet / hand for whet, hand in zip(found["whet"], found["by hand"], strict=True)]
@@ -199,16 +205,20 @@ def made_up(options: argparse.Namespace, number: int, name: str) -> list[Request
     ]
 
 
-def processor_seconds() -> float:
-    """Add up what this process and all that it started have computed."""
-    ticks = 0
-    for process in [os.getpid(), *(found.pid for found in descendants())]:
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS
+def processor_seconds() -> tuple[float, float]:
+    """Add up what this process and all that it started have computed, and of it the engines' own processes."""
+    found = {os.getpid(): "this process", **{process.pid: process.command for process in descendants()}}
+    seconds = {process: processor_seconds_of(process) for process in found}
+    return sum(seconds.values()), sum(seconds[process] for process in found if ENGINES.search(found[process]))
+
+
+def processor_seconds_of(process: int) -> float:
+    """Read what a process has computed; 0 where it has just ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def hand_over(options: argparse.Namespace, generator: Any, model: Path, folder: Path) -> None:
@@ -257,7 +267,8 @@ def why_not(options: argparse.Namespace) -> str:
     words = [sys.executable, str(Path(__file__).with_name("trl_grpo.py")), "runs/bench/sft/model", "--vllm"]
     words += ["--steps", "2", "--threads", str(options.threads)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
-    return (done.stderr.strip().splitlines() or ["it said nothing"])[-1] if done.returncode else ""
+    said = [line for line in done.stderr.splitlines() if "Error: " in line]
+    return (said or ["it said nothing"])[-1] if done.returncode else ""
 
 
 def spread(ratios: list[float]) -> str:
