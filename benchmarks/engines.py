@@ -17,6 +17,7 @@ runs here, else with transformers.
 
 import argparse
 import asyncio
+import gc
 import os
 import re
 import statistics
@@ -102,6 +103,8 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
         requests(options, runner, {"by hand": generate, "whet": through})
         hand_over(options, generator, model, folder)
         close()
+        del generate, close  # else vLLM ends itself once more when the interpreter has half gone
+        gc.collect()
         generator.close()
 
 
