@@ -101,16 +101,16 @@ async def struck(
         return Request(id_, np.array([5, 6, 7]), Sampling(max_tokens=most), 0)
 
     await generator.generate(request("first", 8))
-    task = asyncio.create_task(generator.generate(request("second", 240)))
-    await asyncio.sleep(0.1)
-    assert not task.done()
     process = scheduler()
     assert process
+    tasks = [asyncio.create_task(generator.generate(request(f"later-{n}", 240))) for n in range(32)]
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in tasks)
     if memory is not None:
         memory += re.findall(r"/dev/shm/sglang_\S+", Path(f"/proc/{process}/maps").read_text())
     os.kill(process, number)
     begin = time.monotonic()
-    (found,) = await asyncio.gather(task, return_exceptions=True)
+    found, *_ = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(found, BaseException), "it was served by an engine that had been struck"
     return found, time.monotonic() - begin
 

@@ -79,12 +79,13 @@ def engine_process() -> int:
 async def struck(generator: VllmGenerator, number: signal.Signals) -> tuple[BaseException, float]:
     """Have the engine struck while it serves; give what came of it, and after how many seconds."""
     await generator.generate(request("first"))
-    task = asyncio.create_task(generator.generate(request("second", most=250)))
+    process = engine_process()
+    tasks = [asyncio.create_task(generator.generate(request(f"later-{n}", most=250))) for n in range(32)]
     await asyncio.sleep(0.1)
-    assert not task.done()
-    os.kill(engine_process(), number)
+    assert not any(task.done() for task in tasks)
+    os.kill(process, number)
     begin = time.monotonic()
-    (found,) = await asyncio.gather(task, return_exceptions=True)
+    found, *_ = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(found, BaseException), "it was served by an engine that had been struck"
     return found, time.monotonic() - begin
 
