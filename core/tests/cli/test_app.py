@@ -86,3 +86,19 @@ def test_a_signal_ends_a_command_with_its_code(site: Path, install: Any, number:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == code
     assert "Traceback" not in errors
+
+
+def test_without_a_terminal_what_libraries_write_goes_nowhere(tmp_path: Path) -> None:
+    code = """
+import faulthandler, sys
+assert sys.stdout is sys.stderr is None
+sys.argv = ["whet", "--help"]
+from whet.cli.app import run_command
+assert run_command() == 0
+faulthandler.enable()  # as Ray does; it wants a file
+print("said", file=sys.stderr, flush=True)
+open("there", "w").close()
+"""
+    closed = ["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
+    assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there", "")]

@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
-from whet.cluster import ray_session
+from whet.cluster import ray_life, ray_session
 from whet.cluster.ray import RayCluster
 from whet.cluster.ray_session import RaySession
-from whet.errors import ClusterGone, ClusterLost, ConfigError
+from whet.errors import ClusterGone, ClusterLost, ConfigError, WorkerError
 from whet.testing.obedient import TARGET
 from whet.testing.processes import descendants
 
@@ -94,6 +95,31 @@ def test_a_ray_that_is_lost_is_named_at_once_and_the_next_cluster_starts_another
     assert time.monotonic() - began < 20.0
     with RayCluster(tmp_path) as cluster:
         assert cluster.slice("backend").spawn(TARGET, {}).call("add", 1)
+
+
+def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(ray_life, "_MOST_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(ray_life.HeadSigns, "every", 0.5)
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+    nodes: Any = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        with RayCluster(tmp_path, address=nodes.address) as cluster:
+            hanging = cluster.slice("backend").spawn(TARGET, {}).start("hang", timeout_seconds=100.0)
+            nodes.head_node.all_processes["gcs_server"][0].process.kill()
+            with pytest.raises(ClusterLost, match=rf"Ray's gcs_server at {nodes.address} .* has not answered for"):
+                hanging.result()
+        with (
+            RayCluster(tmp_path, address=nodes.address) as cluster,
+            pytest.raises(WorkerError, match="nobody answers at"),
+        ):
+            cluster.slice("backend").spawn(TARGET, {})
+    finally:
+        nodes.shutdown()
 
 
 def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) -> None:

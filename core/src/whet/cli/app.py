@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import click
 
@@ -43,8 +44,14 @@ def run_command() -> int:
 
 
 def _fill_standard_streams() -> None:
-    """Open what nobody opened of standard input, output and error: another file in their place would be written to."""
+    """Open what nobody opened of standard input, output and error: another file in their place would be written to.
+
+    Python leaves them out, and libraries such as Ray count on them.
+    """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         descriptor = os.dup(descriptor)
     os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - as long as we live
