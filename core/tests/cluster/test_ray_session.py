@@ -1,6 +1,7 @@
 """Sessions of one process that follow each other or overlap. In a module of its own, since each starts and ends Ray."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ pytest.importorskip("ray")
 from whet.cluster import ray_life, ray_session
 from whet.cluster.ray import RayCluster
 from whet.cluster.ray_session import RaySession
-from whet.errors import ClusterGone, ClusterLost, ConfigError, WorkerError
+from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, WorkerError
 from whet.testing.obedient import TARGET
 from whet.testing.processes import descendants
 
@@ -63,6 +64,27 @@ def test_a_session_waits_for_the_end_of_the_ray_before(
     time.sleep(2.0)
     assert [node.id != before for node in second.nodes] == [True]
     assert second.ends_ray
+
+
+@pytest.mark.parametrize(
+    ("what", "limit", "told"),
+    [
+        (resource.RLIMIT_FSIZE, 1 << 20, r"cannot grow to 83,886,080 bytes: .* 1,048,576 \(ulimit -f\)"),
+        (resource.RLIMIT_NOFILE, 100, r"Too many open files: a process may have 100 \(ulimit -n\)"),
+    ],
+)
+def test_a_limit_with_which_ray_cannot_start_is_told(
+    opened: list[RaySession], what: int, limit: int, told: str
+) -> None:
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, before[1]))
+    try:
+        session = RaySession()
+        opened.append(session)
+        with pytest.raises(WhetError, match=told):
+            session.wait(120.0)
+    finally:
+        resource.setrlimit(what, before)
 
 
 def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> None:
@@ -131,3 +153,10 @@ def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) ->
     with pytest.raises(ClusterGone, match="gcs_server"):
         session.life.ask(never.result)
     never.set_result(None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_keeps_ray_from_being_there_is_told_of_the_role_that_wanted_it(ranks: int, tmp_path: Path) -> None:
+    told = r"backend rank 0 failed in start: .*nobody answers at 127\.0\.0\.1:1 "
+    with RayCluster(tmp_path, address="127.0.0.1:1") as cluster, pytest.raises(WorkerError, match=told):
+        cluster.slice("backend", ranks).spawn(TARGET, {})

@@ -27,7 +27,7 @@ from whet.cluster.traffic import Traffic
 from whet.cluster.wire import encode
 from whet.cluster.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, Terms
 from whet.config.sections import DeadlinesSection
-from whet.errors import ConfigError, WorkerError
+from whet.errors import ConfigError, WhetError, WorkerError
 from whet.spans import Span
 
 FAN_OUT: Final = 32
@@ -294,7 +294,7 @@ class ProcessSlice:
         workers = ConnectedWorkers(self.role, slot, connect, self.cluster.terms)
         building = {"do": "build", "slot": slot, "target": target, "arguments": dict(arguments)}
         try:
-            rendezvous = self.cluster.rendezvous(self.role, slot, workers.processes) if self.size > 1 else ""
+            rendezvous = self._rendezvous(slot, workers) if self.size > 1 else ""
             places = [
                 WorkerRank(self.role, rank, self.size, rendezvous, self.threads, "cpu" if device == "cpu" else "cuda:0")
                 for rank, device in enumerate(self.devices)
@@ -304,3 +304,9 @@ class ProcessSlice:
             workers.close()
             raise
         return workers
+
+    def _rendezvous(self, slot: int, workers: ConnectedWorkers) -> str:
+        try:
+            return self.cluster.rendezvous(self.role, slot, workers.processes)
+        except WhetError as error:
+            raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error

@@ -8,7 +8,9 @@ dashboard, no usage statistics, no output of workers in the terminal, and a fold
 """
 
 import ctypes
+import math
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -35,6 +37,7 @@ PROCESS: Final = "whet_process"
 """The resource that processes take of a cluster of our own: what the machine has is shared out by the plan."""
 _MANY: Final = 100_000
 _OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; no object of ours goes there
+_LEAST_FILES: Final = 128
 _LONGEST_FOLDER: Final = 20  # for a socket, whose path may have 107 characters, Ray adds up to 68, and we add 18
 _END_SECONDS: Final = 15.0
 
@@ -191,9 +194,7 @@ class _Connection:
     def _start(self) -> None:
         import ray
 
-        port = os.environ.get("RAY_GCS_SERVER_PORT", "")
-        if port.isdigit() and int(port) and is_taken(int(port)):  # Ray itself would wait for long, and not say so
-            raise WhetError(f"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or choose another port")
+        _refuse_what_ray_would_wait_for()
         self._folder = Path(tempfile.mkdtemp(prefix="whet-ray-", dir=_short(tempfile.gettempdir(), "/tmp")))
         watchdog().guard("folder", str(self._folder))
         # No CPUs: Ray starts an idle worker for each.
@@ -256,6 +257,28 @@ def _set_variables(own: bool) -> None:
     if own and not chosen and "ray" not in sys.modules:
         # By default it would write a token to the home folder, and say so on every start.
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+
+
+def _refuse_what_ray_would_wait_for() -> None:
+    """Raise `WhetError` where Ray would wait for long, and not say for what."""
+    port = os.environ.get("RAY_GCS_SERVER_PORT", "")
+    if port.isdigit() and int(port) and is_taken(int(port)):
+        raise WhetError(f"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or choose another port")
+    if (limit := _limit(resource.RLIMIT_FSIZE)) < _OBJECT_STORE_BYTES:
+        raise WhetError(
+            f"Ray's object store cannot grow to {_OBJECT_STORE_BYTES:,} bytes: that is too large where a file may have "
+            f"{limit:,.0f} (ulimit -f); raise that, or set cluster.launcher to local"
+        )
+    if (limit := _limit(resource.RLIMIT_NOFILE)) < _LEAST_FILES:
+        raise WhetError(
+            f"Too many open files: a process may have {limit:,.0f} (ulimit -n), and those of Ray have 60 and more; "
+            f"raise that to {_LEAST_FILES} at least, or set cluster.launcher to local"
+        )
+
+
+def _limit(what: int) -> float:
+    soft = resource.getrlimit(what)[0]
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 @contextmanager
