@@ -85,7 +85,7 @@ def write(folder: Path, model: Path, **changes: Any) -> Path:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     kept = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in kept]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))} for row in kept]
 
 
 def test_a_short_run_learns_and_its_critic_too(tmp_path, tiny_model_folder):

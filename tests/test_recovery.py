@@ -19,8 +19,9 @@ def rows(file: Path) -> list[dict]:
 
 
 def numbers(run: Path) -> list[dict]:
+    """Metrics of each step, but for times, and for probes, of which every sitting begins with two."""
     return [
-        {k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")}
+        {k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))}
         for row in rows(run / "metrics.jsonl")
     ]
 
