@@ -145,14 +145,21 @@ def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
 
 
 def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) -> None:
+    import ray
+
     session, never = RaySession(), Future[None]()
     opened.append(session)
     session.wait(120.0)
-    (gcs_server,) = [p for p in descendants() if "/gcs_server " in p.command]
-    os.kill(gcs_server.pid, signal.SIGKILL)
+    for name, number in (("raylet", signal.SIGSTOP), ("gcs_server", signal.SIGKILL)):
+        (process,) = [p for p in descendants() if f"/{name} " in p.command]
+        os.kill(process.pid, number)
     with pytest.raises(ClusterGone, match="gcs_server"):
         session.life.ask(never.result)
     never.set_result(None)
+    began = time.monotonic()
+    session.close()
+    assert not ray.is_initialized()
+    assert time.monotonic() - began < 30.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

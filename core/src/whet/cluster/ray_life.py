@@ -49,6 +49,11 @@ class OwnSigns:
                 return f"Ray's {name} on this machine is gone: {describe_end(code)}"
         return ""
 
+    def kill(self) -> None:
+        """End its processes: one that stands still, or waits for one that is gone, holds up whoever takes leave."""
+        for process in self._processes.values():
+            process.kill()
+
 
 class HeadSigns:
     """Of the head of a cluster, at `host:port`."""

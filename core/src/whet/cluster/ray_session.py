@@ -128,6 +128,7 @@ class _Connection:
         self.sessions = 1
         self._before = before
         self._folder: Path | None = None
+        self._own: OwnSigns | None = None
         self._ready: Future[None] = Future()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._live, name="whet-ray", daemon=True)
@@ -160,6 +161,9 @@ class _Connection:
         """Leave Ray; wait for it, but not for ever."""
         self._leaving.set()
         self._thread.join(_END_SECONDS)
+        if self._thread.is_alive() and self._own is not None:
+            self._own.kill()
+            self._thread.join(_END_SECONDS)
 
     def _live(self) -> None:
         if self._before is not None:
@@ -177,14 +181,16 @@ class _Connection:
             with _own_sigterm():
                 self._start() if self.local else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
-            signs = OwnSigns() if self.local else HeadSigns(self.address)
+            self._own = OwnSigns() if self.local else None
         except BaseException as error:
             self._ready.set_exception(
                 error if isinstance(error, WhetError) else WhetError(f"Ray: {_first(error)}{shortage()}")
             )
         else:
             self._ready.set_result(None)
-            self.life.watch(signs, self._leaving)
+            self.life.watch(self._own or HeadSigns(self.address), self._leaving)
+        if self._own is not None and self.life.lost.done():
+            self._own.kill()
         with _own_sigterm():
             ray.shutdown()
         if self._folder is not None:
