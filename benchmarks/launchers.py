@@ -2,7 +2,8 @@
 
     python benchmarks/launchers.py       what Ray costs a step, and how long it is from the command to the first one
 
-Both roles have a process of their own. The first steps of each run are left out.
+Both roles have a process of their own. The first steps of each run are left out: for some ten seconds Ray's processes
+are still busy with their own start.
 """
 
 import argparse
@@ -21,8 +22,8 @@ def main() -> None:
     """Run both in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--skip", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--skip", type=int, default=20)
     args = parser.parse_args()
     prepare()
     ratios, shares = [], []

@@ -16,6 +16,7 @@ from whet.cluster.local import LocalCluster
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
 from whet.errors import WorkerError, WorkerLost
+from whet.refit.link import Link
 from whet.testing.processes import descendants
 from whet.testing.site import make_site
 from whet_vllm.arguments import ENGINE
@@ -94,6 +95,16 @@ def test_an_engine_that_is_killed_is_a_lost_worker(make: Make) -> None:
     found, _ = asyncio.run(struck(make(), signal.SIGKILL))
     assert isinstance(found, WorkerLost)
     assert "vLLM's engine has died" in found.last_words
+
+
+def test_an_engine_that_is_killed_while_weights_arrive_is_a_lost_worker(make: Make, tmp_path: Path) -> None:
+    generator = make()
+    begin = time.monotonic()
+    arriving = generator.receive_weights(Link("disk", str(tmp_path / "never"), "1", 1, timeout_seconds=300.0), 1)
+    os.kill(engine_process(), signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="vLLM's engine has died"):
+        arriving.result()
+    assert time.monotonic() - begin < 150
 
 
 def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(make: Make) -> None:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
+POLL_SECONDS = 0.5
 PAUSES: dict[Running, str] = {"drain": "wait", "keep": "keep", "abort": "abort"}
 
 
@@ -94,11 +95,11 @@ class Worker:
     def sleep(self) -> None:
         """Give a GPU's memory back."""
         if self._on_gpu:
-            self._there(self._engine.llm.sleep(level=1, mode="wait")).result()
+            self._there(self._while_it_lives(self._engine.llm.sleep(level=1, mode="wait"))).result()
 
     def wake(self) -> None:
         """Take it again."""
-        if self._on_gpu and not self._there(self._engine.llm.wake_up()).result():
+        if self._on_gpu and not self._there(self._while_it_lives(self._engine.llm.wake_up())).result():
             raise WhetError("vLLM's engine did not take its memory again when it was woken")
 
     def close(self) -> None:
@@ -187,21 +188,33 @@ class Worker:
         async with self._arriving:
             self._gate.clear()
             try:
-                if link.transport in ("shared-memory", "disk"):
-                    # Those that run need not stand still until the senders are done.
-                    await asyncio.to_thread(await_manifests, link)
-                await self._engine.llm.pause_generation(mode=PAUSES[running])
-                try:
-                    await self._take(link, version)
-                finally:
-                    await self._engine.llm.resume_generation()
-            except Exception as error:
-                if self._engine.llm.errored:
-                    give_up(self._engine.dead())
-                    raise WhetError(self._engine.dead()) from error
-                raise
+                await self._while_it_lives(self._change(link, version, running))
             finally:
                 self._gate.set()
+
+    async def _while_it_lives(self, steps: Coroutine[Any, Any, T]) -> T:
+        """Await what the engine is to do, and give up when it dies meanwhile, for vLLM never answers then."""
+        task = asyncio.ensure_future(steps)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python complains of it
+        try:
+            while not task.done() and not self._engine.llm.errored:
+                await asyncio.wait([task], timeout=POLL_SECONDS)
+            if task.done() and not self._engine.llm.errored:
+                return task.result()
+        finally:
+            task.cancel()
+        give_up(self._engine.dead())
+        raise WhetError(self._engine.dead())
+
+    async def _change(self, link: Link, version: int, running: Running) -> None:
+        if link.transport in ("shared-memory", "disk"):
+            # Those that run need not stand still until the senders are done.
+            await asyncio.to_thread(await_manifests, link)
+        await self._engine.llm.pause_generation(mode=PAUSES[running])
+        try:
+            await self._take(link, version)
+        finally:
+            await self._engine.llm.resume_generation()
 
     async def _take(self, link: Link, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
