@@ -136,6 +136,7 @@ ENGINE = {
     [
         ({"gpus": {"backend": 2, "generator": 4}, "share": []}, 2, ("broadcast", 1, 4)),
         ({"gpus": {"backend": 2, "generator": 2}}, 1, ("cuda-ipc", 2, 1)),
+        ({"gpus": {"backend": 2, "generator": 1}}, 1, ("shared-memory", 1, 1)),
         ({"gpus": {"generator": 4}, "share": []}, 2, ("shared-memory", 1, 1)),
         ({"share": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
         ({"gpus": {"backend": 2, "generator": 4}, "share": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),

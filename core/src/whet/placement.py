@@ -106,14 +106,14 @@ def way_of(config: Config, facts: Mapping[str, Facts]) -> Way:
     same_process = together and set(ranks.values()) == {1}
     one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
     same_host = same_process or not joins(config) or one_node == "one-node"
-    on_gpus = all(config.cluster.gpus.get(name) for name in ranks)
+    gpus = [config.cluster.gpus.get(name, 0) for name in ranks]
     transport = choose_transport(
         facts["backend"].transports,
         facts["generator"].transports,
         same_process=same_process,
         same_host=same_host,
-        same_gpu=on_gpus and together and not inline,
-        own_gpus=on_gpus and not together,
+        same_gpu=all(gpus) and len({*gpus, *ranks.values()}) == 1 and together and not inline,
+        own_gpus=all(gpus) and not together,
         wanted=config.cluster.transport,
         together=together,
     )

@@ -50,4 +50,6 @@ class Starting:
             except BaseException as error:
                 for left in lane[at:]:
                     self._made[left].set_exception(error)
+                if not isinstance(error, Exception):  # Ctrl-C waits for nobody
+                    raise
                 return

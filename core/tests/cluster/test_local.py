@@ -15,6 +15,7 @@ import pytest
 import rich
 
 import whet
+from whet.cluster import WIRE_FORMAT
 from whet.cluster.channel import send
 from whet.cluster.clock import Clock
 from whet.cluster.connection import Call, Connection
@@ -151,7 +152,9 @@ def test_a_worker_whose_core_is_another_ends_at_once_and_says_so(
     monkeypatch.setattr("whet.cluster.launcher.WIRE_FORMAT", 77)
     with LocalCluster(tmp_path) as cluster, pytest.raises(WorkerLost) as caught:
         cluster.slice("generator").spawn(TARGET, {})
-    assert f"{sys.executable} has whet {whet.__version__} (wire format 1), and the driver whet" in str(caught.value)
+    assert f"{sys.executable} has whet {whet.__version__} (wire format {WIRE_FORMAT}), and the driver whet" in str(
+        caught.value
+    )
     assert "(wire format 77); install the same in both" in str(caught.value)
 
 

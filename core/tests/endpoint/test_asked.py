@@ -81,6 +81,8 @@ def test_whoever_talks_to_a_run_may_sample_otherwise() -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": True}, "temperature"),
+        ({"temperature": 1e-40}, "temperature"),
+        ({"top_k": 10**19}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": 1.5}, "top_k"),

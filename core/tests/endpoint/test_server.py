@@ -243,3 +243,35 @@ def test_a_port_that_is_taken_is_said_so() -> None:
                 pass
 
     with_server(check)
+
+
+def test_a_body_that_comes_after_the_key_has_gone_is_not_answered() -> None:
+    listener, late = Listener(EndpointSection()), Says("late")
+
+    async def run() -> tuple[int, Any]:
+        async with listener.open(Says("yes"), tuple), aiohttp.ClientSession() as session:
+            rest = asyncio.Event()
+
+            async def slowly() -> AsyncIterator[bytes]:
+                yield b"{"
+                await rest.wait()
+                yield json.dumps(ASKED).encode()[1:]
+
+            async with listener.open(late, tuple) as address:
+                headers = {"Authorization": f"Bearer {address.api_key}"}
+                asking = asyncio.create_task(
+                    session.post(address.base_url + "/chat/completions", data=slowly(), headers=headers)
+                )
+                while not listener.counts["requests"]:
+                    await asyncio.sleep(0.01)
+            rest.set()
+            async with await asking as response:
+                return response.status, await response.json()
+
+    status, said = asyncio.run(run())
+    assert (status, said["error"]["code"], late.asked) == (401, "invalid_api_key", [])
+
+
+def test_a_host_that_is_no_name_is_an_error_in_words() -> None:
+    with pytest.raises(WhetError, match=r"a\.\.b"):
+        with_server(lambda *_: asyncio.sleep(0), host="a..b")

@@ -32,6 +32,7 @@ from whet.errors import WhetError
 
 _ORDER_SECONDS: Final = 10.0
 _LARGEST_ORDER: Final = 1 << 16
+_PAUSE_SECONDS: Final = 0.1
 _PR_SET_NAME: Final = 15
 
 
@@ -73,7 +74,11 @@ class ForkServer:
                     return order
 
     def _welcome(self) -> None:
-        line, _ = self._listening.accept()
+        try:
+            line, _ = self._listening.accept()
+        except OSError:  # out of descriptors, or it left while it waited: it starts its process as ever
+            time.sleep(_PAUSE_SECONDS)
+            return
         if not of_this_user(line):
             line.close()
             return
@@ -95,13 +100,25 @@ class ForkServer:
             self._leave(descriptor)
             return None
         me, (connection, output) = os.getpid(), given
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # what was forked before goes on
+            for theirs in given:
+                os.close(theirs)
+            self._leave(descriptor)
+            return None
         if pid == 0:
             return self._become(said, me, connection, output)
         for theirs in given:
             os.close(theirs)
+        try:
+            end = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._leave(descriptor)
+            return None
         self._pids[descriptor] = pid
-        end = os.pidfd_open(pid)
         self._ends[end] = pid, descriptor
         self._waiting.register(end, select.POLLIN)
         self._say(descriptor, {"pid": pid})
@@ -114,6 +131,7 @@ class ForkServer:
         for target in (1, 2):
             os.dup2(output, target)
         os.close(output)
+        os.set_inheritable(connection, False)
         for line in (self._driver, self._listening, *self._lines.values()):
             line.close()
         for end in self._ends:
@@ -179,6 +197,7 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     driver = socket.socket(fileno=descriptor)
     _, (listening,), _, _ = socket.recv_fds(driver, 1, 1)
+    os.set_inheritable(listening, False)
     wanted = decode(receive(driver))
     import_from(wanted["path"], wanted["add"])
     import_ahead(wanted["modules"])

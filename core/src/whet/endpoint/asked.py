@@ -17,6 +17,8 @@ MODEL = "policy"
 """What requests call the model: there is one."""
 MOST_CHOICES = 16
 """Answers of one request."""
+LEAST_TEMPERATURE, MOST_K = 0.01, 2**31 - 1
+"""Beyond these engines give numbers that are none, and all that they serve at that time fails with the request."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of one request, and characters in each."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -170,10 +172,13 @@ class _Fields:
 
     def sampled(self) -> Sampling:
         """Give the run's sampling with what is asked for in its place, where that is allowed."""
-        base, top_k = self.rules.sampling, self.integer("top_k", -1, None)
+        base, top_k = self.rules.sampling, self.integer("top_k", -1, MOST_K)
+        temperature = self.number("temperature", 0, 100, base.temperature)
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise _unwanted("temperature", temperature, f"0, or at least {LEAST_TEMPERATURE:g}")
         asked = evolve(
             base,
-            temperature=self.number("temperature", 0, 100, base.temperature),
+            temperature=temperature,
             top_p=self.number("top_p", 1e-6, 1, base.top_p),
             top_k=base.top_k if top_k is None else max(0, top_k),
         )

@@ -48,9 +48,12 @@ class OpenLine:
     line: Line
     secret: str
     _running: "set[asyncio.Task[dict[str, Any]]]" = field(factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
 
     async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
         """Answer a request. Cancelling ends it; so does closing the line, which raises `Refused`."""
+        if self._closed:  # while the rest of the request was on its way
+            raise Refused(401, "the key is no longer valid", code="invalid_api_key")
         task = asyncio.get_running_loop().create_task(self.line.reply(asked, name))
         self._running.add(task)
         try:
@@ -64,6 +67,7 @@ class OpenLine:
 
     async def close(self) -> None:
         """End all requests that are under way, and wait until they have ended."""
+        self._closed = True
         running = list(self._running)
         for task in running:
             task.cancel()

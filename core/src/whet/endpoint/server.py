@@ -53,8 +53,8 @@ class Server:
         host, port = self._section.host, self._section.port
         try:
             self._listening = await asyncio.get_running_loop().create_server(self._connection, host, port)
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # a name that is none cannot be encoded
+            reason = getattr(error, "strerror", None) or str(error)
             raise WhetError(
                 f"endpoint.host {host}, endpoint.port {port} cannot be listened at: {reason}; choose another, or the "
                 "port 0 for one that is free"

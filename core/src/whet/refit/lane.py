@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 BUCKET_BYTES = 256 << 20
 """A bucket is sent once it holds this much; a larger tensor is a bucket by itself."""
 GATHER_SECONDS = 30.0
-"""How long a sender waits for receivers, at most half of the hand-over's deadline. Those that have requests to finish
-may come later, and take the copy."""
+"""How long a sender that keeps a copy waits for receivers, at most half of the hand-over's deadline. Those that have
+requests to finish may come later, and take the copy."""
 ALIGN = 64
 
 
@@ -88,7 +88,8 @@ def send(
     copy = kept_copy(link, sender)
     copy.begin(link, lane=True)
     announce(link, copy, sender, place)
-    guests = copy.guests(link.receivers, min(GATHER_SECONDS, link.timeout_seconds / 2))
+    patience = min(GATHER_SECONDS, link.timeout_seconds / 2) if link.kept else 0.9 * link.timeout_seconds
+    guests = copy.guests(link.receivers, patience)
     lane = _Lane(link, plane, guests)
     entries: list[Entry] = []
     with ExitStack() as open_until_the_end:

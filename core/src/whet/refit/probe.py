@@ -165,10 +165,11 @@ class Probe:
         Raises `RefitError`; see `Proof.check`.
         """
         proof = self._drawn(version)
+        self.overdue = False  # from now on one that comes back says so
         answers: Sequence[Sequence[Completion] | None] = self.run(self._ask(proof))
         there = {replica: found for replica, found in enumerate(answers) if found is not None}
-        self.overdue = not there
         if not there:
+            self.overdue = True
             return None
         proof = evolve(proof, scored=self._scored(proof, there.values()))
         self._gap = max(proof.check(replica, found) for replica, found in there.items())

@@ -30,7 +30,7 @@ def test_memory_counts_weights_and_cache(tmp_path: Path, tiny_tokenizer: object)
     # Keys and values of 256 sequences of 256 positions: 2 layers, 2 heads of 16, four bytes each.
     full = facts(HfConfig(cache_gib=64.0), model)
     assert full.memory_bytes == 2 * model.parameters + 256 * 256 * (2 * 2 * 2 * 16 * 4)
-    assert found.transports == ("shared", "shared-memory", "tcp", "disk")
+    assert found.transports == ("shared", "broadcast", "shared-memory", "tcp", "disk")
 
 
 @pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"cache_gib": 0.0}])

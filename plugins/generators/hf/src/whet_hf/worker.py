@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
+LOWEST_TEMPERATURE = 1e-3
+"""But for 0. One request whose logprobs overflow would end all that are decoded with it."""
 LANE_PARAMETERS = 30_000_000
 """Up to this size of model, threads decode a part of the batch each; of larger models they share each operation."""
 LANE_ROWS = 16
@@ -176,6 +178,11 @@ class Worker:
             raise WhetError(f"request {request.id} asks for {limit} tokens, wanted at least 1")
         if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < self._decoder.vocab_size:
             raise WhetError(f"request {request.id} has a token outside the vocabulary of {self._decoder.vocab_size}")
+        if 0 < request.sampling.temperature < LOWEST_TEMPERATURE:
+            raise WhetError(
+                f"request {request.id} asks for temperature {request.sampling.temperature:g}, at which logprobs are no "
+                f"numbers; the lowest but 0 is {LOWEST_TEMPERATURE:g}"
+            )
         if self._max_positions and length >= self._max_positions:
             raise WhetError(
                 f"request {request.id} has a prompt of {length} tokens, which leaves no room in the model's "

@@ -96,6 +96,8 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
             initialize_layerwise_reload(self.model)
             wanted = {name for name, _ in self.model.named_parameters()}
             taken = set(self.model.load_weights(noted()) or wanted)
+            for _ in arriving:  # a loader that stops early would leave unsaid whether that was all
+                pass
             if tied:
                 taken |= self._load_tied_head(wanted - taken, embeddings)
         finally:  # also after an error: else the next hand-over would find half of this one
