@@ -69,7 +69,7 @@ def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_tempo
     before = set(Path(tempfile.gettempdir()).glob("whet-ray-*"))
     run = train(tmp_path, tiny_model_folder, launcher="ray")
     assert numbers(run) == numbers(inline)
-    assert json.loads((run / "plan.json").read_text())["transport"] == "shared"
+    assert json.loads((run / "plan.json").read_text())["way"]["transport"] == "shared"
     assert (run / "logs/backend-0.log").is_file()
     assert not set(Path(tempfile.gettempdir()).glob("whet-ray-*")) - before
 
@@ -117,7 +117,7 @@ def assert_same(run: Path, inline: Path) -> None:
     """Compare a run whose generator has a Python of its own with one in a single process."""
     assert numbers(run) == numbers(inline)
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
-    assert json.loads((run / "plan.json").read_text())["transport"] == "shared-memory"
+    assert json.loads((run / "plan.json").read_text())["way"]["transport"] == "shared-memory"
     there = json.loads((run / "versions.json").read_text())["roles"]["generator"]
     assert "whet-hf" in there
     assert not {"whet-fsdp2", "whet-grpo", "ray"} & set(there)
@@ -162,7 +162,7 @@ def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(
         nodes.shutdown()
     assert numbers(run) == numbers(inline)
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
-    assert json.loads((run / "plan.json").read_text())["transport"] == "tcp"
+    assert json.loads((run / "plan.json").read_text())["way"]["transport"] == "tcp"
 
 
 def test_it_learns_and_the_engines_agree_at_temperature_07(inline):

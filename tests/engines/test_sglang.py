@@ -56,7 +56,7 @@ def test_grpo_learns_and_sampler_and_trainer_agree_on_every_step(tmp_path, small
         assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1, rewards
-    assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+    assert json.loads((tmp_path / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
 
 
 def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path, small_run, whet):

@@ -67,7 +67,7 @@ def test_under_ray_sampler_and_trainer_agree_on_every_step(tmp_path, model, smal
     assert len(rows) == 3
     assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
     assert all(row["logprob_gap/max"] < 1e-4 for row in rows), [row["logprob_gap/max"] for row in rows]
-    assert json.loads((tmp_path / "run/plan.json").read_text())["transport"] == "shared-memory"
+    assert json.loads((tmp_path / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
 
 
 def test_a_foreign_agents_turns_are_recorded_with_the_tokens_that_the_engine_saw(tmp_path, model, small_run):
