@@ -120,8 +120,8 @@ def test_kills_at_any_moment_lose_no_group_and_train_none_twice(
         tmp_path,
         tiny_model_folder,
         rollout={"max_staleness": staleness, "order": order},
-        generator={"jitter": 0.005},
-        backend={"jitter": 0.01},
+        generator={"jitter": 0.02},
+        backend={"jitter": 0.02},
         run={"save_every": draw.choice([1, 2]), "keep": 0},
     )
     kills = 0
