@@ -184,3 +184,28 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
     assert warnings()
     for again in hand_over(make_link(exchange, 2), make_weights(2)):
         assert_same(again, make_weights(2))
+
+
+LEAVING = """
+import sys, threading, torch
+from whet.errors import RefitError
+from whet.refit import broadcast
+from whet.refit.exchange import Exchange
+from whet.refit.handover import receive, send
+from whet.refit.link import Link
+exchange = Exchange("127.0.0.1")
+link = Link("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)
+sending = threading.Thread(target=send, args=(link, [("a", torch.ones(9))]))
+sending.start()
+broadcast._Receiving.take = lambda self, *about: 1 / 0
+try:
+    list(receive(link))
+except ZeroDivisionError:
+    sending.join()
+    print("left in the middle")
+"""
+
+
+def test_a_process_with_a_broken_broadcast_ends_in_order() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stdout) == (0, "left in the middle\n"), done.stderr

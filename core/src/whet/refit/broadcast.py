@@ -5,6 +5,7 @@ next one. Receivers hear several senders one after another, in order, so senders
 leave it to one of them. NCCL has not been tried yet, for want of GPUs.
 """
 
+import ctypes
 import socket
 import threading
 import time
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _POLL_SECONDS = 0.0005
-_LINGER_SECONDS = 5.0
 
 
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
@@ -58,15 +58,19 @@ class _Group:
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self.group.broadcast([data], options)
-        while not work.is_completed():
-            if any(map(is_gone, others)):
-                self.abort()
-                raise Broken("who takes part in the broadcast is gone")
-            if time.monotonic() > deadline:
-                self.abort()
-                raise Broken("a broadcast did not end in time")
-            time.sleep(_POLL_SECONDS)
-        work.wait()  # raises what went wrong
+        try:
+            while not work.is_completed():
+                if any(map(is_gone, others)):
+                    raise Broken("who takes part in the broadcast is gone")
+                if time.monotonic() > deadline:
+                    raise Broken("a broadcast did not end in time")
+                time.sleep(_POLL_SECONDS)
+            work.wait()  # raises what went wrong
+        except BaseException:
+            self.abort()
+            if not work.is_completed():  # gloo cannot end it, and whoever drops the group would wait for it
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+            raise
 
     def abort(self) -> None:
         """End what is under way, also in the other processes, where the library can."""
@@ -215,10 +219,3 @@ def _forget(key: tuple[str, str, int, int]) -> None:
         group = _groups.pop(key, None)
     if group is not None:
         group.abort()
-        threading.Thread(target=_let_go, args=([group],), name="whet-broadcast-end", daemon=True).start()
-
-
-def _let_go(last: list[_Group]) -> None:
-    """Drop a group once nobody else holds it: gloo's waits for what is under way, and would hold up its user."""
-    time.sleep(_LINGER_SECONDS)
-    last.clear()

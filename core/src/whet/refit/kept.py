@@ -8,6 +8,7 @@ The last word of a receiver's connection names the session again: bytes that a n
 
 import socket
 import threading
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ class KeptCopy:
 
     def _admit(self, session: str, guest: socket.socket) -> None:
         """Let a receiver take part, or say that it came too late."""
-        said = decode(receive_message(guest, _LARGEST_HELLO, _after(_HELLO_SECONDS)), records=False)
+        said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
         with self._changed:
             guest.settimeout(self._timeout)
             if self._session == session and self._guests is not None:
@@ -162,9 +163,3 @@ def own_address(link: Link) -> str:
 def plain(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
     """Give entries as they cross the wire."""
     return [{**attrs.asdict(entry), "shape": list(entry.shape)} for entry in entries]
-
-
-def _after(seconds: float) -> float:
-    import time
-
-    return time.monotonic() + seconds

@@ -169,7 +169,7 @@ class _Lane:
             room = self._plane.room(size)
             for tensor, place in zip(tensors, places, strict=True):
                 flat = room[place : place + tensor.nbytes]
-                flat.copy_(tensor.contiguous().reshape(-1).view(flat.dtype))
+                flat.copy_(tensor.reshape(-1).view(flat.dtype))
             self._plane.give({"bucket": plain(tuple(entries)), "bytes": size}, size)
         except (Broken, RuntimeError, OSError) as error:
             log.warning("%s: receivers go on by connections: %s", title(self._link), in_words(error))
