@@ -96,6 +96,19 @@ def engines(session: nox.Session, engine: str) -> None:
     session.run("pytest", *tests, *session.posargs, env=environment)
 
 
+@nox.session(name="two-torches")
+def two_torches(session: nox.Session) -> None:
+    """Train with one version of torch and generate with another, of some gigabytes; `-- 2.12.0` takes that one."""
+    install(session, "pytest-timeout")
+    version = session.posargs[0] if session.posargs else "2.11.0"
+    environments = Path(session.virtualenv.location).absolute() / "environments"
+    name, wanted = f"torch-{version}", ("--install", "whet-hf", "--install", f"torch=={version}", "--with", "pip")
+    if not (environments / name).exists():
+        session.run("whet", "env", "create", name, *wanted, env={"WHET_ENVIRONMENTS": str(environments)})
+    other = {"WHET_OTHER_PYTHON": str(environments / name / "bin/python")}
+    session.run("pytest", "tests/test_where_it_runs.py", "-k", "different_versions", env=other)
+
+
 @nox.session(name="bench-engines")
 @ENGINES
 def bench_engines(session: nox.Session, engine: str) -> None:
