@@ -27,6 +27,10 @@ pytestmark = pytest.mark.usefixtures("no_orphans")
 
 WHO_IMPORTS = "import os, pathlib\npathlib.Path(__file__).with_name(f'by-{os.getpid()}').touch()\n"
 A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+DIES_LATE = """
+import os, time
+os.register_at_fork(after_in_parent=lambda: time.sleep(1.0) or os._exit(1))
+"""
 
 
 def slice_of(cluster: Cluster, role: str, ranks: int, modules: Sequence[str] = ()) -> Slice:
@@ -151,6 +155,34 @@ def test_a_killed_fork_server_is_told_of_and_what_comes_after_does_without(tmp_p
         workers.restart(1)
         assert workers.call("add", 1) == [1, 1]
         assert [parent(pid) for pid in pids(workers)] == [os.getpid()] * 2
+
+
+def test_a_fork_server_that_dies_while_it_forks_is_done_without(tmp_path: Path, dies_forking: str) -> None:
+    with LocalCluster(tmp_path / "logs") as cluster:
+        workers = slice_of(cluster, "backend", 2, [dies_forking]).spawn(TARGET, {})
+        assert isinstance(workers, ConnectedWorkers)
+        assert workers.call("add", 1) == [1, 1]
+        assert [parent(pid) for pid in pids(workers)] == [os.getpid()] * 2
+
+
+def test_what_was_forked_leaves_the_connection_alone_until_it_is_let(
+    tmp_path: Path, module: Callable[[str, str], Path]
+) -> None:
+    """The fork server says nothing for a while once it has forked, and then dies."""
+    module("dies_late", DIES_LATE)
+    order = {"path": import_folders(), "add": []}
+    server = ForkServer("test", ["dies_late"], order, worker_environment(os.environ, 1, ""), tmp_path / "log")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"for whoever will have it")
+        try:
+            with pytest.raises(NoForkServer, match="failed while it forked"):
+                Forked(server.name, "x-0", environment={}, output=2, connection=theirs)
+        finally:
+            server.close()
+        assert theirs.recv(100) == b"for whoever will have it"
+        theirs.send(b"still whole")
+        assert ours.recv(100) == b"still whole"
 
 
 def test_the_end_of_a_process_is_heard_of_where_its_fork_server_stands_still(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def test_a_process_forked_on_the_driver_s_machine_ends_with_its_keeper(own_ray: 
     assert "quoted in the log" in (tmp_path / "backend-0.log").read_text()
 
 
+def test_a_fork_server_that_dies_while_it_forks_is_done_without(
+    own_ray: None, tmp_path: Path, dies_forking: str
+) -> None:
+    with RayCluster(tmp_path / "logs") as cluster:
+        part = cluster.slice("backend")
+        cluster.warm({"backend": [dies_forking]}, ["backend"])
+        workers = part.spawn(TARGET, {})
+        assert workers.call("add", 1) == [1]
+        ((path, _),) = workers.call("imported", dies_forking)
+        assert path.endswith(f"{dies_forking}.py")
+        found = {process.pid: process.command for process in descendants()}
+        assert found[int(stat(workers.call("state")[0]["pid"])[1])].startswith("ray::Keeper")
+
+
 def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> None:
     """One that has no Ray: that is the business of who starts the process."""
     python = str(make_environment(tmp_path / "other", without=["ray"]))

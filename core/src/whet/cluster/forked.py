@@ -37,7 +37,7 @@ _ALONE: Final = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class NoForkServer(WhetError):  # noqa: N818 - it says what there is
-    """There is none that forks; nothing has happened yet."""
+    """There is none that forks; nothing has happened to the connection yet."""
 
 
 class Forked(Offspring):
@@ -57,26 +57,25 @@ class Forked(Offspring):
         """Have it made, at the end of a new socket pair or of a connection that is there, which becomes its alone.
 
         `environment` is added to the server's; what it writes goes to the descriptor `output`. Raises `NoForkServer`
-        where the server is not ready in time, is gone, must not fork, or `stopped()` meanwhile, and `OSError` where it
-        fails after that.
+        where the server is not ready in time, is gone, must not fork, or `stopped()` meanwhile, and where it fails or
+        ends while it forks; a connection that was given is then still the caller's.
         """
         self._line = _greeted(server, time.monotonic() + patience_seconds, stopped)
         self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
         mark = new_mark()
-        order = {"name": name, "environment": {**environment, FAMILY: mark}}
         try:
-            with theirs:
-                socket.send_fds(self._line, [b"+"], [theirs.fileno(), output])
-                send(self._line, encode(order))
-            pid = int(_said(self._line, time.monotonic() + _FORK_SECONDS)["pid"])
-            self._end = os.pidfd_open(pid)
-            self._line.settimeout(None)
+            order = {"name": name, "environment": {**environment, FAMILY: mark}}
+            pid, self._end = _begun(self._line, order, theirs, output)
         except BaseException as error:
             self._line.close()
-            self.socket.close()
-            if isinstance(error, EOFError | WhetError):
-                raise OSError("the fork server ended while it forked") from error
+            if connection is None:
+                self.socket.close()
+                theirs.close()
+            if isinstance(error, OSError | EOFError | WhetError):
+                raise NoForkServer("the fork server failed while it forked") from error
             raise
+        theirs.close()
+        self._line.settimeout(None)
         super().__init__(pid, mark)
         self._code: int | None = None
         self._server = ""
@@ -241,6 +240,25 @@ def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socke
             raise NoForkServer("the fork server is gone") from error
         raise
     return line
+
+
+def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.socket, output: int) -> tuple[int, int]:
+    """Have a process forked and let it begin; give its number and a descriptor of it."""
+    waiting, go = os.pipe()
+    with os.fdopen(go, "wb", buffering=0) as permit:
+        with os.fdopen(waiting, "rb"):  # which its process alone has from here on
+            socket.send_fds(line, [b"+"], [connection.fileno(), output, waiting])
+        send(line, encode(order))
+        pid = int(_said(line, time.monotonic() + _FORK_SECONDS)["pid"])
+        end = os.pidfd_open(pid)
+        try:
+            if _readable(line, seconds=0.0):
+                raise EOFError("it has ended, and its processes with it")
+            permit.write(b"+")
+        except BaseException:
+            os.close(end)
+            raise
+    return pid, end
 
 
 def _readable(*ends: socket.socket | int, seconds: float | None = None) -> bool:

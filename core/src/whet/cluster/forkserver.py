@@ -1,11 +1,13 @@
 """A program that imports what workers need once, and forks a process for each that is wanted.
 
     driver ── order: modules ──────> fork server ── fork ──> whet.cluster.host, with the owner's connection and output
-    owner  ── order, descriptors ──>      │
-           <── greeting, pid, end ────────┘
+    owner  ── order, descriptors ──>      │                        │
+           <── greeting, pid, end ────────┘                        │
+           ── go ──────────────────────────────────────────────────┘
 
 The owner of a process, `whet.cluster.forked`, is the driver, or under Ray a keeper on the driver's machine. Where it
-closes its line the process is ended, and where this program ends the kernel ends all of them.
+closes its line the process is ended, and where this program ends the kernel ends all of them. Until its owner says go a
+process leaves the connection alone: where this program fails while it forks, another process can still have it.
 
 A fork copies the thread that forks, and whatever the others had locked stays locked. So there is but one here: where an
 import has started another, every owner is told so, forks nothing, and starts its process as ever.
@@ -92,14 +94,14 @@ class ForkServer:
         """Take an order; None in this process."""
         line = self._lines[descriptor]
         try:
-            _, given, _, _ = socket.recv_fds(line, 1, 2)
-            if len(given) != 2:
+            _, given, _, _ = socket.recv_fds(line, 1, 3)
+            if len(given) != 3:
                 raise EOFError
             said = decode(receive(line, _LARGEST_ORDER, time.monotonic() + _ORDER_SECONDS))
         except (OSError, EOFError, WhetError):
             self._leave(descriptor)
             return None
-        me, (connection, output) = os.getpid(), given
+        me = os.getpid()
         try:
             pid = os.fork()
         except OSError:  # what was forked before goes on
@@ -108,7 +110,7 @@ class ForkServer:
             self._leave(descriptor)
             return None
         if pid == 0:
-            return self._become(said, me, connection, output)
+            return self._become(said, me, *given)
         for theirs in given:
             os.close(theirs)
         try:
@@ -124,8 +126,8 @@ class ForkServer:
         self._say(descriptor, {"pid": pid})
         return None
 
-    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int) -> Order:
-        """Be a process of its own from here on."""
+    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int, go: int) -> Order:
+        """Be a process of its own from here on, once its owner lets it."""
         os.setsid()
         die_with(parent)
         for target in (1, 2):
@@ -136,6 +138,9 @@ class ForkServer:
             line.close()
         for end in self._ends:
             os.close(end)
+        if not os.read(go, 1):
+            os._exit(1)
+        os.close(go)
         os.environ.update(said["environment"])
         _show_name(said["name"])
         return Order(socket.socket(fileno=connection), said["name"])

@@ -148,7 +148,7 @@ class LocalProcess:
                 self._server.name, self._name, environment=fixed(self._environment), output=output,
                 patience_seconds=self._server.patience_seconds, stopped=lambda: self._killed,
             )  # fmt: skip
-        except (NoForkServer, OSError) as error:
+        except NoForkServer as error:
             logger.info("%s is not forked: %s", self._name, error)
             return None
 
