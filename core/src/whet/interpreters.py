@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 import whet
 from whet.cluster import WIRE_FORMAT
+from whet.cluster.words import last_error
 from whet.component import Package
 from whet.errors import ConfigError
 
@@ -126,7 +127,7 @@ def probe(
         answer = json.loads(done.stdout.splitlines()[-1])
         return Interpreter(**{**answer, "executable": str(executable), "missing": tuple(answer.get("missing", ()))})
     except (ValueError, IndexError, TypeError):
-        said = done.stderr.strip().rpartition("\n")[2] or done.stdout.strip().rpartition("\n")[2]
+        said = last_error(done.stderr) or (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
         raise ConfigError(
             f"{executable} is no Python that can be used: {said or f'exit code {done.returncode}'}"
         ) from None

@@ -1,8 +1,17 @@
 """An engine's log is turned into the few lines that say why it ended."""
 
+import subprocess
+import sys
 from pathlib import Path
 
-from whet.cluster.words import causes
+import pytest
+
+from whet.cluster.local import LocalCluster
+from whet.cluster.process import printable
+from whet.cluster.words import causes, errors, last_error
+from whet.errors import ConfigError, WorkerLost
+from whet.interpreters import probe
+from whet.testing.obedient import TARGET
 
 LOG = """\
 [MainProcess] INFO Initializing a V1 LLM engine
@@ -37,3 +46,59 @@ def test_without_an_error_the_last_lines_are_quoted(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("\n".join(f"[EngineCore] INFO line {n}" for n in range(9)) + "\n\n")
     assert causes(tmp_path / "log").splitlines() == [f"[EngineCore] INFO line {n}" for n in (6, 7, 8)]
     assert causes(tmp_path / "none") == ""
+
+
+def test_where_one_log_has_no_error_another_may(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("[EngineCore] WARNING a detail\n")
+    (tmp_path / "stderr").write_text("Traceback (most recent call last):\nOSError: libtorch.so: no such file\n")
+    assert causes(tmp_path / "log", tmp_path / "stderr") == "OSError: libtorch.so: no such file"
+    assert errors(tmp_path / "log") == ""
+    assert causes(tmp_path / "log", tmp_path / "none") == "[EngineCore] WARNING a detail"
+
+
+DIES_ON_IMPORT = """
+import atexit, sys, warnings
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            raise ImportError("libtorch.so: undefined symbol\\n  of another torch")
+sys.meta_path.insert(0, Broken())
+@atexit.register
+def trail():
+    for number in range(40):
+        warnings.warn(f"there appear to be {number + 2} leaked semaphores")
+"""
+CAUSE = "ImportError: libtorch.so: undefined symbol\n  of another torch"
+
+
+def test_what_a_process_dies_of_is_quoted_whatever_it_says_after_that(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES_ON_IMPORT)
+    with (
+        LocalCluster(tmp_path / "logs", environment={"PYTHONPATH": str(tmp_path)}) as cluster,
+        pytest.raises(WorkerLost, match="its process exited with code 1") as caught,
+    ):
+        cluster.slice("generator").spawn(TARGET, {})
+    assert (tmp_path / "logs/generator-0.log").read_text().count("leaked semaphores") >= 40
+    assert caught.value.last_words.endswith(CAUSE)
+
+
+def test_what_an_interpreter_dies_of_when_it_is_asked_is_quoted(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{DIES_ON_IMPORT}\nimport numpy\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match="no Python that can be used: ImportError: libtorch"):
+        probe(python)
+
+
+def test_an_exception_that_warnings_have_washed_away_comes_before_the_last_lines() -> None:
+    program = "import sys\ntry:\n    import no_such\nfinally:\n    pass"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    error = "ModuleNotFoundError: No module named 'no_such'"
+    assert last_error(done.stderr) == error
+    for text, quoted in (
+        (done.stderr + "it ends\n" * 3, [error, "it ends", "it ends", "it ends"]),
+        (done.stderr + "it ends\n" * 9, [error, "it ends", "it ends", "it ends"]),
+        (done.stderr + "x.py:1: UserWarning: a\n  warn()\nit ends\n" * 3, [error, "it ends", "it ends", "it ends"]),
+        ("x.py:1: UserWarning: a\n" * 9, ["x.py:1: UserWarning: a"] * 4),
+    ):
+        assert printable(text.encode(), 4).splitlines() == quoted

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from whet.cluster.watchdog import FAMILY, kill_group, kill_marked, watchdog
+from whet.cluster.words import last_lines
 from whet.interpreters import surroundings
 
 _marks = itertools.count()
@@ -219,7 +220,7 @@ def describe_end(code: int) -> str:
 
 
 def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
-    """Give the last lines that a process wrote to its log, without control characters."""
+    """Give the last lines that a process wrote to its log, and what it died of, without control characters."""
     try:
         with log.open("rb") as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - (1 << 16)))
@@ -229,8 +230,8 @@ def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
 
 
 def printable(text: bytes, lines: int = 20) -> str:
-    """Decode the last lines of output; what could steer a terminal is shown, not sent."""
-    kept: Sequence[str] = text.decode(errors="replace").rstrip().splitlines()[-lines:]
+    """Decode the last lines of output, see `last_lines`; what could steer a terminal is shown, not sent."""
+    kept = last_lines(text.decode(errors="replace").rstrip().splitlines(), lines)
     return "\n".join(
         "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)[:2000]
         for line in kept

@@ -1,30 +1,87 @@
-"""Why an engine ended: the errors in what its processes wrote."""
+"""Why a process ended: the errors in what it wrote, and in what those that it started did."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _ERROR = re.compile(r"^(?:\[\w+\] )?(?:\(\w+[^)]*\) )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*)$")
-_ELSEWHERE = ("root cause", "initialization failed", "keyboardinterrupt", "systemexit")
+_ELSEWHERE = ("root cause", "initialization failed", "died during initialization", "keyboardinterrupt", "systemexit")
 """Of errors that only say that there was another."""
+_TRACEBACK = "Traceback (most recent call last):"
+_WARNING = re.compile(r"\b(?:[A-Za-z]*Warning:|WARN(?:ING)?\b)")
 MOST_LINES = 12
 
 
-def causes(log: Path) -> str:
-    """Quote the errors of an engine's log, first causes first; where there are none, its last lines. May be empty."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    errors = []
+def causes(log: Path, *further: Path) -> str:
+    """Quote the errors of the first of an engine's logs that has any, else the last lines of the first log."""
+    said = (errors(one) for one in (log, *further))
+    return next(filter(None, said), "") or _cut([line for line in _lines(log) if line.strip()])
+
+
+def errors(log: Path) -> str:
+    """Quote the errors of an engine's log, first causes first; empty: there are none."""
+    lines, found = _lines(log), []
     for number, line in enumerate(lines):
         match = _ERROR.match(line)
-        if match and not any(words in line.lower() for words in _ELSEWHERE):
-            errors.append("\n".join([match[1], *_continued(lines[number + 1 :])]))
-    said = list(dict.fromkeys(errors))[-3:] or [line for line in lines if line.strip()][-3:]
-    return "\n".join("\n".join(said).splitlines()[:MOST_LINES])
+        if match and not points_elsewhere(line):
+            found.append("\n".join([match[1], *_continued(lines[number + 1 :])]))
+    return _cut(list(dict.fromkeys(found)))
 
 
-def _continued(lines: list[str]) -> list[str]:
+def points_elsewhere(error: str) -> bool:
+    """Whether an error only says that there was another."""
+    return any(words in error.lower() for words in _ELSEWHERE)
+
+
+def last_error(text: str) -> str:
+    """Give the exception that the last traceback in some output ends with; empty: there is none."""
+    lines = text.splitlines()
+    return "\n".join(lines[_last_error(lines)])
+
+
+def last_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Give the last lines of some output. What a process dies of stays among them, whatever warnings come after it."""
+    error = _last_error(lines)
+    if not lines[error]:
+        return list(lines[-most:])
+    rest = _without_warnings(lines[error.stop :])
+    room = most - (error.stop - error.start)
+    if len(rest) <= room:
+        return [*lines[: error.stop], *rest][-most:]
+    return [*lines[error], *rest[len(rest) - room :]]
+
+
+def _last_error(lines: Sequence[str]) -> slice:
+    """Find the exception that the last traceback ends with."""
+    begin = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
+    for i in range(begin + 1, len(lines)):
+        if lines[i] and not lines[i][0].isspace():
+            return slice(i, i + 1 + len(_continued(lines[i + 1 :])))
+    return slice(0, 0)
+
+
+def _without_warnings(lines: Sequence[str]) -> list[str]:
+    """Leave out warnings, with the lines of code that Python quotes beneath them."""
+    kept, warned = [], False
+    for line in lines:
+        warned = bool(_WARNING.search(line)) or (warned and line[:1].isspace())
+        if not warned:
+            kept.append(line)
+    return kept
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _cut(said: Sequence[str]) -> str:
+    return "\n".join("\n".join(said[-3:]).splitlines()[:MOST_LINES])
+
+
+def _continued(lines: Sequence[str]) -> list[str]:
     """Give the lines that go on with an error's message: they are indented, and no traceback begins there."""
     found: list[str] = []
     for line in lines[:3]:

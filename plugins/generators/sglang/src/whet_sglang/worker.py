@@ -18,7 +18,7 @@ from whet.cluster.host import give_up
 from whet.cluster.local import LocalCluster
 from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import watchdog
-from whet.cluster.words import causes
+from whet.cluster.words import causes, errors, points_elsewhere
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
@@ -132,8 +132,10 @@ class Worker:
         return WhetError(words)
 
     def _said(self, error: WorkerError) -> str:
-        found = causes(self._log)
-        return f"Its last words:\n{found}" if found and isinstance(error, WorkerLost) else f"It said:\n{error.cause}"
+        if isinstance(error, WorkerLost) and (found := causes(self._log)):
+            return f"Its last words:\n{found}"
+        said = errors(self._log) if points_elsewhere(error.cause) else ""
+        return f"It said:\n{said or error.cause}"
 
 
 def _environment(on_gpu: bool) -> dict[str, str]:

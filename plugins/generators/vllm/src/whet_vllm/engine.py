@@ -8,11 +8,11 @@ from typing import Any
 
 from whet.cluster.slices import WorkerRank
 from whet.cluster.watchdog import FAMILY, watchdog
-from whet.cluster.words import causes
+from whet.cluster.words import causes, points_elsewhere
 from whet.errors import WhetError
 from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
-from whet_vllm.words import logging_config
+from whet_vllm.words import heard_out, logging_config, overheard
 
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, rank: WorkerRank, arguments: Mapping[str, Any], scratch: Path) -> None:
         self._log = scratch / f"vllm-{rank.role}-{rank.rank}.log"
-        self._shared = self._log.with_suffix(".shared")
+        self._shared, self._stderr = self._log.with_suffix(".shared"), self._log.with_suffix(".stderr")
         self._log.unlink(missing_ok=True)  # an earlier engine's, which has been replaced
         sweep(self._shared)
         self._guards = ExitStack()
@@ -54,7 +54,7 @@ class Engine:
 
     def last_words(self) -> str:
         """Quote what its processes said."""
-        return causes(self._log) or "none"
+        return causes(self._log, self._stderr) or "none"
 
     def close(self) -> None:
         """End its processes."""
@@ -73,9 +73,11 @@ class Engine:
             raise WhetError(f"vLLM cannot be imported: {error}") from error
         try:
             chosen = AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
-            return AsyncLLM.from_engine_args(chosen)
+            with overheard(self._stderr) as tee:
+                self._guards.callback(heard_out, tee)
+                return AsyncLLM.from_engine_args(chosen)
         except (Exception, SystemExit) as error:  # from a config that it refuses to a process of its that died
-            said = causes(self._log) if "root cause" in str(error) else ""
+            said = causes(self._log, self._stderr) if points_elsewhere(str(error)) else ""
             raise WhetError(f"vLLM {__version__} did not start. It said:\n{said or _in_one(error)}") from error
 
 
