@@ -1,7 +1,7 @@
 """The process in which SGLang's engine lives, on its event loop: a gate, which is shut while weights arrive.
 
 generate ──> gate ──> SGLang's engine ──> outcomes
-receive_weights: shut the gate -> let requests end, stop, or stand still -> load -> forget the cache -> open it
+receive_weights: shut the gate -> let requests end, stop, or stand still -> load, and forget the cache -> open it
 """
 
 import asyncio
@@ -191,8 +191,6 @@ class Process:
             raise RefitError(failure)
         if len(reports) != self._processes or {report["session"] for report in reports} != {link.session}:
             raise RefitError(f"hand-over {link.session}: SGLang's {self._processes} processes took {reports}")
-        flushed = await self._manager.flush_cache()
-        _must(link, flushed.success, "did not forget its cache", flushed.message)
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
@@ -215,7 +213,7 @@ class Process:
         message = json.dumps({**order, "reports": str(self._reports)})
         payload = MultiprocessingSerializer.serialize([(message, torch.empty(0))])
         update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self._processes, load_format=LOADER, flush_cache=False
+            serialized_named_tensors=[payload] * self._processes, load_format=LOADER, flush_cache=True
         )
         _must(link, *await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         try:
