@@ -35,6 +35,7 @@ from whet.run_folder import RunFolder
 from whet.spans import Spans
 from whet.starting import Starting, lanes
 from whet.startup import Startup
+from whet.turns import Turns
 from whet.waits import Waits
 from whet.watchers import Watchers
 
@@ -82,6 +83,7 @@ class Builder:
         self._needs = needed_roles(prepared.facts)
         self.spans = Spans()
         self._startup = Startup(time.time())
+        self._turns = Turns((), self.spans, self._loop)
         self._episodes: EpisodeLoop | None = None
         self._cluster: Cluster | None = None
         self._listening: Listener | None = None
@@ -110,11 +112,12 @@ class Builder:
             self.watchers.rewind(saved.step if saved else -1)
         else:
             self._open_loggers(done)
+        self._turns = Turns(self.plan.turns, self.spans, self._loop)
         built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
-        trainer: Backend = built["backend"]
-        backend = TimedBackend(trainer, self.spans)
+        trainer = self._turns.backend("backend", built["backend"])
+        backend = self._turns.backend("backend", TimedBackend(built["backend"], self.spans))
         sampler = built.get("generator")
-        generator = TimedGenerator(sampler, self.spans) if sampler else None
+        generator = self._turns.generator(TimedGenerator(sampler, self.spans)) if sampler else None
         if self._cluster is not None:
             self.spans.add(self._cluster.preparations())
         if saved:
@@ -124,11 +127,12 @@ class Builder:
         stream = self._stream(environments[0], generator, chat, saved)
         evaluate = self._evaluation(environments[1], generator, chat, stream)
         recorder = self._recorder(trainer, chat)
-        probe = make_probe(self.prepared, trainer, sampler, chat, self._loop)
+        probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
         steps = self._steps(self._saved(backend), stream, recorder, evaluate, done, probe)
         self.closers.append(steps.close)
         rollouts = TimedRollouts(
-            stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch)
+            stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
+            self._turns.generation,
         ) if stream else None  # fmt: skip
         parts = Parts(
             config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
@@ -283,7 +287,8 @@ class Builder:
         finally:
             self.closers += [handle.close for handle in starting.built()]
         further = [role for role in roles if role in self.config.roles]
-        self.roles |= {role: TimedBackend(found[role], self.spans, role) for role in further}
+        for role in further:
+            self.roles[role] = self._turns.backend(role, TimedBackend(found[role], self.spans, role))
         return found
 
     def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
@@ -301,7 +306,9 @@ class Builder:
         )
         self.watchers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
-            return build_selection(role_selection(self.config, role), site)
+            handle = build_selection(role_selection(self.config, role), site)
+        self._turns.join(role, handle)
+        return handle
 
     def _loss(self) -> Spec:
         chosen = getattr(self.config.algorithm.config, "loss", None)
@@ -363,6 +370,7 @@ class Builder:
         def evaluate(step: int) -> Metrics:
             if stream is not None and step >= self.config.run.steps:
                 stream.close()  # no step is left for what it plays
+            self._turns.generation()
             # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
             with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
                 result = evaluator.evaluate()
@@ -426,7 +434,7 @@ class Builder:
             self.watchers.log(step, numbers)
 
         def gather() -> Metrics:
-            return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}])
+            return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}, self._turns.metrics()])
 
         sinks = Sinks(records, evaluate, log, save, gather)
         return Steps(self.folder, self.config.run, done, self.config.evaluation.every, self.spans, sinks, self._startup)
@@ -442,7 +450,12 @@ class Builder:
         )  # fmt: skip
         if self.recovery is not None:
             self.recovery.hand_over_again = refit.again
-        return refit
+
+        def hand_over(*, version: int) -> None:
+            self._turns.training()  # before other hand-overs are locked out, one of which requests may wait for
+            refit(version=version)
+
+        return hand_over
 
     def _link(self) -> Link:
         """Give what all hand-overs have in common."""

@@ -128,6 +128,8 @@ class Facts:
     """Of backends and generators: memory of weights, optimizer and caches on one rank, as far as it is known."""
     imports: tuple[str, ...] = ()
     """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
+    sleeps: tuple[str, ...] = ()
+    """Of backends and generators: devices on which `sleep` gives memory back, of `cpu` and `cuda`."""
     packages: tuple[Package, ...] = ()
     """Of backends and generators: what their workers stand on beside what their plugins install."""
     forkable: bool = False

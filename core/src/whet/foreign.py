@@ -114,6 +114,7 @@ class ForeignEngine:
             processes=config.tensor_parallel,
             memory_bytes=weights + int((config.cache_gib or CPU_CACHE_GIB) * 2**30) if weights else None,
             imports=imports,
+            sleeps=("cuda",),
             packages=(self.package,),
         )
 

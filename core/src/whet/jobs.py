@@ -113,6 +113,7 @@ def _alone(config: Path) -> list[str]:
         f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.share=[]",
         f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
         "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",
+        "cluster.sleep=never",
     ]  # fmt: skip
 
 

@@ -101,9 +101,9 @@ class TimedBackend:
         """See `Backend.export`."""
         self._backend.export(folder)
 
-    def sleep(self) -> None:
+    def sleep(self) -> int | None:
         """See `Backend.sleep`."""
-        self._backend.sleep()
+        return self._backend.sleep()
 
     def wake(self) -> None:
         """See `Backend.wake`."""
@@ -138,9 +138,9 @@ class TimedGenerator:
         """See `Generator.receive_weights`."""
         return self._generator.receive_weights(link, version, running)
 
-    def sleep(self) -> None:
+    def sleep(self) -> int | None:
         """See `Generator.sleep`."""
-        self._generator.sleep()
+        return self._generator.sleep()
 
     def wake(self) -> None:
         """See `Generator.wake`."""
@@ -155,13 +155,16 @@ class TimedRollouts:
     """A rollout stream whose waits are recorded as spans, and end at once on a signal."""
 
     def __init__(
-        self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any], taken: Callable[["Batch"], None]
-    ) -> None:
-        """Wrap a stream; `taken` sees each batch before it is handed out."""
+        self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any],
+        taken: Callable[["Batch"], None], turn: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Wrap a stream; `taken` sees each batch before it is handed out. `turn` waits for the generator's turn."""
         self._stream, self._spans, self._interruptible, self._taken = stream, spans, interruptible, taken
+        self._turn = turn
 
     def take(self, groups: int) -> "Batch":
         """Wait for this many groups that pass the filters; see `RolloutStream.take`."""
+        self._turn()
         try:
             with self._interruptible(), self._spans.phase("rollout", "take"):
                 batch = self._stream.take(groups)

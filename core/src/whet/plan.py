@@ -28,6 +28,7 @@ from whet.roles import (
     share_groups,
     shares,
 )
+from whet.turn_plan import sleep_problems, turns_and_notes
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
 """Columns of every batch."""
@@ -46,6 +47,8 @@ class Plan:
     """How weights travel from backend to generator; None without a generator."""
     feeds_on: str
     """`rollouts` or `data`."""
+    turns: tuple[tuple[str, ...], ...]
+    """Roles that give their memory back while the others work: those that train, those that generate; empty: none."""
     max_context: int
     """Longest sequence, in tokens; 0: no limit is known."""
     imports: tuple[str, ...] = ()
@@ -75,6 +78,8 @@ class Plan:
             )
         if self.way is not None:
             lines.append(f"weights: backend -> generator by {self.way.transport}, {self.way.reason}")
+        if self.turns:
+            lines.append(f"take turns, asleep meanwhile: {' | '.join(map(', '.join, self.turns))}")
         if self.max_context:
             lines.append(f"longest sequence: {self.max_context} tokens")
         return "\n".join([*lines, *self.notes])
@@ -133,6 +138,7 @@ def make_plan(
         *_conversations(config, model, facts, models or {}),
         *_shares(config, facts, machine),
         *_updates(config, facts),
+        *sleep_problems(config, facts),
     ]
     way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
@@ -150,11 +156,13 @@ def make_plan(
     if problems:
         return None, problems
     roles = tuple(plan_role(config, name, facts, machine) for name in role_names(config))
+    turns, of_turns = turns_and_notes(config, facts)
+    notes += of_turns
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(m for name in role_names(config) for m in facts[role_path(name)].imports))
     launcher = config.cluster.launcher
-    return Plan(launcher, inline, roles, way, feeds_on, context, imports, tuple(notes)), []
+    return Plan(launcher, inline, roles, way, feeds_on, turns, context, imports, tuple(notes)), []
 
 
 def _why_not_apart(config: Config) -> str:

@@ -14,8 +14,8 @@ TOTAL = "seconds/startup"
 """The metric of the whole time; its parts are `seconds/startup.PART`."""
 BEFORE = frozenset({"load plugins", "config", "prepare", "import", "start", "load"})
 """Phases that come before the first step and are no part of it."""
-_OUTERMOST = BEFORE | {"refit", "probe", "evaluate"}
-"""Phases before the first step that do not lie within each other."""
+_OUTERMOST = BEFORE | {"refit", "probe", "evaluate", "sleep", "wake"}
+"""Phases before the first step; of those within each other the inner one counts."""
 
 
 @define

@@ -21,8 +21,7 @@ class Replica:
 
     def receive_weights(self, link: Link, version: int, running: str = "drain") -> None:
         """Note it."""
-        with self.notes.open("a") as file:
-            file.write(f"{self.rank} {os.getpid()} {version}\n")
+        self.note(str(version))
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Completion]]:
         """Give one token each, by the request's seed; as likely as the note `off` says where there is one."""
@@ -30,6 +29,20 @@ class Replica:
         logprob = float(off.read_text()) if off.exists() else -1.0
         for r in requests:
             yield [Completion(r.id, np.array([r.seed]), np.array([logprob], np.float32), "length", ((0, 7),))]
+
+    def sleep(self) -> int:
+        """Note it, and give 10 bytes back."""
+        self.note("asleep")
+        return 10
+
+    def wake(self) -> None:
+        """Note it."""
+        self.note("awake")
+
+    def note(self, what: str) -> None:
+        """Write a line."""
+        with self.notes.open("a") as file:
+            file.write(f"{self.rank} {os.getpid()} {what}\n")
 
     def pid(self) -> int:
         """Give that of its process."""

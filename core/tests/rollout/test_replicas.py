@@ -16,7 +16,7 @@ import pytest
 from whet.cluster.local import LocalCluster
 from whet.cluster.slices import Give, Workers
 from whet.data.records import Request, Sampling
-from whet.errors import WorkerError, WorkerLost
+from whet.errors import WhetError, WorkerError, WorkerLost
 from whet.refit.link import Link
 from whet.refit.probe import Proof
 from whet.rollout.replicas import Replicas
@@ -97,3 +97,46 @@ def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Pa
         replicas.close()
     assert "its logprobs of 2 tokens are 0.5 nats off on average" in str(caught.value)
     assert not replacing.back.is_set()
+
+
+def test_a_replica_that_is_lost_while_all_sleep_is_restarted_when_they_wake(tmp_path: Path) -> None:
+    replacing, notes = Replacing(), tmp_path / "notes"
+    replacing.over.set()
+    with LocalCluster(tmp_path) as cluster:
+        target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
+        workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
+        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        assert replicas.sleep() == 20
+        os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
+        replicas.receive_weights(LINK, 7).result()
+        assert replicas.sleep() == 10, "one is there"
+        assert not replacing.back.wait(1.0), "it took memory that is somebody else's"
+        with pytest.raises(WhetError, match="request 1 comes while the generator sleeps"):
+            asyncio.run(replicas.generate(Request("1", np.arange(3), Sampling(1), 5)))
+        replicas.wake()
+        assert replacing.back.wait(20.0)
+        found = asyncio.run(replicas.generate(Request("2", np.arange(3), Sampling(1), 5, replica=1)))
+        pid = workers.start_on(1, "pid").result()[0]
+        replicas.close()
+    assert found.tokens.tolist() == [5]
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    assert [what for rank, process, what in lines if (rank, process) == ("1", str(pid))] == ["7"]
+    assert [what for rank, _, what in lines if rank == "0"] == ["asleep", "7", "asleep", "awake"]
+
+
+def test_a_replica_that_comes_back_when_the_others_sleep_again_sleeps_as_well(tmp_path: Path) -> None:
+    replacing, notes = Replacing(), tmp_path / "notes"
+    with LocalCluster(tmp_path) as cluster:
+        target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
+        workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
+        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
+        replicas.receive_weights(LINK, 7).result()
+        replicas.sleep()
+        replacing.over.set()
+        assert replacing.back.wait(20.0)
+        pid = workers.start_on(1, "pid").result()[0]
+        replicas.wake()
+        replicas.close()
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    assert [what for rank, process, what in lines if (rank, process) == ("1", str(pid))] == ["7", "asleep", "awake"]

@@ -15,7 +15,7 @@ from whet.cluster.slices import Site
 from whet.component import Spec
 from whet.config.build import build
 from whet.data.batch import Batch
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
 from whet.metrics import Metric, mean, merge, total
@@ -27,9 +27,13 @@ from whet.testing.fakes import Done
 from whet.testing.reference import Reference
 from whet.testing.site import make_site
 
+WORK = ("train", "evaluate", "score", "send_weights", "save", "load", "export")
+
 
 class PlainBackend:
     """One sequence at a time, in this process: too slow to use, short enough to read."""
+
+    asleep = False
 
     def __init__(self, site: Site) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -131,11 +135,17 @@ class PlainBackend:
         self.tokenizer.save_pretrained(folder)
         write_chat_template(self.described, folder)
 
-    def sleep(self) -> None:
-        pass
+    def __getattribute__(self, name: str) -> Any:
+        if name in WORK and object.__getattribute__(self, "asleep"):
+            raise WhetError(f"{name} comes while the backend sleeps")
+        return super().__getattribute__(name)
+
+    def sleep(self) -> int | None:
+        self.asleep = True
+        return None
 
     def wake(self) -> None:
-        pass
+        self.asleep = False
 
     def close(self) -> None:
         self.closed = True
@@ -154,6 +164,23 @@ class Plain(BackendContract):
 
 class TestOfAPlainBackend(Plain):
     pass
+
+
+class WorksAsleep(PlainBackend):
+    def sleep(self) -> None:
+        pass
+
+
+class ForgetsTheOptimizerAsleep(PlainBackend):
+    def sleep(self) -> None:
+        super().sleep()
+        self.optimizer.state.clear()
+
+
+class GivesBackTwice(PlainBackend):
+    def sleep(self) -> int:
+        super().sleep()
+        return 1
 
 
 class IgnoresTheMask(PlainBackend):
@@ -282,6 +309,9 @@ MUTANTS: dict[type[PlainBackend], str] = {
     ForgetsTheTemplate: "test_an_exported_folder_has_the_chat_template_of_the_run",
     SendsAPart: "test_weights_handed_over_are_the_whole_policy",
     SendsTheStart: "test_weights_handed_over_are_the_whole_policy",
+    WorksAsleep: "test_asleep_it_refuses_work_and_woken_it_trains_as_if_it_had_not_slept",
+    ForgetsTheOptimizerAsleep: "test_asleep_it_refuses_work_and_woken_it_trains_as_if_it_had_not_slept",
+    GivesBackTwice: "test_what_it_gives_back_asleep_is_told_in_bytes",
     ClosesOnce: "test_closing_twice_is_safe",
 }
 

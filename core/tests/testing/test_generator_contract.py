@@ -95,6 +95,14 @@ class Drawing(FakeGenerator):
         super().__init__(lambda prompt, _: letters(prompt, rng))
 
 
+class AnswersAsleep(FakeGenerator):
+    def __init__(self) -> None:
+        super().__init__(letters)
+
+    def sleep(self) -> None:
+        pass
+
+
 class NeverEnds(FakeGenerator):
     def __init__(self) -> None:
         super().__init__("a" * 300, delay_seconds=60)
@@ -111,6 +119,7 @@ MUTANTS: dict[type[FakeGenerator], str] = {
     SeesThePrefix: "test_a_shared_prefix_changes_nothing",
     HasNoSeed: "test_another_seed_gives_other_tokens",
     Drawing: "test_the_same_request_gives_the_same_tokens",
+    AnswersAsleep: "test_asleep_it_refuses_requests_and_to_sleep_or_wake_twice_is_once",
     NeverEnds: "test_every_token_has_a_logprob",
 }
 

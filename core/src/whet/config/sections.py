@@ -159,6 +159,10 @@ class ClusterSection:
     share: list[list[str]] | None = None
     """Groups of roles that share their worker processes (and devices) and take turns. By default all of
     one Python do, but for the generator where `rollout.max_staleness` is above 0."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether backend and generator give their memory back while the other one works: on GPUs to the host, on CPUs to
+    files. `auto`: where they share GPUs, `rollout.max_staleness` is 0 and both can. `always`: wherever they are; what
+    cannot is an error."""
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
     """Of the launcher `ray`: how the ranks of a role lie on nodes. `pack`: on as few as possible, which is the default.
     `spread`: on as many as possible. `one-node`: all on one, or not at all. Roles that share processes have one."""

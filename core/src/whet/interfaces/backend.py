@@ -73,12 +73,16 @@ class Backend(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Give accelerator memory back. Called by whoever shares the devices, never by an algorithm."""
+    def sleep(self) -> int | None:
+        """Give memory back: that of its device, as far as its facts say; how many bytes of all ranks, None: unknown.
+
+        Called by who owns the turns (`whet.turns`), never by an algorithm. Until `wake` all but `sleep`, `wake` and
+        `close` raise `WhetError`. To sleep while it sleeps does nothing.
+        """
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take it again, and go on as if it had not slept. Awake already, it does nothing."""
         ...
 
     def close(self) -> None:

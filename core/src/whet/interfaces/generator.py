@@ -35,12 +35,17 @@ class Generator(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Give accelerator memory back."""
+    def sleep(self) -> int | None:
+        """Give memory back: that of its device, as far as its facts say; how many bytes of all ranks, None: unknown.
+
+        Requests under way end first; until `wake` others are refused by a `WhetError`. Weights that come meanwhile are
+        taken, with the memory that they need and no more; to sleep once more gives that back, too, and does else
+        nothing.
+        """
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take it again, and serve with the weights that it had, or that came meanwhile. Awake already: nothing."""
         ...
 
     def close(self) -> None:

@@ -44,20 +44,28 @@ Scored = Mapping[tuple[int, tuple[int, ...]], FloatArray]
 
 def make_probe(
     prepared: "Prepared", trainer: "Backend", generator: "Generator | None", chat: "ChatTokenizer",
-    loop: "Callable[[], EpisodeLoop]",
+    loop: "Callable[[], EpisodeLoop]", turn: Callable[[], None] = lambda: None,
 ) -> "Probe | None":  # fmt: skip
-    """Make the probe of a run; None where there is nothing to compare, or it is switched off."""
+    """Make the probe of a run; None where there is nothing to compare, or it is switched off.
+
+    `turn` waits for the generator's turn.
+    """
     config, model, facts = prepared.config, prepared.model, prepared.facts
     given = "logprobs" in facts["backend"].outputs_given
     if generator is None or not config.refit.probe.every or not given:
         return None
     tokens = chat.plain_tokens
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        turn()
+        return loop().run(coroutine)
+
     return Probe(
         config.refit.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
         room=prepared.plan.max_context, temperature=config.rollout.temperature,
         dtypes=(facts["generator"].dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
         generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"],
-        run=lambda coroutine: loop().run(coroutine),
+        run=run,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,27 +27,53 @@ class Replicas:
 
     def __init__(self, workers: Workers, site: "Site") -> None:
         self.workers = workers
-        self._roster = Roster(workers, site.replacing, self._receive)
+        self._roster = Roster(workers, site.replacing, self._receive, self._rest)
         self._dispatcher = RequestDispatcher(workers, self._roster)
         self._roster.changed = self._dispatcher.wake
 
     async def generate(self, request: Request) -> Completion:
-        """Have one request served; see `RequestDispatcher.generate`."""
+        """Have one request served; see `RequestDispatcher.generate`. Raises `WhetError` while they sleep."""
+        if self._roster.asleep:
+            raise WhetError(f"request {request.id} comes while the generator sleeps; wake it first")
         return await self._dispatcher.generate(request)
 
     def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
         """Start to take new weights on every replica that is there; the others get them when they come back."""
-        calls = []
-        for rank in range(self.workers.size):
-            with self._roster.asking(rank) as life:
-                if life is not None:
-                    calls.append((rank, life, self._start(rank, link, running)))
-        return HandOver(self._roster, tuple(calls))
+        return self._started(lambda rank: self._start(rank, link, running))
+
+    def sleep(self) -> int | None:
+        """Put every replica to sleep that is there; those that come back meanwhile sleep as well."""
+        self._roster.rest(True)
+        given = [count for count in self._started(self._sleeping).answers() if count is not None]
+        return sum(given) if given else None
+
+    def wake(self) -> None:
+        """Wake every replica that is there; those that were lost meanwhile are replaced from now on."""
+        self._roster.rest(False)
+        self._started(self._waking).answers()
 
     def close(self) -> None:
         """End the workers."""
         self._roster.close()
         self.workers.close()
+
+    def _started(self, start: Callable[[int], Pending]) -> "HandOver":
+        """Start a call on every replica that is there."""
+        calls = []
+        for rank in range(self.workers.size):
+            with self._roster.asking(rank) as life:
+                if life is not None:
+                    calls.append((rank, life, start(rank)))
+        return HandOver(self._roster, tuple(calls))
+
+    def _sleeping(self, rank: int) -> Pending:
+        return self.workers.start_on(rank, "sleep", phase="sleep")
+
+    def _waking(self, rank: int) -> Pending:
+        return self.workers.start_on(rank, "wake", phase="wake")
+
+    def _rest(self, rank: int, asleep: bool) -> None:
+        (self._sleeping(rank) if asleep else self._waking(rank)).result()
 
     def _start(self, rank: int, link: Link, running: "Running") -> Pending:
         ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
@@ -72,7 +98,7 @@ class Replicas:
 class ReplicatedGenerator:
     """What a generator of replicas does on the driver; see `whet.interfaces.generator.Generator`.
 
-    Workers also have `sleep()` and `wake()`.
+    Workers also have `sleep()`, which gives the bytes that it gave back, or None, and `wake()`; see the interface.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
@@ -90,13 +116,13 @@ class ReplicatedGenerator:
         """
         return self._replicas.receive_weights(link, version, running)
 
-    def sleep(self) -> None:
-        """Give a GPU's memory back, weights and cache, where the engine can."""
-        self._replicas.workers.call("sleep", phase="sleep")
+    def sleep(self) -> int | None:
+        """Give memory back, weights and cache, where the engine can; how many bytes, None where it does not tell."""
+        return self._replicas.sleep()
 
     def wake(self) -> None:
         """Take it again."""
-        self._replicas.workers.call("wake", phase="wake")
+        self._replicas.wake()
 
     def close(self) -> None:
         """End the workers, and the engines with them."""
@@ -105,7 +131,7 @@ class ReplicatedGenerator:
 
 @frozen
 class HandOver:
-    """Weights on their way to replicas: those that are lost meanwhile are replaced, and get them then."""
+    """Calls of replicas, as of weights on their way: those that are lost meanwhile are replaced, and get them then."""
 
     roster: Roster
     calls: tuple[tuple[int, int, Pending], ...]
@@ -113,12 +139,18 @@ class HandOver:
 
     def result(self) -> None:
         """Wait for all; raises `WorkerError`."""
+        self.answers()
+
+    def answers(self) -> list[Any]:
+        """Wait for all, and give what those say that are not lost. Raises `WorkerError`."""
+        found: list[Any] = []
         for rank, life, pending in self.calls:
             try:
-                pending.result()
+                found += pending.result()
             except WorkerLost as error:
                 if not self.roster.lost(rank, life, error):
                     raise (self.roster.failure or error) from error
+        return found
 
     def done(self) -> bool:
         """Whether `result` would return at once."""

@@ -17,6 +17,8 @@ from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
 from whet.refit.link import Link
 from whet.refit.probe import Proof
 
+Rest = Callable[[int, bool], None]
+"""(rank, asleep): put the worker of that rank to sleep, or wake it."""
 Receive = Callable[[int, Link, Proof | None], None]
 """(rank, link, proof): let the worker of that rank take weights, wait for it, and see that it passes the proof."""
 
@@ -29,12 +31,15 @@ class Roster:
     replacing: Replacing | None = None
     """None: a replica that is lost fails the generator."""
     receive: Receive = lambda rank, link, proof: None
+    put: Rest = lambda rank, asleep: None
     changed: Callable[[], None] = lambda: None
     """Called when a replica has come back, or the generator has failed."""
     losses: Counter[str] = field(init=False)
     """How many replicas were lost while they had a request, by its id."""
     failure: WorkerError | None = field(default=None, init=False)
     """Why nothing can be served any more."""
+    asleep: bool = field(default=False, init=False)
+    """Whether all that are present sleep. A replica that is lost meanwhile is restarted when they wake."""
     _away: set[int] = field(factory=set, init=False)
     _lives: list[int] = field(init=False)
     _closed: bool = field(default=False, init=False)
@@ -86,15 +91,24 @@ class Roster:
         threading.Thread(target=self._replace, args=(rank,), name=f"whet-replace-{rank}", daemon=True).start()
         return True
 
+    def rest(self, asleep: bool) -> None:
+        """Say that all are about to be put to sleep, or woken."""
+        with self._lock:
+            self.asleep = asleep
+            self._lock.notify_all()
+
     def close(self) -> None:
         """Replace nothing any more."""
         with self._lock:
             self._closed = True
+            self._lock.notify_all()
 
     def _replace(self, rank: int) -> None:
         assert self.replacing is not None
         with self._lock:
-            self._lock.wait_for(lambda: not self._asked[rank])
+            # While the others sleep, the memory that a new process would take is somebody else's.
+            if self._lock.wait_for(lambda: self._closed or not (self._asked[rank] or self.asleep)) and self._closed:
+                return
         while True:
             try:
                 self.workers.restart(rank)
@@ -117,10 +131,20 @@ class Roster:
         """Take the weights and be present, before another hand-over can begin without this replica."""
         if link is not None:
             self.receive(rank, link, proof)
+        sleeps = False
+        while not self._comes_back(rank, sleeps):
+            sleeps = not sleeps
+            self.put(rank, sleeps)
+        self.changed()
+
+    def _comes_back(self, rank: int, asleep: bool) -> bool:
+        """Let a replica be present if it sleeps where the others do, and is awake where they are."""
         with self._lock:
+            if self.asleep != asleep:
+                return False
             self._away.discard(rank)
             self._lives[rank] += 1
-        self.changed()
+            return True
 
     def _fail(self, error: WorkerError) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from whet.endpoint import told
 from whet.endpoint.asked import Asked, Rules, check_ignored, shown
 from whet.endpoint.listener import Listener
 from whet.endpoint.told import Answer
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
 from whet.interfaces.generator import Running
@@ -188,10 +188,11 @@ class FakeGenerator:
         """All that it was asked."""
         self.cancelled: list[str] = []
         """Ids of the requests that were cancelled."""
-        self.closed = False
+        self.asleep, self.closed = False, False
 
     async def generate(self, request: Request) -> Completion:
         """Answer one request."""
+        _refuse_asleep("generator", self.asleep)
         self.requests.append(request)
         version = self.version
         try:
@@ -222,14 +223,21 @@ class FakeGenerator:
         return Done()
 
     def sleep(self) -> None:
-        """Nothing is held."""
+        """Answer nothing from now on; nothing is held that could be given back."""
+        self.asleep = True
 
     def wake(self) -> None:
-        """Nothing was given back."""
+        """Answer again."""
+        self.asleep = False
 
     def close(self) -> None:
         """Remember it."""
         self.closed = True
+
+
+def _refuse_asleep(role: str, asleep: bool) -> None:
+    if asleep:
+        raise WhetError(f"the {role} sleeps; wake it first")
 
 
 def _ruling(rule: str | Sequence[str] | Rule) -> Rule:
@@ -266,35 +274,41 @@ class FakeBackend:
         """What it was trained on."""
         self.sent: list[Link] = []
         """Hand-overs of weights."""
-        self.closed = False
+        self.asleep, self.closed = False, False
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, metrics.Metric]:
         """Remember the batch, and count a step unless no token is to be learned."""
+        _refuse_asleep("backend", self.asleep)
         self.trained.append(batch)
         self.step += bool(np.any((count_over or batch)["loss_mask"]))
         return {"grad_norm": metrics.mean(1.0), "lr": metrics.mean(0.1), **self.evaluate(batch, loss)}
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, metrics.Metric]:
         """Give a loss that falls with every step."""
+        _refuse_asleep("backend", self.asleep)
         return {"loss": metrics.mean(1.0 / (1 + self.step)), "tokens": metrics.total(int(batch["loss_mask"].sum()))}
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Score by the rule; 0 where `loss_mask` is false. Outputs of K numbers for each token have K equal ones."""
+        _refuse_asleep("backend", self.asleep)
         return {name: _columns(name, batch, self._score(name, batch)) for name in outputs}
 
     def send_weights(self, link: Link) -> Done:
         """Remember the link."""
+        _refuse_asleep("backend", self.asleep)
         self.sent.append(link)
         return Done()
 
     def save(self, folder: Path) -> Done:
         """Write the number of steps."""
+        _refuse_asleep("backend", self.asleep)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fake.json").write_text(json.dumps({"step": self.step}), encoding="utf-8")
         return Done()
 
     def load(self, folder: Path) -> None:
         """Read the number of steps."""
+        _refuse_asleep("backend", self.asleep)
         try:
             self.step = json.loads((folder / "fake.json").read_text(encoding="utf-8"))["step"]
         except (OSError, ValueError, KeyError) as error:
@@ -305,10 +319,12 @@ class FakeBackend:
         self.save(folder)
 
     def sleep(self) -> None:
-        """Nothing is held."""
+        """Work no more from now on; nothing is held that could be given back."""
+        self.asleep = True
 
     def wake(self) -> None:
-        """Nothing was given back."""
+        """Work again."""
+        self.asleep = False
 
     def close(self) -> None:
         """Remember it."""

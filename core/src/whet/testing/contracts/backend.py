@@ -25,17 +25,16 @@ from whet.interfaces.backend import Backend
 from whet.refit import handover
 from whet.refit.link import Link
 from whet.testing.batches import random_batch
-from whet.testing.contracts.placed import Placed, Slices
+from whet.testing.contracts.placed import Slices
+from whet.testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet.testing.models import make_model
 from whet.testing.reference import Reference
 
-Fresh = Callable[..., Backend]
-LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
 TOLERANCE = 1e-4
 """Largest difference of logprobs to `transformers`, in nats, in float32."""
 
 
-class BackendContract(Placed):
+class BackendContract(SleepRules):
     """Inherit and override `make`."""
 
     transports: tuple[str, ...] = ("disk",)
@@ -234,13 +233,6 @@ class BackendContract(Placed):
             backend.train(batch, LIKELIHOOD)
             after.append(backend.score(batch, ("logprobs",))["logprobs"])
         assert np.array_equal(after[0], after[1])
-
-    def test_after_sleep_and_wake_it_goes_on_as_before(self, backend: Backend) -> None:
-        batch = _batch()
-        before = backend.score(batch, ("logprobs",))["logprobs"]
-        backend.sleep()
-        backend.wake()
-        assert np.array_equal(backend.score(batch, ("logprobs",))["logprobs"], before)
 
     def test_the_reference_stays_what_the_run_started_from(self, backend: Backend) -> None:
         if not self.has_reference:

@@ -24,7 +24,7 @@ from whet.cluster.slices import Site
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import Generator, Running
-from whet.testing.contracts.placed import Placed, Slices
+from whet.testing.contracts.placed import Placed, Slices, on_gpu
 from whet.testing.contracts.weights import WeightRules
 from whet.testing.models import make_model
 from whet.testing.reference import Reference
@@ -176,6 +176,17 @@ class GeneratorContract(Placed):
         (after,) = subject.ask(subject.request(seed=5))
         assert np.array_equal(before.tokens, after.tokens)
 
+    def test_asleep_it_refuses_requests_and_to_sleep_or_wake_twice_is_once(self, subject: Subject) -> None:
+        (before,) = subject.ask(subject.request(seed=6))
+        given = [subject.generator.sleep(), subject.generator.sleep()]
+        assert not given[1]
+        with pytest.raises(WhetError, match="sleep"):
+            subject.ask(subject.request(seed=6))
+        subject.generator.wake()
+        subject.generator.wake()
+        (after,) = subject.ask(subject.request(seed=6))
+        assert np.array_equal(before.tokens, after.tokens)
+
 
 class ModelGeneratorContract(WeightRules, GeneratorContract):
     """For generators that serve a model folder. Inherit and override `make`."""
@@ -184,6 +195,8 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
     """Ways to hand weights over, as in its facts, that work where `site` puts it."""
     running: tuple[Running, ...] = ("drain",)
     """What can happen to requests under way when new weights arrive, as in its facts."""
+    gpu_tolerance: float = 0.2
+    """Of logprobs on a GPU, where an engine may have to compute in bfloat16, in nats."""
     survives_refusals: bool = False
     """Whether a hand-over that was refused leaves it usable, so that one generator does for all rules."""
 
@@ -216,6 +229,30 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
             return
         with self.built(tmp_path, tiny_model_folder, tiny_tokenizer, slices) as subject:
             yield subject
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_its_memory_is_free_for_others_while_it_sleeps(self, tmp_path: Path, tiny_tokenizer: Any) -> None:
+        import torch
+
+        models = [make_model(tmp_path / f"m{s}", tiny_tokenizer, hidden=512, layers=4, seed=s) for s in range(2)]
+        own, other = map(Reference, models)
+        weights = sum(file.stat().st_size for file in models[0].glob("*.safetensors"))
+        with self.built(tmp_path, models[0], tiny_tokenizer, on_gpu) as subject:
+            request = subject.request(seed=3, max_tokens=16)
+            assert gap(own, request, subject.ask(request)[0], 1.0) < self.gpu_tolerance
+            awake = torch.cuda.mem_get_info()[0]
+            subject.generator.sleep()
+            asleep = torch.cuda.mem_get_info()[0]
+            assert asleep - awake > 0.4 * weights, "the folder's numbers have 4 bytes, its own perhaps 2"
+            subject.generator.wake()
+            assert gap(own, request, subject.ask(request)[0], 1.0) < self.gpu_tolerance
+            subject.generator.sleep()
+            self._hand_over(subject, self._link(subject, "disk", 1), other.weights())
+            assert torch.cuda.mem_get_info()[0] < asleep - 0.4 * weights, "new weights were taken nowhere"
+            subject.generator.wake()
+            (completion,) = subject.ask(request)
+            assert completion.versions == ((0, 1),)
+            assert gap(other, request, completion, 1.0) < self.gpu_tolerance
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_those_of_a_full_forward(

@@ -15,6 +15,11 @@ Slices = Callable[[str], Slice]
 """Gives a role its slice."""
 
 
+def on_gpu(role: str) -> Slice:
+    """Put a role into this process, on its first GPU."""
+    return InlineSlice(role, device="cuda:0")
+
+
 class Placed:
     """What contracts of components with workers have in common."""
 

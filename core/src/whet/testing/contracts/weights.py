@@ -41,6 +41,22 @@ class WeightRules:
                 assert completion.versions == ((0, version),)
                 assert gap(model, request, completion, 1.0) < TOLERANCE
 
+    def test_weights_that_come_while_it_sleeps_are_those_that_it_wakes_with(
+        self, subject: Subject, reference: Reference, other: Reference
+    ) -> None:
+        for version, model, again in ((501, other, False), (502, reference, True)):
+            subject.generator.sleep()
+            self._hand_over(subject, self._link(subject, self.transports[0], version), model.weights())
+            if again:
+                subject.generator.sleep()
+            with pytest.raises(WhetError, match="sleep"):
+                subject.ask(subject.request())
+            subject.generator.wake()
+            request = subject.request(seed=version, max_tokens=16)
+            (completion,) = subject.ask(request)
+            assert completion.versions == ((0, version),)
+            assert gap(model, request, completion, 1.0) < TOLERANCE
+
     @pytest.mark.parametrize("how", ["drain", "keep", "abort"])
     def test_what_is_under_way_when_weights_arrive_says_which_made_it(
         self, subject: Subject, reference: Reference, other: Reference, how: Running

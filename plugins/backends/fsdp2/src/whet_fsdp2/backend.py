@@ -7,9 +7,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from whet.cluster.slices import Pending, RankArguments, Site
+from whet.cluster.slices import Pending, RankArguments, Site, Workers
 from whet.component import Spec
 from whet.data.batch import Batch
+from whet.errors import WhetError
 from whet.interfaces.backend import Weights
 from whet.metrics import Metric
 from whet.refit.link import Link
@@ -32,25 +33,34 @@ class Fsdp2Backend:
                 "longest": site.max_context or site.model.max_positions,
                 "seed": site.seed,
                 "trained": site.trained,
+                "scratch": str(site.scratch.absolute()),
             },
         )
+        self._asleep = False
+
+    @property
+    def _awake(self) -> Workers:
+        """The workers, which may be asked."""
+        if self._asleep:
+            raise WhetError("the backend sleeps; wake it first")
+        return self._workers
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         """Take one optimizer step; counts are those of `count_over` where given."""
         ranks = self._workers.size
         whole = None if count_over is None or count_over is batch else count_over.shard(ranks)
         arguments = RankArguments((batch.shard(ranks), loss, whole))
-        return self._workers.scatter_metrics("train", arguments, phase="train")
+        return self._awake.scatter_metrics("train", arguments, phase="train")
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
         """Compute the loss and its metrics without gradient."""
         arguments = RankArguments((batch.shard(self._workers.size), loss))
-        return self._workers.scatter_metrics("evaluate", arguments, phase="evaluate")
+        return self._awake.scatter_metrics("evaluate", arguments, phase="evaluate")
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Compute outputs without gradient: NumPy, [N] or [N, K] each, in the batch's order."""
         shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._workers.size)
-        found = self._workers.scatter("score", RankArguments((shards, outputs, weights)), phase="score")
+        found = self._awake.scatter("score", RankArguments((shards, outputs, weights)), phase="score")
         columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
         joined = attrs.evolve(shards.batch, per_token={**shards.batch.per_token, **columns})
         restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
@@ -58,27 +68,29 @@ class Fsdp2Backend:
 
     def send_weights(self, link: Link) -> Pending:
         """Start to send the policy's weights over a link."""
-        return self._workers.start("send_weights", link, phase="refit", timeout_seconds=link.timeout_seconds)
+        return self._awake.start("send_weights", link, phase="refit", timeout_seconds=link.timeout_seconds)
 
     def save(self, folder: Path) -> Pending:
         """Start to save weights, optimizer and schedule; done when durable."""
-        return self._workers.start("save", str(folder), phase="save")
+        return self._awake.start("save", str(folder), phase="save")
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote, on any number of ranks."""
-        self._workers.call("load", str(folder), phase="load")
+        self._awake.call("load", str(folder), phase="load")
 
     def export(self, folder: Path) -> None:
         """Write a folder that `transformers` loads: weights, config, tokenizer."""
-        self._workers.call("export", str(folder), phase="export")
+        self._awake.call("export", str(folder), phase="export")
 
-    def sleep(self) -> None:
-        """Give accelerator memory back."""
-        self._workers.call("sleep", phase="sleep")
+    def sleep(self) -> int:
+        """Give the memory of weights and optimizer back: to the host, or, of CPUs, to files. How many bytes."""
+        self._asleep = True
+        return sum(self._workers.call("sleep", phase="sleep"))
 
     def wake(self) -> None:
         """Take it again."""
         self._workers.call("wake", phase="wake")
+        self._asleep = False
 
     def close(self) -> None:
         """End the workers. Safe to call twice."""

@@ -90,4 +90,5 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
         memory_bytes=model.parameters * per_parameter or None,
         imports=("whet_fsdp2.worker", *model.code),
         forkable=True,
+        sleeps=("cpu", "cuda"),
     )

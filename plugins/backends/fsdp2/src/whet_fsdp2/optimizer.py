@@ -80,12 +80,6 @@ class Stepper:
         """Drop all state."""
         self._adam.state.clear()
 
-    def move(self, device: torch.device) -> None:
-        """Bring the moments to a device."""
-        for state in self._adam.state.values():
-            for key, value in state.items():
-                state[key] = value.to(device)
-
 
 def is_finite(*numbers: float) -> bool:
     """Whether all are."""

@@ -121,6 +121,15 @@ def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: boo
     fully_shard(root, mesh=mesh, mp_policy=precision)
 
 
+def reshard(root: AnyRoot) -> None:
+    """Let go of weights that are gathered, as after a forward pass without a backward one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Find the modules that are gathered and freed one by one."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -28,6 +28,7 @@ from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.interfaces.loss import Loss
 from whet.metrics import Metric
 from whet.model import ModelInfo, locate, read_model, write_chat_template
+from whet.offload import Offload
 from whet.refit.link import Link
 from whet.run_folder import disk_errors
 from whet_fsdp2 import attention, checkpoint
@@ -39,7 +40,7 @@ from whet_fsdp2.layout import Layout, plan
 from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
-from whet_fsdp2.weights import PolicyWeights, full, persistent_buffers, shard
+from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
 
 MAX_NONFINITE = 3
 """Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
@@ -57,6 +58,8 @@ class Worker:
         longest: int = 0,
         seed: int = 0,
         trained: bool = True,
+        *,
+        scratch: str,
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._config = cattrs.structure(config, Fsdp2Config)
@@ -81,6 +84,7 @@ class Worker:
             self._frozen["teacher"] = teacher
             self._root.teacher = (teacher,)
         self._stepper = Stepper(self._weights, self._config.optimizer, self._config.schedule, total_steps)
+        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._losses: dict[str, Loss] = {}
         self._nonfinite = 0
 
@@ -372,24 +376,26 @@ class Worker:
 
     # Life
 
-    def sleep(self) -> None:
-        """Give accelerator memory back."""
-        if self._device.type == "cuda":
-            self._move(torch.device("cpu"))
-            torch.cuda.empty_cache()
+    def sleep(self) -> int:
+        """Give the memory of all weights and of the optimizer back; how many bytes."""
+        self._weights.drop_gradients()
+        return self._offload.sleep(self._held())
 
     def wake(self) -> None:
         """Take it again."""
-        if self._device.type == "cuda":
-            self._move(self._device)
+        self._offload.wake()
 
-    def _move(self, device: torch.device) -> None:
+    def _held(self) -> Iterator[Tensor]:
         for root in (self._root, *self._frozen.values()):
-            root.to(device)
-        self._stepper.move(device)
+            reshard(root)
+            yield from map(local, root.parameters())
+        yield from map(local, self._weights.masters.values())
+        for moments in self._stepper.state().values():
+            yield from (local(moments[name]) for name in MOMENTS)
 
     def close(self) -> None:
         """Leave the process group."""
+        self._offload.close()
         self._ranks.leave()
 
 

@@ -49,8 +49,8 @@ class Decoder(Protocol):
         """Follow new weights."""
         ...
 
-    def free(self) -> None:
-        """Give memory back that is kept between batches."""
+    def free(self) -> int:
+        """Give memory back that is kept between batches; how many bytes."""
         ...
 
 

@@ -18,4 +18,5 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
         memory_bytes=weights + cache if weights else None,
         imports=("whet_hf.worker", *model.code),
         forkable=True,
+        sleeps=("cpu", "cuda"),
     )

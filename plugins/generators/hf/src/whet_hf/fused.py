@@ -65,9 +65,11 @@ class FusedDecoder:
             for fused, layer in zip(self._fused, self.model.model.layers, strict=True)
         ]
 
-    def free(self) -> None:
-        """Give the cache's memory back."""
+    def free(self) -> int:
+        """Give the cache's memory back; how many bytes."""
+        size = sum(buffer.nbytes for buffer in self._buffers.values())
         self._buffers.clear()
+        return size
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "FusedSession":
         """Compute the prompts, with room for so many tokens after each.

@@ -14,8 +14,8 @@ class HfGenerator(ReplicatedGenerator):
 
     Logprobs are of `log_softmax(logits / temperature)` of the whole vocabulary, also where top-p or top-k restrict
     what is drawn. A completion ends at the model's last position even if it may be longer. With `keep`, requests that
-    run when weights come go on with the keys and values that the old ones made. To sleep is to free the cache, and on a
-    GPU the weights too.
+    run when weights come go on with the keys and values that the old ones made. While it
+    sleeps its weights wait in the host's memory, or in a file where it runs on a CPU, and it has no cache.
     """
 
     def __init__(self, config: HfConfig, site: "Site") -> None:
@@ -26,5 +26,6 @@ class HfGenerator(ReplicatedGenerator):
             "max_batch": config.max_batch,
             "cache_bytes": int(config.cache_gib * 2**30),
             "fused": config.decoder == "auto",
+            "scratch": str(site.scratch.absolute()),
         }
         super().__init__("whet_hf.worker:Worker", arguments, site)

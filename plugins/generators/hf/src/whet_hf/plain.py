@@ -24,8 +24,9 @@ class PlainDecoder:
     def refresh(self) -> None:
         """Follow new weights: there is nothing derived from them."""
 
-    def free(self) -> None:
+    def free(self) -> int:
         """Give memory back: none is kept between batches."""
+        return 0
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "PlainSession":
         """Compute the prompts. prompts: [length] each; owner [B], ascending: the prompt of each row."""

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import pairwise
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from whet.cluster.slices import WorkerRank
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import Running
+from whet.offload import Offload
 from whet.refit.handover import receive
 from whet.refit.link import Link
 from whet_hf.decode import Aborts, Job, decode
@@ -61,6 +63,7 @@ class Worker:
         max_batch: int,
         cache_bytes: int,
         fused: bool,
+        scratch: str,
     ) -> None:
         torch.set_num_threads(rank.threads)
         self._rank, self._max_batch = rank, max_batch
@@ -75,6 +78,7 @@ class Worker:
         self._running: list[_Queued] = []
         self._runner: asyncio.Task[None] | None = None
         self._aborts = Aborts()
+        self._offload = Offload(Path(scratch) / "asleep" / f"{rank.role}-{rank.rank}")
         self._busy = threading.Lock()
         small = sum(p.numel() for p in self._model.parameters()) <= LANE_PARAMETERS
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
@@ -139,6 +143,7 @@ class Worker:
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later hand-overs
     def _take(self, link: Link, version: int) -> None:
+        self._offload.wake(contents=False)
         try:
             take_weights(self._model, receive(link, self._rank.rank))
         except BaseException as error:
@@ -147,27 +152,21 @@ class Worker:
         self._decoder.refresh()
         self._weights.version, self._weights.broken = version, ""
 
-    def sleep(self) -> None:
-        """Free the cache, and on a GPU the weights."""
+    def sleep(self) -> int:
+        """Give the memory of cache and weights back; how many bytes."""
         with self._busy:
-            self._decoder.free()
-            self._move("cpu")
+            return self._decoder.free() + self._offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
-        """Bring back what `sleep` freed; the cache comes with the next batch."""
+        """Bring the weights back; the cache comes with the next batch."""
         with self._busy:
-            self._move(self._rank.device)
+            self._offload.wake()
 
     def close(self) -> None:
         """End the threads."""
+        self._offload.close()
         if self._lanes is not None:
             self._lanes.shutdown(wait=False)
-
-    def _move(self, device: str) -> None:
-        if self._device.type != "cpu":
-            self._model.to(device)
-            self._decoder = cast(Any, type(self._decoder))(self._model)
-            torch.cuda.empty_cache()
 
     def _limit(self, request: Request) -> int:
         """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served."""

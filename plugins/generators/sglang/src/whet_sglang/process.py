@@ -61,6 +61,8 @@ class Process:
         self._asked: dict[str, _Asked] = {}
         self._broken = ""
         """Why the weights are a mixture that must not be used; empty: they are whole."""
+        self._released: set[str] = set()
+        """Kinds of memory that are given back, as SGLang calls them."""
 
     def leavings(self) -> list[str]:
         """Name the shared memory that SGLang leaves behind where it is killed, which is how it ends."""
@@ -99,6 +101,7 @@ class Process:
                 if link.transport in ("shared-memory", "disk"):
                     # Those that run need not stand still until the senders are done.
                     await asyncio.to_thread(await_manifests, link)
+                await self._resume(self._released & {"weights"})
                 if running == "keep":
                     await self._while_all_stand_still(link, version)
                 else:
@@ -112,13 +115,21 @@ class Process:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._until_all_have_ended("drain")
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        tags = _tags() - self._released
+        if tags:  # SGLang ends where it is to release what it has released
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=sorted(tags)))
+        self._released |= tags
 
     async def wake(self) -> None:
         """Take it again."""
+        await self._resume(set(self._released))
+
+    async def _resume(self, tags: set[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+        if tags:
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=sorted(tags)))
+        self._released -= tags
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -222,6 +233,13 @@ class Process:
             ended = await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
         _must(link, *ended)
         return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._reports.glob("*.json"))]
+
+
+def _tags() -> set[str]:
+    """Name the kinds of memory that SGLang can give back."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return set(GPU_MEMORY_ALL_TYPES)
 
 
 def _must(link: Link, done: bool, *said: str) -> None:

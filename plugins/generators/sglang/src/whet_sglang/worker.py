@@ -95,7 +95,7 @@ class Worker:
             raise RefitError(str(error)) from error
 
     async def sleep(self) -> None:
-        """Give a GPU's memory back."""
+        """Give a GPU's memory back, weights to the host; SGLang does not say how much. On a CPU it cannot."""
         if self._on_gpu:
             await self._ask("sleep")
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -128,6 +129,10 @@ class WhetWorker:
     def whet_report(self) -> dict[str, Any]:
         """Say what became of the last hand-over."""
         return self.weight_transfer_engine.report
+
+    def whet_free_bytes(self) -> int:
+        """Say how much memory of this process's GPU is free."""
+        return int(torch.cuda.mem_get_info()[0])
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # it has no other way to ask

@@ -63,6 +63,8 @@ class Worker:
         """Requests that stand at the gate."""
         self._broken = ""
         """Why the weights are a mixture that must not be used; empty: they are whole."""
+        self._asleep = False
+        """Whether some of its memory is given back."""
         try:
             self._there(self._begin(arguments["cuda" if self._on_gpu else "cpu"], Path(scratch))).result()
         except BaseException:
@@ -92,15 +94,16 @@ class Worker:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         await asyncio.wrap_future(self._there(self._receive(link, version, running)))
 
-    def sleep(self) -> None:
-        """Give a GPU's memory back."""
-        if self._on_gpu:
-            self._there(self._while_it_lives(self._engine.llm.sleep(level=1, mode="wait"))).result()
+    def sleep(self) -> int | None:
+        """Give a GPU's memory back, weights to the host; how many bytes became free. On a CPU vLLM cannot."""
+        if not self._on_gpu:
+            return None
+        return self._there(self._while_it_lives(self._sleep())).result()
 
     def wake(self) -> None:
         """Take it again."""
-        if self._on_gpu and not self._there(self._while_it_lives(self._engine.llm.wake_up())).result():
-            raise WhetError("vLLM's engine did not take its memory again when it was woken")
+        if self._on_gpu:
+            self._there(self._while_it_lives(self._wake())).result()
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -206,15 +209,34 @@ class Worker:
         give_up(self._engine.dead())
         raise WhetError(self._engine.dead())
 
+    async def _sleep(self) -> int:
+        before = await self._free_bytes()
+        await self._engine.llm.sleep(level=1, mode="wait")
+        self._asleep = True
+        return await self._free_bytes() - before
+
+    async def _wake(self) -> None:
+        if self._asleep and not await self._engine.llm.wake_up():
+            raise WhetError("vLLM's engine did not take its memory again when it was woken")
+        self._asleep = False
+
+    async def _free_bytes(self) -> int:
+        """Say what is free on the GPUs of the engine's processes, together."""
+        return sum(await self._engine.llm.collective_rpc("whet_free_bytes"))
+
     async def _change(self, link: Link, version: int, running: Running) -> None:
         if link.transport in ("shared-memory", "disk"):
             # Those that run need not stand still until the senders are done.
             await asyncio.to_thread(await_manifests, link)
+        if self._asleep:  # nothing runs, and the cache is not there to be forgotten
+            await self._engine.llm.wake_up(tags=["weights"])
+            return await self._take(link, version)
         await self._engine.llm.pause_generation(mode=PAUSES[running])
         try:
             await self._take(link, version)
         finally:
             await self._engine.llm.resume_generation()
+        return None
 
     async def _take(self, link: Link, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

@@ -1,0 +1,165 @@
+"""Memory of tensors that is given back for a while: the tensors stay what they are, and hold nothing meanwhile.
+
+    on a GPU     their bytes wait in pinned memory of the host
+    on a CPU     in a file, for there the host's own memory is what is given back
+
+What refers to the tensors (modules, optimizers, views that share their memory) need not know of it. Nobody may read or
+write them until they are back.
+"""
+
+import ctypes
+import gc
+import mmap
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from whet.errors import WhetError
+from whet.run_folder import disk_errors
+
+if TYPE_CHECKING:
+    import torch
+
+_DONTNEED = 4
+"""Of Linux: the pages are released, and are read as zeros from then on."""
+
+
+@frozen(eq=False)
+class _Pages:
+    """Whole pages of this process, within the memory of a tensor."""
+
+    owner: Any
+    """Keeps the memory where it is."""
+    begin: int
+    size: int
+
+    def view(self) -> Any:
+        return (ctypes.c_char * self.size).from_address(self.begin)
+
+    def release(self) -> int:
+        """Give them back; how many bytes that was."""
+        done = ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), ctypes.c_size_t(self.size), _DONTNEED)
+        return 0 if done else self.size
+
+
+@frozen(eq=False)
+class _OnGpu:
+    storage: "torch.UntypedStorage"
+    size: int
+
+
+class Offload:
+    """Of one worker. Not for several threads at a time."""
+
+    def __init__(self, file: Path) -> None:
+        """`file` is written where memory of a CPU is given back, and removed when it is taken again."""
+        self._file = file
+        self._pages: list[_Pages] = []
+        self._on_gpu: list[_OnGpu] = []
+        self._pinned: dict[int, torch.Tensor] = {}
+        """By place in `_on_gpu`; kept from one time to the next, for pinning takes long."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory has been given back."""
+        return bool(self._pages or self._on_gpu)
+
+    def sleep(self, tensors: "Iterable[torch.Tensor]") -> int:
+        """Give the memory of these back, and of all that share it; give its bytes. Once more does nothing.
+
+        Raises `WhetError` where there is no room for them; they are as before then. Memory of a CPU is given back on
+        Linux alone.
+        """
+        if self.asleep:
+            return 0
+        storages = _storages(tensors)
+        pages = [found for one in storages if one.device.type == "cpu" and (found := _pages(one))]
+        if pages:
+            self._write(pages)
+        on_gpu = [_OnGpu(one, one.nbytes()) for one in storages if one.device.type == "cuda"]
+        self._copy(on_gpu)
+        self._pages, self._on_gpu = pages, on_gpu
+        for one in on_gpu:
+            one.storage.resize_(0)
+        given = sum(one.release() for one in pages)
+        trim()
+        return given + sum(one.size for one in on_gpu)
+
+    def wake(self, *, contents: bool = True) -> None:
+        """Take the memory again. Without `contents` all of it is to be written anew. Once more does nothing."""
+        if contents and self._pages:
+            self._read()
+        for place, one in enumerate(self._on_gpu):
+            one.storage.resize_(one.size)
+            if contents:
+                _bytes(one.storage).copy_(self._pinned[place])
+        self._pages, self._on_gpu = [], []
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._file.unlink(missing_ok=True)
+
+    def _write(self, pages: list[_Pages]) -> None:
+        with disk_errors(self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with self._file.open("wb") as stream:
+                    for one in pages:
+                        stream.write(one.view())
+            except OSError:
+                self.close()
+                raise
+
+    def _read(self) -> None:
+        with disk_errors(self._file), self._file.open("rb") as stream:
+            for one in self._pages:
+                found = stream.readinto(one.view())
+                if found != one.size:
+                    raise WhetError(f"{self._file} ends after {found} of the {one.size} bytes of a tensor")
+
+    def _copy(self, on_gpu: list[_OnGpu]) -> None:
+        import torch
+
+        for place, one in enumerate(on_gpu):
+            held = self._pinned.get(place)
+            if held is None or held.numel() != one.size:
+                held = self._pinned[place] = torch.empty(one.size, dtype=torch.uint8, pin_memory=True)
+            held.copy_(_bytes(one.storage), non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+
+def trim() -> None:
+    """Let go of what this process keeps for later: the caches of CUDA and of the C library."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; other libraries have none
+    if release is not None:
+        release(0)
+
+
+def _storages(tensors: "Iterable[torch.Tensor]") -> "list[torch.UntypedStorage]":
+    """Give the memory of tensors, each once."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _pages(storage: "torch.UntypedStorage") -> _Pages | None:
+    """Give the pages that are this memory's alone; None where there is none."""
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    return _Pages(storage, begin, size) if size > 0 and sys.platform == "linux" else None
+
+
+def _bytes(storage: "torch.UntypedStorage") -> "torch.Tensor":
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
