@@ -99,6 +99,7 @@ def main() -> None:
                 rank=WorkerRank("backend", 0, 1, threads=args.threads),
                 config={"layout": layout, "micro_batch_tokens": budget, "optimizer": {"lr": 1e-4}},
                 model=model,
+                scratch=folder,
             )
             for layout in args.layouts
             for budget in args.micro_batch_tokens

@@ -93,7 +93,7 @@ def test_ten_steps_with_turns_are_those_without_bit_for_bit(tmp_path, sleeping_r
 
 def test_a_run_that_is_gone_on_with_sleeps_as_before(tmp_path, sleeping_run, awake):
     config = sleeping_run(tmp_path)
-    compose.run(config, [SLEEPING, "cluster.workers=inline", "run.steps=4", "run.export=false"])
+    compose.run(config, [SLEEPING, "cluster.workers=inline", "run.steps=6", "run.export=false"])
     compose.run(config, [SLEEPING, "cluster.workers=inline"])
     same(tmp_path / "run", awake)
 

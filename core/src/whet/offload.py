@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _DONTNEED = 4
-"""Of Linux: the pages are released, and are read as zeros from then on."""
+"""Of Linux: the pages are released, and are read as zeros from then on, or as the file that they were mapped from."""
 
 
 @frozen(eq=False)

@@ -66,7 +66,7 @@ def make_worker(folders: Callable[[str], Path]) -> Callable[..., Worker]:
     ) -> Worker:
         config.setdefault("optimizer", {"lr": 1e-2})
         model = read_model(folder or folders(family), dtype)
-        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, longest=longest)
+        return Worker(WorkerRank(role, 0, 1), config, model, total_steps=10, longest=longest, scratch="")
 
     return make
 

@@ -49,7 +49,7 @@ def test_scores_in_a_padded_batch_are_those_of_each_alone(changed, tmp_path, tem
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = changed(template, tokenizer_pad, model_pad)
-    worker = Worker(WorkerRank("backend", 0, 1), {"head": "value"}, read_model(folder))
+    worker = Worker(WorkerRank("backend", 0, 1), {"head": "value"}, read_model(folder), scratch="")
     worker.export(str(tmp_path / "out"))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

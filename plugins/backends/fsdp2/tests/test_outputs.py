@@ -104,7 +104,7 @@ def test_values_are_those_of_a_sequence_classifier(make_worker, batch, tmp_path,
 def test_a_new_head_depends_on_the_seed_alone_and_a_saved_one_is_kept(folders, batch, tmp_path):
     def worker(seed, folder):
         config = {"head": "value", "optimizer": {"lr": 1e-3}}
-        return Worker(WorkerRank("critic", 0, 1), config, read_model(folder), total_steps=3, seed=seed)
+        return Worker(WorkerRank("critic", 0, 1), config, read_model(folder), total_steps=3, seed=seed, scratch="")
 
     first, second, other = (worker(seed, folders()).score(batch, ("values",))["values"] for seed in (0, 0, 1))
     assert np.array_equal(first, second)
@@ -118,7 +118,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_saved_one_is_kept(folders, b
 
 
 def test_a_frozen_model_scores_and_refuses_to_train(folders, batch):
-    worker = Worker(WorkerRank("teacher", 0, 1), {}, read_model(folders(), "bfloat16"), trained=False)
+    worker = Worker(WorkerRank("teacher", 0, 1), {}, read_model(folders(), "bfloat16"), trained=False, scratch="")
     assert worker.score(batch, ("logprobs",))["logprobs"].any()
     with pytest.raises(WhetError, match="frozen"):
         worker.train(batch, Spec("whet.testing.losses:Likelihood"))

@@ -22,6 +22,7 @@ from whet_hf.worker import Worker, split
 
 def make_worker(folder: Path, **options: Any) -> Worker:
     settings = {"dtype": "float32", "trust_remote_code": False, "max_batch": 64, "cache_bytes": 1 << 30, "fused": True}
+    settings["scratch"] = str(folder.parent / "scratch")
     threads = options.pop("threads", 1)
     return Worker(WorkerRank("generator", 0, 1, threads=threads), path=str(folder), **{**settings, **options})
 
@@ -361,10 +362,15 @@ def test_parts_of_a_batch_are_of_equal_size_and_not_too_small() -> None:
     assert [len(part) for part in split(jobs[:5], 8)] == [5]
 
 
-def test_asleep_it_keeps_no_cache(worker: Worker, requests_of: Any) -> None:
+def test_asleep_it_keeps_neither_cache_nor_weights(worker: Worker, requests_of: Any) -> None:
     run(ask(worker, requests_of(4)))
-    assert worker._decoder._buffers  # type: ignore[attr-defined]
-    worker.sleep()
+    cache = sum(buffer.nbytes for buffer in worker._decoder._buffers.values())  # type: ignore[attr-defined]
+    weights = sum(p.nbytes for p in worker._model.parameters())
+    given = worker.sleep()
     assert not worker._decoder._buffers  # type: ignore[attr-defined]
+    assert cache < given <= cache + weights
+    fused = worker._decoder.layers[0].gate_up  # type: ignore[attr-defined]
+    assert (fused == 0).float().mean() > 0.5, "its pages were given back, and are read as zeros"
     worker.wake()
+    assert fused.all()
     run(ask(worker, requests_of(4)))
