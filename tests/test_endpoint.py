@@ -33,7 +33,7 @@ class Watched:
 
 @pytest.fixture
 def play(tmp_path, small_run):
-    """Train for two steps on one of the environments of `foreign_turns.py`, and give the batches."""
+    """Train for two steps on an environment of two turns, and give the batches."""
 
     def run(environment, *overrides):
         folder = tmp_path / environment
@@ -42,7 +42,7 @@ def play(tmp_path, small_run):
             folder,
             run={"folder": str(folder / "run"), "steps": 2, "seed": 3, "export": False},
             environments=[{"use": environment, "name": "turns"}],
-            plugins=[str(Path(__file__).parent / "foreign_turns.py")],
+            plugins=[str(Path(__file__).parent / f"{environment.replace('-', '_')}.py")],
             cluster={"workers": "inline"},
         )
         batches = []
@@ -54,7 +54,7 @@ def play(tmp_path, small_run):
 
 
 def test_a_foreign_agents_episodes_are_those_of_the_environment_that_asks_itself(play):
-    foreign, own = play("foreign-turns"), play("own-turns")
+    foreign, own = play("foreign-turns"), play("two-turns")
     assert len(foreign) == 2
     for one, other in zip(foreign, own, strict=True):
         assert set(one.columns) == set(other.columns)

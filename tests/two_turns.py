@@ -13,6 +13,9 @@ class TwoTurnsConfig:
     """Nothing to set."""
 
 
+SECOND = "Now 2468 and 0"
+
+
 class TwoTurns:
     """The environment `two-turns`."""
 
@@ -26,11 +29,15 @@ class TwoTurns:
 
     async def run(self, task, model):
         await model.reply(task.prompt)
-        answer = await model.reply([Message("user", "Now 2468 and 0")])
-        return {"even": sum(c in "02468" for c in answer.text) / 8}
+        return graded((await model.reply([Message("user", SECOND)])).text)
 
     def close(self):
         pass
+
+
+def graded(answer):
+    """Reward the share of even digits among eight characters."""
+    return {"even": sum(c in "02468" for c in answer) / 8}
 
 
 @hookimpl

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 aiohttp = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
 
 from whet.data.chat import RewrittenHistory  # noqa: E402
-from whet.data.records import Completion, Episode, Request, Sampling, Task  # noqa: E402
+from whet.data.records import Completion, Episode, Request, Task  # noqa: E402
 from whet.errors import DataError, RequestLost, WorkerLost  # noqa: E402
 from whet.interfaces.environment import Address, Model  # noqa: E402
-from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens  # noqa: E402
+from whet.rollout.episode import Assignment, EpisodeFailed  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
 from whet.testing.fakes import ByteChat, FakeGenerator  # noqa: E402
+from whet.testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
 
 END = ByteChat.stop_tokens[0]
 Agent = Callable[["Client"], Awaitable[Any]]
@@ -66,40 +66,10 @@ class Foreign:
         pass
 
 
-def player(generator: Any, chat: Any = None, **changes: Any) -> Player:
-    defaults: dict[str, Any] = {
-        "sampling": Sampling(max_tokens=8),
-        "max_context": 0,
-        "seed": 0,
-        "purpose": "sample",
-        "retries": 0,
-        "deadline_seconds": 20.0,
-    }
-    made = Player(generator, chat or ByteChat(), **{**defaults, **changes})
-    return evolve(made, sampling=with_stop_tokens(made.sampling, made.chat))
-
-
 def play(agent: Agent, generator: Any, chat: Any = None, ignore: tuple[str, ...] = (), **changes: Any) -> Episode:
     environment = Foreign(agent, ignore)
     assignment = Assignment(Route("foreign", environment, "train"), Task("hello"), 3, 7)
-    return asyncio.run(player(generator, chat, **changes).episode(assignment, 0))
-
-
-class AltTokens(FakeGenerator):
-    """Spells its answers in tokens (byte + 300) that no encoder would choose for the same text."""
-
-    async def generate(self, request: Request) -> Completion:
-        made = await super().generate(request)
-        return evolve(made, tokens=np.where(made.tokens < 256, made.tokens + 300, made.tokens))
-
-
-class AltChat(ByteChat):
-    def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        return super().decode([t - 300 if t >= 300 else t for t in tokens])
-
-
-def alt(text: str) -> list[int]:
-    return [*(300 + b for b in text.encode()), END]
+    return asyncio.run(make_player(generator, chat, **changes).episode(assignment, 0))
 
 
 def test_a_conversation_is_one_sequence_with_the_tokens_that_were_sampled() -> None:
@@ -134,7 +104,7 @@ def test_it_is_drawn_as_if_the_environment_had_asked_itself() -> None:
 
     foreign = play(agent, drawn).trajectories
     assignment = Assignment(Route("foreign", Own(agent), "train"), Task("hello"), 3, 7)
-    own = asyncio.run(player(drawn).episode(assignment, 0)).trajectories
+    own = asyncio.run(make_player(drawn).episode(assignment, 0)).trajectories
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         assert np.array_equal(getattr(foreign[0], name), getattr(own[0], name)), name
 
@@ -186,7 +156,7 @@ def test_the_environments_own_history_is_continued() -> None:
         await client.text("a", "one", "b")
 
     assignment = Assignment(Route("foreign", Begun(agent), "train"), Task("hello"), 3, 7)
-    episode = asyncio.run(player(FakeGenerator(["one", "two"])).episode(assignment, 0))
+    episode = asyncio.run(make_player(FakeGenerator(["one", "two"])).episode(assignment, 0))
     assert [t.loss_mask.sum() for t in episode.trajectories] == [8]
 
 
@@ -433,7 +403,7 @@ def test_what_is_under_way_ends_with_the_episode_and_the_key_is_worth_nothing_th
 
     async def both() -> Any:
         assignment = Assignment(Route("foreign", Foreign(agent), "train"), Task("hello"), 3, 7)
-        episode = await player(generator).episode(assignment, 0)
+        episode = await make_player(generator).episode(assignment, 0)
         return episode, await left[0]
 
     episode, reply = asyncio.run(both())

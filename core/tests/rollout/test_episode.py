@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
 from whet.errors import InfrastructureError, RequestLost, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
-from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.episode import Assignment, EpisodeFailed
 from whet.rollout.routing import Route
 from whet.testing.fakes import ByteChat, FakeGenerator
+from whet.testing.playing import AltChat, AltTokens, make_player
 
 END = ByteChat.stop_tokens[0]
 
@@ -33,40 +33,13 @@ class Played:
         pass
 
 
-class AltTokens(FakeGenerator):
-    """Spells its answers in tokens (byte + 300) that no encoder would choose for the same text."""
-
-    async def generate(self, request: Request) -> Completion:
-        made = await super().generate(request)
-        tokens = np.where(made.tokens < 256, made.tokens + 300, made.tokens)
-        return Completion(made.id, tokens, made.logprobs, made.stop, made.versions)
-
-
-class AltChat(ByteChat):
-    def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        return super().decode([t - 300 if t >= 300 else t for t in tokens])
-
-
-def player(generator: Any, chat: Any = None, **changes: Any) -> Player:
-    defaults: dict[str, Any] = {
-        "sampling": Sampling(max_tokens=8),
-        "max_context": 0,
-        "seed": 0,
-        "purpose": "sample",
-        "retries": 0,
-        "deadline_seconds": 5.0,
-    }
-    made = Player(generator, chat or ByteChat(), **{**defaults, **changes})
-    return evolve(made, sampling=with_stop_tokens(made.sampling, made.chat))
-
-
 def assigned(environment: Any, index: int = 7, task: Task | None = None) -> Assignment:
     route = Route("puzzle", environment, "train")
     return Assignment(route, task or Task("hello", {"answer": "yes"}, "a.jsonl:4"), 3, index)
 
 
 def play(environment: Any, generator: Any, chat: Any = None, **changes: Any) -> Episode:
-    return asyncio.run(player(generator, chat, **changes).episode(assigned(environment), 0))
+    return asyncio.run(make_player(generator, chat, **changes).episode(assigned(environment), 0))
 
 
 def talk(*turns: str) -> Played:
@@ -197,7 +170,7 @@ def test_samples_of_a_group_share_the_prompt_they_have_in_common() -> None:
         return {"correct": 1.0}
 
     chat, generator = Counting(), FakeGenerator("x")
-    group = asyncio.run(player(generator, chat).group(assigned(Played(run)), 4))
+    group = asyncio.run(make_player(generator, chat).group(assigned(Played(run)), 4))
     first, later = generator.requests[:4], generator.requests[4:]
     assert len({request.prefix for request in first}) == 1
     assert first[0].prefix
@@ -213,7 +186,7 @@ def test_different_prompts_of_a_group_are_told_apart() -> None:
         return {"correct": 1.0}
 
     generator = FakeGenerator("x")
-    asyncio.run(player(generator).group(assigned(Played(run)), 4))
+    asyncio.run(make_player(generator).group(assigned(Played(run)), 4))
     by_prefix: dict[str, set[bytes]] = {}
     for request in generator.requests:
         by_prefix.setdefault(request.prefix, set()).add(request.tokens.tobytes())
@@ -224,7 +197,7 @@ def test_different_prompts_of_a_group_are_told_apart() -> None:
 def test_requests_are_seeded_by_their_position_alone() -> None:
     def seeds(index: int, purpose: str = "sample", seed: int = 0) -> list[int]:
         generator = FakeGenerator("x")
-        team = player(generator, purpose=purpose, seed=seed)
+        team = make_player(generator, purpose=purpose, seed=seed)
         asyncio.run(team.group(assigned(talk("a", "b"), index), 3))
         return sorted(request.seed for request in generator.requests)
 
@@ -277,7 +250,7 @@ def test_a_failed_episode_is_played_again_with_other_randomness() -> None:
 
     generator = FakeGenerator("x")
     assignment = assigned(Played(run))
-    episode = asyncio.run(player(generator, retries=2).episode(assignment, 0))
+    episode = asyncio.run(make_player(generator, retries=2).episode(assignment, 0))
     assert episode.rewards == {"correct": 1.0}
     assert len({request.seed for request in generator.requests}) == 3
     assert assignment.tally == {"retried": 2, "done": 1}
@@ -293,7 +266,7 @@ def test_what_breaks_down_in_passing_leaves_no_trace(error: type[Exception]) -> 
 
     generator = FakeGenerator("x")
     assignment = assigned(Played(run))
-    asyncio.run(player(generator, retries=0, infrastructure_retries=1).episode(assignment, 0))
+    asyncio.run(make_player(generator, retries=0, infrastructure_retries=1).episode(assignment, 0))
     first, second = generator.requests
     assert first.seed == second.seed
     assert assignment.tally == {"retried": 1, "done": 1}
@@ -307,7 +280,7 @@ def test_a_request_that_was_lost_with_its_replicas_is_not_made_again() -> None:
     generator = FakeGenerator("x")
     assignment = assigned(Played(run))
     with pytest.raises(EpisodeFailed, match="sample 0 failed once; last: 3 replicas were lost") as caught:
-        asyncio.run(player(generator, retries=5, infrastructure_retries=5).episode(assignment, 0))
+        asyncio.run(make_player(generator, retries=5, infrastructure_retries=5).episode(assignment, 0))
     assert caught.value.infrastructure
     assert len(generator.requests) == 1
     assert assignment.tally == {"infrastructure": 1}
@@ -321,7 +294,7 @@ def test_what_breaks_down_twice_is_tried_with_other_randomness_until_its_own_bud
     generator = FakeGenerator("x")
     assignment = assigned(Played(run))
     with pytest.raises(EpisodeFailed, match="sample 0 failed 3 times; last: ConnectionError: the sandbox") as caught:
-        asyncio.run(player(generator, retries=5, infrastructure_retries=2).episode(assignment, 0))
+        asyncio.run(make_player(generator, retries=5, infrastructure_retries=2).episode(assignment, 0))
     assert caught.value.infrastructure
     assert len({request.seed for request in generator.requests[:2]}) == 1
     assert len({request.seed for request in generator.requests}) == 2
@@ -433,5 +406,5 @@ def test_the_first_failure_ends_the_other_samples_of_the_group() -> None:
 
     generator = Slow(["good", "bad", "good", "x", "x"])
     with pytest.raises(EpisodeFailed, match="sample 1"):
-        asyncio.run(player(generator).group(assigned(Played(run)), 3))
+        asyncio.run(make_player(generator).group(assigned(Played(run)), 3))
     assert len(generator.cancelled) == 2

@@ -23,14 +23,14 @@ def errors(log: Path) -> str:
     lines, found = _lines(log), []
     for number, line in enumerate(lines):
         match = _ERROR.match(line)
-        if match and not points_elsewhere(line):
+        if match and not points_elsewhere(match[1]):
             found.append("\n".join([match[1], *_continued(lines[number + 1 :])]))
     return _cut(list(dict.fromkeys(found)))
 
 
 def points_elsewhere(error: str) -> bool:
-    """Whether an error only says that there was another."""
-    return any(words in error.lower() for words in _ELSEWHERE)
+    """Whether an error only says that there was another, such as that nobody writes to a pipe any more."""
+    return error == "EOFError" or any(words in error.lower() for words in _ELSEWHERE)
 
 
 def last_error(text: str) -> str:

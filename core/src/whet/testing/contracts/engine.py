@@ -1,4 +1,5 @@
-"""What every plugin must keep whose generator runs a foreign engine, whether that is installed or not.
+"""What every plugin must keep whose generator runs a foreign engine: `EngineContract` whether that is installed or not,
+`EngineFailuresContract` where it is.
 
 class TestPlugin(EngineContract):
     hooks = "my_plugin.hooks"
@@ -6,17 +7,30 @@ class TestPlugin(EngineContract):
     arguments = staticmethod(engine_arguments)
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
+from whet.cluster.local import LocalCluster
 from whet.component import Facts, resolve
+from whet.config.sections import DeadlinesSection
+from whet.data.records import Request, Sampling
+from whet.errors import WorkerError, WorkerLost
 from whet.foreign import CPU_CACHE_GIB, ForeignEngine
+from whet.interfaces.generator import Generator
 from whet.testing.contracts.component import MODEL, ComponentContract
+from whet.testing.processes import descendants
 from whet.testing.site import make_site
+
+Make = Callable[..., Generator]
 
 
 class EngineContract(ComponentContract):
@@ -69,3 +83,112 @@ class EngineContract(ComponentContract):
         site = make_site(tmp_path, "generator", tiny_model_folder)
         ours = {name for device in ("cpu", "cuda") for name in self.arguments(self.generator(), site, device)}
         assert ours | set(self.engine.ours) | set(self.engine.fixed) <= self.engine.known()
+
+
+DIES_ON_IMPORT = """
+import atexit, runpy, sys, warnings
+from pathlib import Path
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise ImportError("libtorch.so: undefined symbol of another torch")
+if any("spawn_main" in word for word in sys.orig_argv):
+    sys.meta_path.insert(0, Broken())
+    for number in range(40):
+        atexit.register(warnings.warn, f"there appear to be {{number + 2}} leaked semaphores")
+here = Path(__file__).parent
+others = (Path(folder) / "sitecustomize.py" for folder in sys.path if Path(folder) != here)
+if other := next((file for file in others if file.is_file()), None):
+    runpy.run_path(str(other))
+"""
+"""Runs as a process's interpreter starts, and has another one of its kind run that it stands in front of."""
+
+
+class EngineFailuresContract:
+    """Inherit, and name the class of the generator and its config, and what tells the process that computes.
+
+    Each test starts an engine. What one does not survive ends as a lost worker that says so in the engine's words.
+    """
+
+    generator: Callable[..., Generator]
+    config: type
+    process: str
+    """Part of the command line of the engine's process that computes."""
+    module: str
+    """What that process imports before anything else of the engine."""
+    name: str
+    """Of the engine, as errors have it."""
+    hang_seconds = 5.0
+    """The deadline of a request in whose midst the engine stands still."""
+
+    @pytest.fixture
+    def make(self, tmp_path: Path, tiny_model_folder: Path) -> Iterator[Make]:
+        """Start a generator on a worker process of its own."""
+        opened: list[Any] = []
+
+        def made(generate_seconds: float = 60.0, **settings: Any) -> Generator:
+            deadlines = attrs.evolve(DeadlinesSection(), generate=generate_seconds)
+            cluster = LocalCluster(tmp_path / "logs", deadlines=deadlines)
+            opened.append(cluster)
+            site = make_site(tmp_path, "generator", tiny_model_folder, cluster.slice("generator", size=1))
+            generator = type(self).generator(self.config(**{"cache_gib": 0.0625, **settings}), site)
+            opened.append(generator)
+            return generator
+
+        yield made
+        for thing in reversed(opened):
+            thing.close()
+
+    def engine_process(self) -> int:
+        """Find the process that computes; 0: there is none yet."""
+        return next((p.pid for p in descendants() if self.process in p.command), 0)
+
+    async def struck(
+        self, generator: Generator, number: signal.Signals, look: Callable[[int], None] = lambda process: None
+    ) -> tuple[BaseException, float]:
+        """Have the engine struck while it serves, once it was looked at; give what came of it, and after how many
+        seconds.
+        """
+
+        def request(name: str, most: int) -> Request:
+            return Request(name, np.array([5, 6, 7]), Sampling(max_tokens=most), 0)
+
+        await generator.generate(request("first", 8))
+        process = self.engine_process()
+        assert process
+        tasks = [asyncio.ensure_future(generator.generate(request(f"later-{n}", 240))) for n in range(32)]
+        await asyncio.sleep(0.1)
+        assert not tasks[-1].done()
+        look(process)
+        os.kill(process, number)
+        begin = time.monotonic()
+        *_, found = await asyncio.gather(*tasks, return_exceptions=True)  # the last is far from its turn
+        assert isinstance(found, BaseException), "it was served by an engine that had been struck"
+        return found, time.monotonic() - begin
+
+    def test_an_engine_that_is_killed_is_a_lost_worker(self, make: Make) -> None:
+        found, seconds = asyncio.run(self.struck(make(max_batch=2), signal.SIGKILL))
+        assert isinstance(found, WorkerLost)
+        assert f"{self.name}'s engine has died" in found.last_words
+        assert seconds < 30
+
+    def test_an_engine_that_hangs_is_a_lost_worker_after_its_deadline(self, make: Make) -> None:
+        generator = make(generate_seconds=self.hang_seconds, max_batch=2)
+        found, seconds = asyncio.run(self.struck(generator, signal.SIGSTOP))
+        assert isinstance(found, WorkerLost)
+        assert "generate" in str(found)
+        assert 4 < seconds < 60
+
+    def test_an_engine_whose_process_dies_on_import_says_of_what(
+        self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "broken"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(DIES_ON_IMPORT.format(module=self.module))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        with pytest.raises(
+            WorkerError, match=f"generator rank 0 failed in start: {self.name} .*did not start"
+        ) as raised:
+            make()
+        assert "ImportError: libtorch.so: undefined symbol of another torch" in raised.value.cause
+        assert "leaked semaphores" not in raised.value.cause
