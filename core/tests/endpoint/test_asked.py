@@ -7,7 +7,8 @@ import pytest
 
 from whet.data.messages import Message
 from whet.data.records import Sampling
-from whet.endpoint.asked import MODEL, Refused, Rules, check_ignored, read_chat, read_text, shown
+from whet.endpoint.asked import MODEL, Rules, check_ignored, read_chat, read_text, shown
+from whet.endpoint.refused import Refused
 from whet.errors import WhetError
 
 BASE = Sampling(max_tokens=100, temperature=0.7, stop=("END",), stop_tokens=(2,))

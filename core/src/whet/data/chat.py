@@ -8,6 +8,7 @@ History is append-only. What is appended is found by comparing texts that the te
 is tokenised. A template that rewrites what went before (drops the reasoning of earlier turns, say) is refused.
 """
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from whet.data.messages import Conversation, Message
+from whet.data.calls import CallFormat, call_format
+from whet.data.messages import Conversation, Message, Tools
 from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
 from whet.data.templates import ChatTemplate, read_template, read_text
@@ -63,6 +65,7 @@ class ChatTokenizer:
         generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
+        self._tools: Tools = ()
         self._source, self._own = given or read_template(self.folder, self._config), given is None
 
     @cached_property
@@ -77,6 +80,19 @@ class ChatTokenizer:
             return ChatTemplate(self._source, self._special, self._now)
         except DataError as error:
             raise DataError(f"{self.folder if self._own else 'model.chat_template'}: {error}") from error
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the model writes calls of tools. Raises `DataError` where its chat template knows no tools."""
+        found = call_format(lambda talk, tools: self.template.render(talk, tools=tools))
+        return evolve(found, special=found.marker not in self.decode(self.encode(found.marker)))
+
+    def with_tools(self, tools: Tools) -> "ChatTokenizer":
+        """Give one whose conversations have these tools. Raises `DataError` where the chat template knows none."""
+        other = copy.copy(self)
+        other.__dict__.update({"call_format": self.call_format} if tools else {})
+        other._tools = tools
+        return other
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -117,7 +133,7 @@ class ChatTokenizer:
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Give the tokens [L] that the model is to continue, the header of its turn included."""
-        return self.encode(self.template.render(conversation, generation_prompt=True))
+        return self.encode(self._render(conversation))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Give the tokens to append after the model's last completion, so that it can answer `messages`.
@@ -127,13 +143,17 @@ class ChatTokenizer:
         """
         if not history or history[-1].role != "assistant":
             raise ValueError("a history to continue ends in a message of the assistant")
-        asked = self.template.render(history[:-1], generation_prompt=True)
-        whole = self.template.render((*history, *messages), generation_prompt=True)
+        asked = self._render(history[:-1])
+        whole = self._render((*history, *messages))
         end = _end_of(history[-1].text, whole, len(asked)) if whole.startswith(asked) else None
         if end is None:
             raise _rewritten(asked + history[-1].text, whole)
         rest = whole[end:]
         return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
+
+    def _render(self, conversation: Conversation) -> str:
+        """Give the text that the model is to continue."""
+        return self.template.render(conversation, generation_prompt=True, tools=self._tools)
 
     def training(self, conversation: Conversation, train_on: TrainOn = "all", first: int = 0) -> Trainable:
         """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.

@@ -1,4 +1,8 @@
-"""Messages of a conversation. Content is a list of typed parts from the first day; text is the only kind yet."""
+"""Messages of a conversation. Content is a list of typed parts from the first day; text is the only kind yet.
+
+Calls of tools stand beside the content where others wrote them, in the terms of OpenAI's API. What the model itself
+wrote is recorded as its text, calls included.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,6 +26,22 @@ def _parts(content: str | Iterable[Text]) -> tuple[Text, ...]:
     return (Text(content),) if isinstance(content, str) else tuple(content)
 
 
+Tools = tuple[str, ...]
+"""Tools that a model may call: the JSON of each, as chat templates take it."""
+
+
+@frozen
+class Call:
+    """A call of a tool."""
+
+    id: str
+    """Names it, for the message that answers it."""
+    name: str
+    """The tool's."""
+    arguments: str
+    """A JSON object."""
+
+
 @frozen
 class Message:
     """One message. `Message("user", "hi")` and `Message("user", (Text("hi"),))` are the same."""
@@ -30,6 +50,10 @@ class Message:
     """One of `ROLES`: `system`, `user`, `assistant`, `tool`."""
     content: tuple[Text, ...] = field(converter=_parts)
     """Its parts; text alone may be given as a string."""
+    calls: tuple[Call, ...] = ()
+    """Of an assistant that calls tools, after its content."""
+    answers: str = ""
+    """Of a tool: the id of the call that it answers."""
 
     @property
     def text(self) -> str:

@@ -2,7 +2,7 @@
 
 Template, globals, filters and variables are those of `transformers`' `apply_chat_template`, so that the text is
 the same character for character. A template is code from wherever the model came from: it runs in Jinja's
-immutable sandbox and sees nothing but strings.
+immutable sandbox and sees nothing but strings, and tools as JSON has them.
 """
 
 import json
@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from whet.data.messages import Conversation
+from whet.data.messages import Conversation, Message, Tools
 from whet.errors import DataError
 
 
@@ -36,13 +36,12 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
 
-    def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
+    def render(self, conversation: Conversation, *, generation_prompt: bool = False, tools: Tools = ()) -> str:
         """Give the text of a conversation. Raises `DataError` where the template refuses it."""
-        messages = [{"role": message.role, "content": message.text} for message in conversation]
         try:
             return self._template.render(
-                messages=messages,
-                tools=None,
+                messages=[_seen(message) for message in conversation],
+                tools=[json.loads(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
@@ -50,6 +49,20 @@ class ChatTemplate:
         except _FAULTS as error:
             roles = ", ".join(message.role for message in conversation) or "none"
             raise DataError(f"the chat template refuses a conversation with the roles {roles}: {error}") from error
+
+
+def _seen(message: Message) -> dict[str, Any]:
+    """Give a message as templates see it."""
+    seen: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.answers:
+        seen["tool_call_id"] = message.answers
+    if message.calls:
+        seen["content"] = message.text or None
+        seen["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in message.calls
+        ]
+    return seen
 
 
 _FAULTS = (

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
-from whet.data.messages import Conversation, conversation
+from whet.data.messages import Conversation, Tools
 from whet.data.records import IntArray, Sampling
-from whet.errors import DataError, WhetError
+from whet.endpoint.refused import Refused, unwanted
+from whet.endpoint.said import is_text, read_messages, read_tools
+from whet.errors import WhetError
 
 MODEL = "policy"
 """What requests call the model: there is one."""
@@ -35,23 +37,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Parameters that are not understood, and the values with which they change nothing."""
 WITHOUT_EFFECT = (
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "user",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user",
 )  # fmt: skip
 """Parameters that say nothing about the answer."""
-
-
-class Refused(WhetError):  # noqa: N818 - it says what becomes of the request
-    """A request is not answered, or not as it was asked."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
 
 
 @frozen
@@ -84,6 +75,10 @@ class Asked:
     show_logprobs: bool
     show_tokens: bool
     """Whether the answer has the ids of all tokens, prompt included (`return_token_ids`, as vLLM has it)."""
+    tools: Tools = ()
+    """That the model is told of."""
+    reads_calls: bool = False
+    """Whether calls that it makes are told as such, rather than as the text that they are."""
 
     @property
     def is_chat(self) -> bool:
@@ -95,9 +90,13 @@ def read_chat(body: Any, rules: Rules) -> Asked:
     """Read the body of `/v1/chat/completions`. Raises `Refused`."""
     fields = _Fields(body, rules)
     fields.model()
-    messages = _conversation(fields.take("messages"))
+    messages = read_messages(fields.take("messages"))
+    tools, called = fields.tools()
     limits = [fields.integer(name, 1, None) for name in ("max_completion_tokens", "max_tokens")]
-    return _asked(fields, messages, min((n for n in limits if n is not None), default=None), fields.flag("logprobs"))
+    limit = min((n for n in limits if n is not None), default=None)
+    logprobs = fields.flag("logprobs")
+    fields.refuse_top_logprobs()
+    return evolve(_asked(fields, messages, limit, logprobs), tools=tools, reads_calls=called)
 
 
 def read_text(body: Any, rules: Rules) -> Asked:
@@ -107,7 +106,7 @@ def read_text(body: Any, rules: Rules) -> Asked:
     prompt = _prompt(fields.take("prompt"))
     limit, logprobs = fields.integer("max_tokens", 1, None), fields.integer("logprobs", 0, None)
     if logprobs:
-        raise _unwanted("logprobs", logprobs, "0: there are those of the tokens that were sampled alone")
+        raise unwanted("logprobs", logprobs, "0: there are those of the tokens that were sampled alone")
     return _asked(fields, prompt, limit, logprobs is not None)
 
 
@@ -152,7 +151,7 @@ class _Fields:
     def flag(self, name: str) -> bool:
         value = self.take(name, False)
         if not isinstance(value, bool):
-            raise _unwanted(name, value, "true or false")
+            raise unwanted(name, value, "true or false")
         return value
 
     def integer(self, name: str, low: int, high: int | None) -> int | None:
@@ -161,13 +160,13 @@ class _Fields:
             return None
         bound = "" if high is None else f" to {high}"
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            raise _unwanted(name, value, f"an integer from {low}{bound}")
+            raise unwanted(name, value, f"an integer from {low}{bound}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise _unwanted(name, value, f"a number from {low:g} to {high:g}")
+            raise unwanted(name, value, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def sampled(self) -> Sampling:
@@ -175,7 +174,7 @@ class _Fields:
         base, top_k = self.rules.sampling, self.integer("top_k", -1, MOST_K)
         temperature = self.number("temperature", 0, 100, base.temperature)
         if 0 < temperature < LEAST_TEMPERATURE:
-            raise _unwanted("temperature", temperature, f"0, or at least {LEAST_TEMPERATURE:g}")
+            raise unwanted("temperature", temperature, f"0, or at least {LEAST_TEMPERATURE:g}")
         asked = evolve(
             base,
             temperature=temperature,
@@ -203,14 +202,33 @@ class _Fields:
         value = self.take("stop", [])
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(map(_is_stop, stops)):
-            raise _unwanted("stop", value, f"text or a list of at most {MOST_STOPS}, of 1 to {LONGEST_STOP} characters")
+            raise unwanted("stop", value, f"text or a list of at most {MOST_STOPS}, of 1 to {LONGEST_STOP} characters")
         return tuple(stops)
 
     def usage(self) -> bool:
         options = self.take("stream_options", {})
         if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-            raise _unwanted("stream_options", options, "{include_usage: true or false}")
+            raise unwanted("stream_options", options, "{include_usage: true or false}")
         return bool(options.get("include_usage"))
+
+    def tools(self) -> tuple[Tools, bool]:
+        """Give the tools, and whether calls of them are to be read."""
+        tools = read_tools(self.take("tools", []), "" if "strict" in self.rules.ignore else self._way_out("strict"))
+        choice, parallel = self.take("tool_choice", "auto"), self.take("parallel_tool_calls", True)
+        freely = "what the model answers is sampled freely"
+        if choice not in ("auto", "none"):
+            why = f"tool_choice is {choice!r:.80}, and {freely}: it cannot be made to call; wanted auto or none"
+            raise Refused(400, f"{why}; {self._way_out('tool_choice')}", "tool_choice")
+        if tools and parallel is not True:
+            why = f"parallel_tool_calls is {parallel!r:.80}, and {freely}: it may call several tools"
+            raise Refused(400, f"{why}; {self._way_out('parallel_tool_calls')}", "parallel_tool_calls")
+        return tools, bool(tools) and choice == "auto"
+
+    def refuse_top_logprobs(self) -> None:
+        """Raise `Refused` where the likeliest tokens are asked for: generators give the logprobs of sampled ones."""
+        if asked := self.integer("top_logprobs", 0, None):
+            why = f"top_logprobs is {asked}, and there are the logprobs of sampled tokens alone (logprobs: true)"
+            raise Refused(400, f"{why}; {self._way_out('top_logprobs')}", "top_logprobs")
 
     def refuse_others(self) -> None:
         """Raise `Refused` for a field that nobody has read and that might mean something."""
@@ -223,56 +241,18 @@ class _Fields:
         return "leave it out" + f", or have it ignored: model.endpoint(ignore=[{name!r}])" * self.rules.fixed
 
 
-def _unwanted(name: str, value: Any, wanted: str) -> Refused:
-    return Refused(400, f"{name} is {value!r:.80}, wanted {wanted}", name)
-
-
 def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= LONGEST_STOP and _is_text(value)
-
-
-def _is_text(value: str) -> bool:
-    """Whether text has no half characters, which no tokenizer takes."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _conversation(value: Any) -> Conversation:
-    """Read messages. What a client adds to those that it was given, and is null, is nothing."""
-    if not isinstance(value, list) or not value:
-        raise _unwanted("messages", value, "a list of messages")
-    try:
-        messages = conversation([_plain(message) for message in value])
-    except DataError as error:
-        raise Refused(400, str(error), "messages") from error
-    if not all(_is_text(message.text) for message in messages):
-        raise Refused(400, "a message has half a character (a lone surrogate)", "messages")
-    if messages[-1].role == "assistant":
-        raise Refused(400, "the last message is the assistant's own: there is nothing to answer", "messages")
-    return messages
-
-
-def _plain(message: Any) -> Any:
-    """Take the role `developer` for what it was called before; refuse calls of tools."""
-    if not isinstance(message, dict):
-        return message
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise Refused(400, f"a message has {name}, and messages here are text alone", "messages")
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
+    return isinstance(value, str) and 1 <= len(value) <= LONGEST_STOP and is_text(value)
 
 
 def _prompt(value: Any) -> str | IntArray:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
-    if isinstance(value, str) and value and _is_text(value):
+    if isinstance(value, str) and value and is_text(value):
         return value
     if isinstance(value, list) and value and all(type(token) is int and 0 <= token < 2**31 for token in value):
         return np.array(value, np.int64)
-    raise _unwanted("prompt", value, "text, or a list of token ids; one prompt")
+    raise unwanted("prompt", value, "text, or a list of token ids; one prompt")
 
 
 def check_ignored(names: Collection[str]) -> frozenset[str]:

@@ -5,11 +5,13 @@
               [u1 a1 u3]        -> a3    a fork: begins with u1 a1          u1 a1 u3 a3
               [u1 xx u2]        -> a4    was never said: another sequence   u1 xx u2 a4
 
-Conversations are compared as they were shown, white space around the model's words aside. What was recorded is
-continued with its own tokens, never with those of the text that the agent sends back.
+Conversations are compared as they were shown, white space around the model's words and the ids of calls aside. What was
+recorded is continued with its own tokens, never with those of the text that the agent sends back. One with other tools
+is another conversation, for its beginning differs.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from hashlib import blake2b
@@ -20,10 +22,12 @@ import numpy as np
 from attrs import frozen
 
 from whet.data.chat import RewrittenHistory
-from whet.data.messages import Conversation, Message
+from whet.data.messages import Conversation, Message, Tools
 from whet.data.records import IntArray
 from whet.endpoint import told
-from whet.endpoint.asked import Asked, Refused, Rules, check_ignored, shown
+from whet.endpoint.asked import Asked, Rules, check_ignored
+from whet.endpoint.calls import answered, check_tools
+from whet.endpoint.refused import Refused
 from whet.endpoint.told import Answer
 from whet.errors import DataError
 from whet.interfaces.environment import Address
@@ -118,10 +122,11 @@ class EpisodeLine:
             raise Refused(503, "the model cannot answer; the episode ends here", code="model_failed") from error
 
     async def _answers(self, asked: Asked) -> list[Answer]:
-        place, messages, tokens = self._found(asked.prompt)
+        check_tools(asked, self._chat)
+        place, messages, tokens = self._found(asked)
         chosen: list[RecordedModel] = []
         for _ in range(asked.count):
-            chosen.append(self._sequence(place))
+            chosen.append(self._sequence(place, asked.tools))
             self._asked.add(chosen[-1])
         try:
             turns = await gather_or_cancel(one.turn(messages, asked.sampling, tokens) for one in chosen)
@@ -131,17 +136,18 @@ class EpisodeLine:
             raise Refused(400, str(error), "messages") from error
         finally:
             self._asked.difference_update(chosen)
-        answers = [Answer(turn.prompt, turn.completion, shown(turn.text, asked.stops)) for turn in turns]
+        answers = [answered(asked, self._chat, turn.prompt, turn.completion) for turn in turns]
         for one, answer in zip(chosen, answers, strict=True):
-            self._note(one, asked.prompt, answer)
+            self._note(one, asked, answer)
         return answers
 
-    def _found(self, prompt: Conversation | str | IntArray) -> tuple[_Place | None, Conversation, IntArray | None]:
+    def _found(self, asked: Asked) -> tuple[_Place | None, Conversation, IntArray | None]:
         """Find how much of a prompt is recorded; give that place, None where nothing is, and what is to be appended:
         messages, and tokens in their place where there is no use of the chat template.
         """
+        prompt = asked.prompt
         if isinstance(prompt, tuple):
-            keys = _chain(prompt)
+            keys = _chain(prompt, asked.tools)
             length = next((n for n in reversed(range(len(prompt))) if keys[n] in self._places), None)
             return (None, prompt, None) if length is None else (self._places[keys[length]], prompt[length:], None)
         if isinstance(prompt, str):
@@ -151,10 +157,10 @@ class EpisodeLine:
         rest = prompt[len(place.tokens) :] if place else prompt
         return place, (Message("user", self._chat.decode(rest)),) if len(rest) else (), rest
 
-    def _sequence(self, place: _Place | None) -> RecordedModel:
+    def _sequence(self, place: _Place | None, tools: Tools) -> RecordedModel:
         """Give the sequence that goes on from a place: its own where it still stands there, else another."""
         if place is None:
-            one = self._model.fresh()
+            one = self._model.fresh(tools)
         elif place.sequence.turns == place.turns and place.sequence not in self._asked:
             return place.sequence
         else:
@@ -162,17 +168,20 @@ class EpisodeLine:
         self._sequences.append(one)
         return one
 
-    def _note(self, sequence: RecordedModel, prompt: Conversation | str | IntArray, answer: Answer) -> None:
+    def _note(self, sequence: RecordedModel, asked: Asked, answer: Answer) -> None:
         place = _Place(sequence, sequence.turns)
         self._all.append(place)
-        if isinstance(prompt, tuple):
-            self._places[_chain((*prompt, Message("assistant", answer.text)))[-1]] = place
+        if isinstance(asked.prompt, tuple):
+            said = Message("assistant", answer.text, answer.calls)
+            self._places[_chain((*asked.prompt, said), asked.tools)[-1]] = place
 
 
-def _chain(messages: Conversation) -> list[bytes]:
+def _chain(messages: Conversation, tools: Tools = ()) -> list[bytes]:
     """Give a digest of no message, of the first, of the first two, and so on: [messages + 1]."""
-    chain = [b""]
+    chain = [blake2b("\n".join(tools).encode()).digest() if tools else b""]
     for message in messages:
         text = message.text.strip() if message.role == "assistant" else message.text
-        chain.append(blake2b(chain[-1] + f"\n{message.role}\n{text}".encode(errors="surrogatepass")).digest())
+        calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
+        said = f"\n{message.role}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
+        chain.append(blake2b(chain[-1] + said.encode(errors="surrogatepass")).digest())
     return chain

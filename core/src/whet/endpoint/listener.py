@@ -20,7 +20,8 @@ from attrs import define, field
 
 from whet.config.sections import EndpointSection
 from whet.data.messages import Conversation
-from whet.endpoint.asked import MODEL, Asked, Refused, Rules
+from whet.endpoint.asked import MODEL, Asked, Rules
+from whet.endpoint.refused import Refused
 from whet.errors import PluginError
 from whet.interfaces.environment import Address
 

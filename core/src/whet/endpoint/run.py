@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
-from whet.data.messages import Conversation
 from whet.data.records import Completion, IntArray, Request, Sampling
 from whet.endpoint import told
-from whet.endpoint.asked import Asked, Refused, Rules, shown
+from whet.endpoint.asked import Asked, Rules
+from whet.endpoint.calls import answered, check_tools
 from whet.endpoint.listener import Listener
+from whet.endpoint.refused import Refused
 from whet.endpoint.told import Answer
 from whet.errors import DataError, InfrastructureError, WhetError, WorkerError
 from whet.interfaces.environment import Address
@@ -104,7 +105,8 @@ class RunLine:
         return told.reply(asked, name, await self._answers(asked, name), self._chat.pieces)
 
     async def _answers(self, asked: Asked, name: str) -> list[Answer]:
-        tokens, number = self._tokens(asked.prompt), next(self._numbers)
+        check_tools(asked, self._chat)
+        tokens, number = self._tokens(asked), next(self._numbers)
         room = self._max_context - len(tokens) if self._max_context else asked.sampling.max_tokens
         if room < 1:
             message = f"a prompt of {len(tokens)} tokens leaves no room for an answer in {self._max_context}"
@@ -116,8 +118,7 @@ class RunLine:
             for i in range(asked.count)
         ]
         completions = await gather_or_cancel(self._completion(request) for request in requests)
-        texts = [shown(self._chat.decode(completion.tokens), asked.stops) for completion in completions]
-        answers = [Answer(tokens, *made) for made in zip(completions, texts, strict=True)]
+        answers = [answered(asked, self._chat, tokens, completion) for completion in completions]
         for request, answer in zip(requests, answers, strict=True):
             await self._kept.add(request, answer)
         return answers
@@ -132,13 +133,14 @@ class RunLine:
             raise Refused(400, str(error)) from error
         return checked_completion(completion, request)
 
-    def _tokens(self, prompt: Conversation | str | IntArray) -> IntArray:
+    def _tokens(self, asked: Asked) -> IntArray:
+        prompt = asked.prompt
         if isinstance(prompt, np.ndarray):
             return prompt
         if isinstance(prompt, str):
             return self._chat.encode(prompt)
         try:
-            return self._chat.prompt(prompt)
+            return self._chat.with_tools(asked.tools).prompt(prompt)
         except DataError as error:
             raise Refused(400, str(error), "messages") from error
 

@@ -16,8 +16,9 @@ from aiohttp import web
 
 from whet.config.sections import EndpointSection
 from whet.endpoint import told
-from whet.endpoint.asked import MODEL, Asked, Refused, Rules, read_chat, read_text
+from whet.endpoint.asked import MODEL, Asked, Rules, read_chat, read_text
 from whet.endpoint.listener import OpenLine
+from whet.endpoint.refused import Refused
 from whet.errors import WhetError
 
 BODY_SECONDS = 30.0

@@ -8,8 +8,10 @@ from typing import Any
 
 from attrs import frozen
 
+from whet.data.messages import Call
 from whet.data.records import Completion, IntArray
-from whet.endpoint.asked import MODEL, Asked, Refused
+from whet.endpoint.asked import MODEL, Asked
+from whet.endpoint.refused import Refused
 
 Pieces = Callable[[IntArray], list[str]]
 """Gives the text of each token."""
@@ -23,7 +25,9 @@ class Answer:
     """All tokens before it: [prompt]."""
     completion: Completion
     text: str
-    """As it is shown: without special tokens, up to where a stop string of the request begins."""
+    """As it is shown: without special tokens, up to where a stop string of the request or a call of a tool begins."""
+    calls: tuple[Call, ...] = ()
+    """Of tools, after the text."""
 
 
 def reply(asked: Asked, name: str, answers: Sequence[Answer], pieces: Pieces) -> dict[str, Any]:
@@ -45,15 +49,26 @@ def _choice(asked: Asked, index: int, answer: Answer, pieces: Pieces) -> dict[st
     completion = answer.completion
     said: dict[str, Any] = {"text": answer.text}
     if asked.is_chat:
-        said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        said = {"message": _message(answer)}
     return {
         "index": index,
         **said,
-        "finish_reason": completion.stop,
+        "finish_reason": "tool_calls" if answer.calls and completion.stop == "stop" else completion.stop,
         "logprobs": _logprobs(asked, completion, pieces) if asked.show_logprobs else None,
         "weight_versions": [[int(first), int(version)] for first, version in completion.versions],
         **({"token_ids": completion.tokens.tolist()} if asked.show_tokens else {}),
     }
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
 
 
 def _logprobs(asked: Asked, completion: Completion, pieces: Pieces) -> dict[str, Any]:
@@ -83,9 +98,15 @@ def events(asked: Asked, whole: Mapping[str, Any]) -> bytes:
 
 
 def _begun(choice: Mapping[str, Any]) -> dict[str, Any]:
-    said = {"delta": choice["message"]} if "message" in choice else {"text": choice["text"]}
+    said = {"delta": _delta(choice["message"])} if "message" in choice else {"text": choice["text"]}
     kept = {name: choice[name] for name in ("index", "logprobs", "token_ids") if name in choice}
     return {**kept, **said, "finish_reason": None}
+
+
+def _delta(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a whole message as a part of one: there calls are numbered."""
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _ended(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from attrs import evolve, field, frozen
 
-from whet.data.messages import Conversation
+from whet.data.calls import CallFormat
+from whet.data.messages import Conversation, Tools
 from whet.data.records import Episode, Group, IntArray, Sampling, Task
 from whet.endpoint.listener import Listener
 from whet.errors import EnvironmentError as WhetEnvironmentError
@@ -36,13 +37,18 @@ class Chat(Protocol):
 
     def encode(self, text: str) -> IntArray: ...  # noqa: D102
 
-    def decode(self, tokens: IntArray) -> str: ...  # noqa: D102
+    def decode(self, tokens: IntArray, skip_special: bool = True) -> str: ...  # noqa: D102
 
     def pieces(self, tokens: IntArray) -> list[str]: ...  # noqa: D102
 
+    @property
+    def call_format(self) -> CallFormat: ...  # noqa: D102
 
-Prompts = dict[Conversation, tuple[str, IntArray]]
-"""Opening messages of a group -> the name under which requests share their computation, and the tokens."""
+    def with_tools(self, tools: Tools) -> "Chat": ...  # noqa: D102
+
+
+Prompts = dict[tuple[Tools, Conversation], tuple[str, IntArray]]
+"""Tools and opening messages of a group -> the name under which requests share their computation, and the tokens."""
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve, frozen
 
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory
 from whet.errors import EnvironmentError as WhetEnvironmentError
 from whet.errors import PluginError, WhetError
@@ -53,9 +53,12 @@ class RecordedModel:
 
     def __init__(
         self, player: "Player", assignment: "Assignment", seat: tuple[int, int],
-        family: "list[RecordedModel] | None" = None,
+        family: "list[RecordedModel] | None" = None, tools: Tools = (),
     ) -> None:  # fmt: skip
-        """Begin a sequence without history; `seat` is (sample, attempt)."""
+        """Begin a sequence without history; `seat` is (sample, attempt). Raises `DataError` where the chat template
+        knows no tools, and there are some.
+        """
+        self._tools, self._chat = tools, player.chat.with_tools(tools) if tools else player.chat
         self._player, self._assignment, self._seat = player, assignment, seat
         self.family: list[RecordedModel] = [] if family is None else family
         """All sequences of the episode, in the order they were started."""
@@ -77,15 +80,15 @@ class RecordedModel:
 
     def fork_after(self, turns: int) -> "RecordedModel":
         """Start another sequence with the history as it was after so many completions of this one."""
-        other = self.fresh()
+        other = self.fresh(self._tools)
         other._tokens, other.messages = self.history(turns)
         other._marks = [self._marks[turns]]
         other._full = self._full and turns == self.turns
         return other
 
-    def fresh(self) -> "RecordedModel":
+    def fresh(self, tools: Tools = ()) -> "RecordedModel":
         """Start another sequence of the same episode, without history."""
-        return RecordedModel(self._player, self._assignment, self._seat, self.family)
+        return RecordedModel(self._player, self._assignment, self._seat, self.family, tools)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Give a foreign agent an address at which it asks the model; see `whet.endpoint.episode`."""
@@ -159,13 +162,13 @@ class RecordedModel:
         if appended is not None:
             return "", np.concatenate([self._tokens, appended])
         if len(self._tokens):
-            chat, ended = self._player.chat, int(self._tokens[-1]) in self._player.chat.stop_tokens
-            return "", np.concatenate([self._tokens, chat.continuation(self.messages, ended, messages)])
-        prompts = self._assignment.prompts
-        if messages not in prompts:
+            ended = int(self._tokens[-1]) in self._chat.stop_tokens
+            return "", np.concatenate([self._tokens, self._chat.continuation(self.messages, ended, messages)])
+        prompts, key = self._assignment.prompts, (self._tools, messages)
+        if key not in prompts:
             name = f"{self._player.purpose}-{self._assignment.index}-{len(prompts)}"
-            prompts[messages] = (name, self._player.chat.prompt(messages))
-        return prompts[messages]
+            prompts[key] = (name, self._chat.prompt(messages))
+        return prompts[key]
 
     async def _out_of_room(self, length: int) -> Reply:
         if not len(self._tokens):

@@ -4,6 +4,7 @@ Use them to test what stands on an interface. What implements one is tested with
 """
 
 import asyncio
+import copy
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -17,12 +18,13 @@ from attrs import frozen
 from whet import metrics, randomness
 from whet.component import Spec
 from whet.data.batch import Batch
-from whet.data.messages import Conversation, Message, conversation
+from whet.data.calls import CallFormat
+from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop
 from whet.endpoint import told
-from whet.endpoint.asked import Asked, Rules, check_ignored, shown
+from whet.endpoint.asked import Asked, Rules, check_ignored
+from whet.endpoint.calls import answered
 from whet.endpoint.listener import Listener
-from whet.endpoint.told import Answer
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
@@ -98,7 +100,7 @@ class _ScriptedLine:
     rules: Rules
 
     async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
-        chat = ByteChat()
+        chat = ByteChat().with_tools(asked.tools)
         prompt = asked.prompt if isinstance(asked.prompt, tuple) else (Message("user", str(asked.prompt)),)
         texts = [self.script(prompt) for _ in range(asked.count)]
         self.model.messages = [*prompt, Message("assistant", texts[0])]
@@ -106,7 +108,7 @@ class _ScriptedLine:
         for text in texts:
             tokens = np.append(chat.encode(text), chat.stop_tokens)
             made = Completion(name, tokens, np.zeros(len(tokens), np.float32), self.stop, ((0, 0),))
-            answers.append(Answer(chat.prompt(prompt), made, shown(text, asked.stops)))
+            answers.append(answered(asked, chat, chat.prompt(prompt), made))
         return told.reply(asked, name, answers, chat.pieces)
 
 
@@ -155,20 +157,41 @@ class ByteCodec:
 
 
 class ByteChat(ByteCodec):
-    """The smallest stand-in for a `ChatTokenizer`: `role: text` in lines, a token for each byte."""
+    """The smallest stand-in for a `ChatTokenizer`: `role: text` in lines, a token for each byte.
+
+    Calls of tools are written as Qwen does, `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    """
+
+    call_format = CallFormat("", "<tool_call>", None, "name", "arguments")
+    _tools: Tools = ()
+
+    def with_tools(self, tools: Tools) -> "ByteChat":
+        """Give one whose prompts begin with these tools."""
+        other = copy.copy(self)
+        other._tools = tools
+        return other
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Give the tokens that the model is to continue."""
-        return self.encode("".join(f"{message.role}: {message.text}\n" for message in conversation) + "assistant: ")
+        return self.encode("".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Give the tokens to append after the model's last completion."""
         end = np.asarray([] if stopped else self.stop_tokens, np.int64)
-        return np.concatenate([end, self.encode("\n"), self.prompt(messages)])
+        return np.concatenate([end, self.encode("\n" + _lines(messages))])
 
     def pieces(self, tokens: IntArray) -> list[str]:
         """Give the text of each token."""
         return [self.decode([token]) for token in tokens]
+
+
+def _lines(conversation: Conversation) -> str:
+    return "".join(f"{message.role}: {message.text}{_called(message)}\n" for message in conversation) + "assistant: "
+
+
+def _called(message: Message) -> str:
+    calls = ({"name": call.name, "arguments": json.loads(call.arguments)} for call in message.calls)
+    return "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
 
 
 class FakeGenerator:

@@ -1,0 +1,197 @@
+"""How a model writes calls of tools, as its chat template does: found by rendering one, read back from what it answers.
+
+    Qwen, Hermes     <tool_call>\\n{"name": "f", "arguments": {"x": 1}}\\n</tool_call>
+    Llama 3          {"name": "f", "parameters": {"x": 1}}
+    Mistral          [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "123456789"}]
+    DeepSeek         <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>
+
+No template is known by name: what counts is what stands before a call, and whether its name is within the JSON or
+before it. What an answer holds is hostile text: it is parsed as JSON or taken for text, and nothing else.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attrs import frozen
+
+from whet.data.messages import Call, Conversation, Message, Tools
+from whet.errors import DataError
+
+NAME, KEY, VALUE, ANSWER = "whet_probe", "whetstone", "w1", "whet-answer"
+TOOL = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": NAME,
+            "description": "Sharpen.",
+            "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}, "required": [KEY]},
+        },
+    }
+)
+PROBE = Call("123456789", NAME, json.dumps({KEY: VALUE}))
+_SPACE, _SEPARATORS, _MARKER = re.compile(r"\s*"), re.compile(r"[;,\s]*"), re.compile(r"[<\[].*", re.DOTALL)
+Render = Callable[[Conversation, Tools], str]
+"""(conversation, tools) -> its text, without the header of a further turn."""
+
+
+@frozen
+class CallFormat:
+    """What calls look like."""
+
+    opening: str
+    """What stands once before all calls of a turn."""
+    marker: str
+    """What stands before each; empty: a turn that calls is nothing else."""
+    middle: str | None
+    """What stands between its name and the JSON of its arguments; None: both are in one object."""
+    name: str = ""
+    """The key of the name in that object."""
+    arguments: str = ""
+    """The key of the arguments in it."""
+    special: bool = False
+    """Whether the marker is special tokens, which text without those lacks."""
+
+    def read(self, text: str) -> tuple[str, tuple[Call, ...]]:
+        """Give what an answer says before its calls, and these, without ids. Calls that are damaged are text."""
+        try:
+            calls = tuple(self._calls(text))
+        except (ValueError, RecursionError):
+            return text, ()
+        if not calls:
+            return text, ()
+        return text[: text.find(self.marker)].rstrip().removesuffix(self.opening).rstrip(), calls
+
+    def _calls(self, text: str) -> Iterator[Call]:
+        if not self.marker:
+            yield from self._bare(text.strip())
+            return
+        at = text.find(self.marker)
+        while at >= 0:
+            found, at = self._one(text, at + len(self.marker))
+            yield from found
+            at = text.find(self.marker, at)
+
+    def _one(self, text: str, at: int) -> tuple[list[Call], int]:
+        """Read what follows a marker: a call, or a list of calls."""
+        if self.middle is None:
+            value, end = _json(text, at)
+            return [self._call(one) for one in (value if isinstance(value, list) else [value])], end
+        begin = text.find(self.middle or "{", at)
+        name = text[at:begin].strip() if begin >= 0 else ""
+        value, end = _json(text, begin + len(self.middle)) if name else (None, at)
+        return [_made(name, value)], end
+
+    def _bare(self, text: str) -> Iterator[Call]:
+        """Read an answer that is calls and nothing else."""
+        at = 0
+        while at < len(text):
+            value, at = _json(text, at)
+            yield from (self._call(one) for one in (value if isinstance(value, list) else [value]))
+            at = _after(_SEPARATORS, text, at)
+
+    def _call(self, value: Any) -> Call:
+        if not isinstance(value, dict):
+            raise ValueError("a call is no object")
+        return _made(value.get(self.name), value.get(self.arguments))
+
+
+def call_format(render: Render) -> CallFormat:
+    """Find out how a template writes calls. Raises `DataError` where it shows no tools, or writes no JSON."""
+    try:
+        asked = render(_talk(), (TOOL,))
+        one, two, plain = (_turn(render, asked, *said) for said in ((PROBE,), (PROBE, PROBE), ()))
+    except DataError as error:
+        raise _unknown(str(error)) from error
+    if NAME not in asked:
+        raise _unknown("it leaves them out")
+    found = _found(one)
+    if found is None:
+        raise _unknown("it does not write their calls as JSON, so the model's could not be told from text")
+    begin, end, middle, keys = found
+    opening = _without_lead(begin, plain[: max(plain.find(ANSWER), 0)])
+    if middle is None:
+        opening = opening.rstrip().removesuffix("[")
+    another = _found(two[end:])
+    marker = _marker(opening, another[0] if another else "")
+    return CallFormat(opening.strip().removesuffix(marker).strip(), marker, middle, *keys)
+
+
+def _without_lead(begin: str, lead: str) -> str:
+    """Take what any answer begins with, such as a header and reasoning that the template makes up, off the front."""
+    if begin.startswith(lead):
+        return begin[len(lead) :]
+    common = _common(begin, lead)
+    return begin[common.rfind("\n") + 1 :]
+
+
+def _marker(opening: str, between: str) -> str:
+    """Find what stands before each call in what stands before the first and between two."""
+    common = _common(opening.rstrip()[::-1], between.rstrip()[::-1])[::-1]
+    found = _MARKER.search(common)
+    return found[0] if found else opening.strip()
+
+
+def _common(one: str, other: str) -> str:
+    """Give what two texts begin with."""
+    length = min(len(one), len(other))
+    return one[: next((i for i in range(length) if one[i] != other[i]), length)]
+
+
+def _talk(*said: Message) -> Conversation:
+    return (Message("user", "steel"), *said)
+
+
+def _turn(render: Render, asked: str, *calls: Call) -> str:
+    """Render a turn with these calls, or an answer without any; empty where it may not have so many."""
+    said = Message("assistant", "", calls) if calls else Message("assistant", ANSWER)
+    try:
+        whole = render(_talk(said), (TOOL,))
+    except DataError:
+        if len(calls) > 1:
+            return ""
+        raise
+    return whole[len(_common(asked, whole)) :]
+
+
+def _found(turn: str) -> tuple[str, int, str | None, tuple[str, str]] | None:
+    """Find the first call in a turn: what stands before it, where its JSON ends, and how it is written."""
+    for at in (i for i, letter in enumerate(turn) if letter == "{"):
+        try:
+            value, end = _json(turn, at)
+        except ValueError:
+            continue
+        if value == {KEY: VALUE}:
+            name = turn.rfind(NAME, 0, at)
+            return (turn[:name], end, turn[name + len(NAME) : at].strip(), ("", "")) if name >= 0 else None
+        names = [key for key, held in value.items() if held == NAME]
+        arguments = [key for key, held in value.items() if held in ({KEY: VALUE}, PROBE.arguments)]
+        if names and arguments:
+            return turn[:at], end, None, (names[0], arguments[0])
+    return None
+
+
+def _json(text: str, at: int) -> tuple[Any, int]:
+    """Read the JSON value at a place of a text, white space aside; give it and where it ends. Raises `ValueError`."""
+    return json.JSONDecoder().raw_decode(text, _after(_SPACE, text, at))
+
+
+def _after(skipped: re.Pattern[str], text: str, at: int) -> int:
+    found = skipped.match(text, at)
+    return at if found is None else found.end()
+
+
+def _made(name: Any, arguments: Any) -> Call:
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call has no name, or arguments that are no object")
+    return Call("", name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _unknown(why: str) -> DataError:
+    return DataError(
+        f"the model's chat template knows no tools: {why}; use a model that was tuned for them or give a template with "
+        "model.chat_template, or describe them in a message"
+    )

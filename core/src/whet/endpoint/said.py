@@ -1,0 +1,119 @@
+"""Reads messages and tools in the terms of OpenAI's API."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve
+
+from whet.data.messages import Call, Conversation, Message, Tools, conversation
+from whet.endpoint.refused import Refused, unwanted
+from whet.errors import DataError
+
+MOST_TOOLS = 128
+"""Of one request."""
+_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
+
+
+def read_messages(value: Any) -> Conversation:
+    """Read messages. What a client adds to those that it was given, and is null, is nothing."""
+    if not isinstance(value, list) or not value:
+        raise unwanted("messages", value, "a list of messages")
+    try:
+        messages = tuple(_message(message) for message in value)
+    except DataError as error:
+        raise Refused(400, str(error), "messages") from error
+    if not all(is_text(message.text) for message in messages):
+        raise Refused(400, "a message has half a character (a lone surrogate)", "messages")
+    if messages[-1].role == "assistant":
+        raise Refused(400, "the last message is the assistant's own: there is nothing to answer", "messages")
+    return messages
+
+
+def _message(value: Any) -> Message:
+    """Take the role `developer` for what it was called before, and null beside calls for no text."""
+    if not isinstance(value, dict):
+        return conversation([value])[0]
+    for name in ("function_call", "audio"):
+        if value.get(name):
+            raise Refused(400, f"a message has {name}, and messages here are text, and tool_calls", "messages")
+    role = "system" if value.get("role") == "developer" else value.get("role")
+    calls = _calls(value.get("tool_calls") or [])
+    if calls and role != "assistant":
+        raise Refused(400, f"a message of {role!r:.40} has tool_calls, and only the assistant calls tools", "messages")
+    content = "" if calls and value.get("content") is None else value.get("content")
+    (message,) = conversation([{**value, "role": role, "content": content}])
+    answers = value.get("tool_call_id") if role == "tool" else None
+    if answers is not None and not (isinstance(answers, str) and is_text(answers)):
+        raise unwanted("messages", answers, "text as tool_call_id")
+    return evolve(message, calls=calls, answers=answers or "")
+
+
+def _calls(value: Any) -> tuple[Call, ...]:
+    if not isinstance(value, list):
+        raise unwanted("messages", value, "a list as tool_calls")
+    return tuple(_call(call) for call in value)
+
+
+def _call(value: Any) -> Call:
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, dict):
+        raise unwanted("messages", value, "calls of functions as tool_calls")
+    name, arguments, id_ = function.get("name"), function.get("arguments"), value.get("id") or ""
+    if not isinstance(name, str) or not isinstance(id_, str) or not is_text(name + id_):
+        raise unwanted("messages", value, "a call with text as id and name")
+    if not isinstance(arguments, str) or not _is_object(arguments):
+        raise unwanted("messages", arguments, "the text of a JSON object as arguments of a call")
+    return Call(id_, name, arguments)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        found = json.loads(text)
+        return isinstance(found, dict) and is_text(json.dumps(found, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_tools(value: Any, refuse_strict: str) -> Tools:
+    """Read the tools of a request. `refuse_strict` says what to do about `strict`; empty: it is ignored."""
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise unwanted("tools", value, f"a list of at most {MOST_TOOLS} tools")
+    return tuple(_tool(i, tool, refuse_strict) for i, tool in enumerate(value))
+
+
+def _tool(i: int, tool: Any, refuse_strict: str) -> str:
+    """Give a tool as chat templates take it, its fields in the order in which they came."""
+    where = f"tools[{i}]"
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise Refused(400, f"{where} is {tool!r:.80}, wanted a tool of the type function", "tools")
+    if not isinstance(name := function.get("name"), str) or not _NAME.fullmatch(name):
+        raise Refused(400, f"{where}.function.name is {name!r:.80}, wanted letters, digits, - and _", "tools")
+    for key, kind in (("description", str), ("parameters", dict)):
+        if not isinstance(function.get(key), kind | None):
+            raise Refused(400, f"{where}.function.{key} is {function[key]!r:.80}, wanted {kind.__name__}", "tools")
+    if refuse_strict and function.get("strict"):
+        raise Refused(
+            400,
+            f"{where}.function.strict is set, and what the model answers is sampled freely: arguments are not held "
+            f"to a schema; {refuse_strict}",
+            "tools",
+        )
+    kept = {key: held for key, held in function.items() if key in ("name", "description", "parameters") and held}
+    text = json.dumps({"type": "function", "function": kept}, ensure_ascii=False)
+    if not is_text(text):
+        raise Refused(400, f"{where} has half a character (a lone surrogate)", "tools")
+    return text
+
+
+def is_text(value: str) -> bool:
+    """Whether text has no half characters, which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
