@@ -220,7 +220,7 @@ def test_limits_and_stop_strings_are_kept() -> None:
         ({"top_k": 5}, "top_k"),
         ({"seed": 1}, "seed"),
         ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
