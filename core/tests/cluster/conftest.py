@@ -22,17 +22,6 @@ def dies_forking(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    """Ray as whet starts it, once for a module's tests."""
-    from whet.cluster.ray_session import RaySession
-
-    session = RaySession()
-    session.wait(120.0)
-    yield
-    session.close()
-
-
-@pytest.fixture(scope="module")
 def two_nodes(monkeypatch_module: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray cluster of two nodes on this machine: the head has the resource `train`, the other one `gen`."""
     import ray

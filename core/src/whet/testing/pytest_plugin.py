@@ -70,6 +70,17 @@ def shared_data(pytestconfig: pytest.Config) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    """Ray as whet starts it, once for a module's tests: runs of theirs that would start it join it."""
+    from whet.cluster.ray_session import RaySession
+
+    session = RaySession()
+    session.wait(120.0)
+    yield
+    session.close()
+
+
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
     """Fail the test when a process that began in it, or a child of one, outlives it by five seconds."""
