@@ -111,3 +111,16 @@ def test_in_a_terminal_it_shows_how_far_it_is_and_the_result_goes_to_stdout_alon
     assert "\x1b[?25h" in seen.decode()  # the cursor is back
     assert "95 % interval" in output
     assert "\x1b" not in output
+
+
+def test_check_tells_whose_answers_cannot_be_voted_on(tmp_path, small_run, whet):
+    here = Path(__file__).parent
+    config = small_run(
+        tmp_path,
+        plugins=[str(here / "two_turns.py"), str(here / "even_digits.py")],
+        evaluation={"majority_at": [4], "environments": [{"use": "two-turns", "samples": 4}]},
+    )
+    assert "the environment 'two-turns' does not say what an answer is" in whet("check", config).error
+    done = whet("check", config, "evaluation.environments=[{use: even, samples: 4}]")
+    assert done.code == 0, done.errors
+    assert "evaluation.environments.0: whether its answers can be voted on shows when it is built" in done.output

@@ -190,6 +190,15 @@ def resolve(target: str) -> Any:
     return found
 
 
+def loaded(target: str) -> Any:
+    """Give what `resolve` would, where its module has been imported already; None elsewhere. Nothing is imported."""
+    module, _, name = target.rpartition(":")
+    found = sys.modules.get(file_module(module[len(_FILE) :]) if module.startswith(_FILE) else module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def import_path(named: Any) -> str:
     """Give the target that `resolve` turns into this class or function again, in this or another process."""
     module, name = named.__module__, named.__qualname__

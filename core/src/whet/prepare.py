@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 
 from whet.cluster.process import extra_folders
 from whet.component import Facts, Package, Problem
+from whet.config.evaluation import evaluation_notes, with_answers
 from whet.config.load import Loaded, load_config
 from whet.errors import ConfigError, DataError
 from whet.interpreters import Interpreter, faults, find, located, normal, probe, versions
@@ -70,7 +71,7 @@ def prepare(
         name: _model(role.model, config_only, f"roles.{name}.")
         for name, role in loaded.config.roles.items() if role.model is not None
     }  # fmt: skip
-    facts = gather_facts(loaded.config, model, models)
+    facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
     plan, problems = make_plan(loaded.config, model, facts, machine(), models)
     problems += missing_launcher(loaded.config)
     interpreters, unfit = find_interpreters(loaded.config, facts)
@@ -79,7 +80,8 @@ def prepare(
         problems += data_problems(loaded.config, facts["algorithm"].record_fields)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
-    plan = evolve(plan, notes=(*plan.notes, *_packages(loaded.config, facts, interpreters)))
+    notes = (*evaluation_notes(loaded.config, facts), *_packages(loaded.config, facts, interpreters))
+    plan = evolve(plan, notes=(*plan.notes, *notes))
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
     return Prepared(loaded, model, plan, models, facts, interpreters, spans)
 

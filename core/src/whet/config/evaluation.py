@@ -1,9 +1,12 @@
 """What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from whet.component import Facts, Problem
+from attrs import evolve
+
+from whet.component import Facts, Problem, loaded
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +24,36 @@ def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) 
     """Give the value of one of `OWN` that an environment is evaluated with."""
     own = getattr(entry, key)
     return getattr(section, key) if own is None else own
+
+
+def with_answers(config: "Config", facts: Mapping[str, Facts]) -> dict[str, Facts]:
+    """Fill in whether environments of an evaluation state answers, where their class says so and their facts do not."""
+    found = dict(facts)
+    for i, entry in enumerate(config.evaluation.environments):
+        path = f"evaluation.environments.{i}"
+        if entry.component and path in found and found[path].states_answers is None:
+            found[path] = evolve(found[path], states_answers=_shown(loaded(entry.component.component.target)))
+    return found
+
+
+def _shown(target: object) -> bool | None:
+    """Say whether a class has a `final_answer`. None: what it builds may have one, or what this function builds."""
+    if not isinstance(target, type):
+        return None
+    if (found := getattr(target, "final_answer", None)) is not None:
+        return True if callable(found) else None
+    members = [member for base in target.__mro__[:-1] for member in vars(base).items()]
+    named = {name for name, _ in members}
+    named |= {name for _, one in members if inspect.isfunction(one) for name in one.__code__.co_names}
+    return None if named & {"final_answer", "__getattr__", "setattr"} else False
+
+
+def evaluation_notes(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+    """Say which environments will show only when they are built whether there can be votes."""
+    for i, entry in enumerate(config.evaluation.environments):
+        path = f"evaluation.environments.{i}"
+        if chosen(entry, config.evaluation, "majority_at") and facts.get(path, Facts()).states_answers is None:
+            yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
 
 
 def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
