@@ -131,6 +131,7 @@ def test_only_processes_that_are_alike_and_may_be_forked_are(tmp_path: Path) -> 
         ]
         roles = [part.role for part in (*alike, *apart)]
         cluster.warm(dict.fromkeys(roles, ()), set(roles) - {"unsafe"})
+        wait_until(lambda: bool(servers()), "the fork server has started")
         (server,) = servers()
         for part in alike:
             assert parent(cluster.connection(part.host_groups[0]).pid) == server
