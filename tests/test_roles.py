@@ -65,6 +65,21 @@ def test_a_critic_is_trained_saved_and_goes_on_as_it_was(config, tmp_path, worke
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*/roles/teacher"))
 
 
+def test_all_of_them_take_turns_in_memory_and_no_number_changes(config, tmp_path):
+    found, given = {}, set()
+    for sleep in ("never", "always"):
+        chosen = [f"cluster.sleep={sleep}", f"run.folder={tmp_path / sleep}", "cluster.workers=inline"]
+        run(config, *chosen, "evaluation.every=2")
+        rows = list(read_rows(tmp_path / sleep / "metrics.jsonl"))
+        given |= {name for row in rows for name in row if name.startswith("given_back_mib/")}
+        found[sleep] = [
+            {name: v for name, v in row.items() if name != "time" and name not in given and "seconds/" not in name}
+            for row in rows
+        ]
+    assert found["always"] == found["never"]
+    assert given == {f"given_back_mib/{role}" for role in ("backend", "critic", "teacher", "generator", "judge")}
+
+
 def test_a_judge_gives_the_value_of_the_conversation_by_its_own_template(config):
     with whet.open(config, "cluster.workers=inline") as parts:
         batch, judge, chat = parts.rollouts.take(4), parts.roles["judge"], parts.chat

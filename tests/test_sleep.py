@@ -1,11 +1,18 @@
 """Backend and generator that give their memory back in turns change no number of a run, whatever happens meanwhile."""
 
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from whet import compose
+from whet import open as whet_open
 from whet.errors import ConfigError
 from whet.prepare import prepare
 
@@ -98,6 +105,23 @@ def test_a_run_that_is_gone_on_with_sleeps_as_before(tmp_path, sleeping_run, awa
     same(tmp_path / "run", awake)
 
 
+@pytest.mark.parametrize("after_seconds", [0.0, 0.3])
+def test_a_run_that_a_signal_ends_is_saved_and_goes_on(tmp_path, sleeping_run, whet, awake, after_seconds):
+    config, metrics = sleeping_run(tmp_path), tmp_path / "run/metrics.jsonl"
+    command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 2):
+            time.sleep(0.01)
+        time.sleep(after_seconds)
+        process.terminate()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert list((tmp_path / "run/checkpoints").glob("step-*"))
+    done = whet("run", config, SLEEPING, "cluster.workers=inline", seconds=240)
+    assert done.code == 0, done.errors
+    same(tmp_path / "run", awake)
+
+
 @pytest.mark.parametrize(("victim", "step"), [("generator-0", 2), ("backend-0", 3)])
 def test_a_worker_that_dies_in_its_sleep_is_replaced_and_no_number_changes(
     tmp_path, sleeping_run, whet, awake, victim, step
@@ -111,6 +135,37 @@ def test_a_worker_that_dies_in_its_sleep_is_replaced_and_no_number_changes(
     events = [row["event"] for row in rows(tmp_path / "run/journal.jsonl")]
     assert ("replica restarted" if victim == "generator-0" else "run restarted") in events
     same(tmp_path / "run", awake)
+
+
+def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sleeping_run):
+    pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    config, answers, over = sleeping_run(tmp_path, endpoint={"serve": True}), [], threading.Event()
+    chosen = [SLEEPING, "cluster.workers=inline", "run.steps=4"]
+
+    def ask(address: dict) -> dict:
+        said = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "return_token_ids": True}
+        head = {"Authorization": f"Bearer {address['api_key']}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address['base_url']}/chat/completions", json.dumps(said).encode(), head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def ask_again_and_again(address: dict) -> None:
+        while not over.is_set():
+            answers.append(ask(address))
+
+    with whet_open(config, *chosen) as parts:
+        address = json.loads((tmp_path / "run/endpoint.json").read_text())
+        ask(address)  # before the first step, too
+        asking = threading.Thread(target=ask_again_and_again, args=(address,))
+        asking.start()
+        parts.algorithm.run(parts)
+        over.set()
+        parts.evaluate(4)  # who asked last is let in
+        asking.join(60)
+        assert not asking.is_alive()
+    versions = {version for answer in answers for _, version in answer["choices"][0]["weight_versions"]}
+    assert len(versions) > 1, "it was asked at one moment alone"
+    assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
 
 
 def test_what_cannot_sleep_is_refused_before_anything_starts(tmp_path, sleeping_run):

@@ -11,6 +11,7 @@ import pytest
 
 from whet.component import Spec
 from whet.data.records import Request, Sampling
+from whet.errors import WhetError
 from whet.refit.link import Link
 from whet.rollout.loop import EpisodeLoop
 from whet.spans import Spans
@@ -153,6 +154,46 @@ def test_a_judge_that_is_asked_out_of_turn_waits(parts: Parts) -> None:
     parts.turns.generation()
     asking.join(5.0)
     assert answers
+
+
+def test_a_judge_that_the_run_itself_asks_has_its_turn_at_once(parts: Parts) -> None:
+    parts.turns.training()
+    parts.judge.score(random_batch(0), ("values",))
+    assert parts.asleep == {"backend", "critic"}
+
+
+def test_a_turn_ends_when_a_judge_has_answered(parts: Parts) -> None:
+    parts.turns.generation()
+    began, go_on = threading.Event(), threading.Event()
+    parts.raw["judge"]._score = lambda output, batch: (began.set(), go_on.wait(5.0), np.zeros(batch.tokens))[2]
+    asking = threading.Thread(target=lambda: parts.judge.score(random_batch(0), ("values",)))
+    asking.start()
+    assert began.wait(5.0)
+    ending = threading.Thread(target=parts.turns.training)
+    ending.start()
+    ending.join(0.2)
+    assert "judge" not in parts.asleep
+    go_on.set()
+    for thread in (asking, ending):
+        thread.join(5.0)
+    assert parts.asleep == {"judge", "generator"}
+
+
+def test_when_the_run_ends_nobody_waits_for_a_turn_any_more(parts: Parts) -> None:
+    parts.turns.training()
+    said: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(WhetError) as caught:
+            parts.judge.score(random_batch(0), ("values",))
+        said.append(str(caught.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(0.1)
+    parts.turns.close()
+    asking.join(5.0)
+    assert said == ["the run ended before the turn of who is asked came"]
 
 
 def test_what_was_given_back_and_how_long_it_took_is_told_once(parts: Parts) -> None:

@@ -113,6 +113,7 @@ class Builder:
         else:
             self._open_loggers(done)
         self._turns = Turns(self.plan.turns, self.spans, self._loop)
+        self.closers.append(self._turns.close)
         built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
         trainer = self._turns.backend("backend", built["backend"])
         backend = self._turns.backend("backend", TimedBackend(built["backend"], self.spans))
@@ -386,6 +387,7 @@ class Builder:
         """Let whoever has the key ask the model, from its first weights on."""
         from whet.endpoint.run import serve
 
+        self._turns.generation()  # until the first step whoever asks is answered
         opened = serve(
             self._loop(), self._listener(), generator, chat, self.config, self.folder,
             gate=stream.gate if stream else None, max_context=self.plan.max_context,

@@ -127,10 +127,20 @@ class Offload:
         for place, one in enumerate(on_gpu):
             held = self._pinned.get(place)
             if held is None or held.numel() != one.size:
-                held = self._pinned[place] = torch.empty(one.size, dtype=torch.uint8, pin_memory=True)
+                held = self._pinned[place] = _host_room(one.size)
             held.copy_(_bytes(one.storage), non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
+
+
+def _host_room(size: int) -> "torch.Tensor":
+    """Make room in the host's memory: pinned, which a GPU reads and writes fast, as long as there is any."""
+    import torch
+
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def trim() -> None:

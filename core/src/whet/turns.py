@@ -5,16 +5,18 @@
     a hand-over                 training's turn      the generator takes back what weights need, the rest at its turn
 
 Turns are asked for by the one thread that drives a run. Whoever comes from elsewhere waits for its turn: a request at
-a gate, an environment that asks a further model on the thread that it asks from.
+a gate, an environment that asks a further model on the thread that it asks from. A turn ends when they are answered.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from attrs import define, field
 
+from whet.errors import WhetError
 from whet.metrics import Metric, largest
 from whet.rollout.gate import Gate
 from whet.spans import Spans
@@ -58,6 +60,11 @@ class Turns:
     _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
     """`weights`: a generator that took new ones while it slept, and no more."""
     _turn: int | None = field(default=None, init=False)
+    _driver: int = field(factory=threading.get_ident, init=False)
+    """The thread that drives the run."""
+    _asking: int = field(default=0, init=False)
+    """Calls under way that other threads make in generation's turn."""
+    _closed: bool = field(default=False, init=False)
     _changed: threading.Condition = field(factory=threading.Condition, init=False)
     _given_back: dict[str, int] = field(factory=dict, init=False)
 
@@ -86,7 +93,7 @@ class Turns:
         side = self._side(role)
         if side is None:
             return backend
-        return TakingTurns(backend, self.training if side == TRAINING else self._await_generation)
+        return TakingTurns(backend, self._in_training if side == TRAINING else self._in_generation)
 
     def generator(self, generator: "Generator") -> "Generator":
         """Give the handle of the generator, whose requests wait for its turn."""
@@ -96,6 +103,12 @@ class Turns:
         """Note that the generator holds weights, if it slept."""
         if self._states.get("generator") == "asleep":
             self._states["generator"] = "weights"
+
+    def close(self) -> None:
+        """Let nobody wait any more: no further turn comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def metrics(self) -> dict[str, Metric]:
         """Give, once for each time, how much memory each role gave back, of all its ranks."""
@@ -113,6 +126,7 @@ class Turns:
             if turn == TRAINING:
                 with self.spans.phase("generator", "drain"):
                     self.loop().run(self.gate.shut())
+            self._changed.wait_for(lambda: not self._asking)
             for role in self.sides[1 - turn]:
                 if self._states[role] != "asleep":
                     self._sleep(role)
@@ -134,9 +148,26 @@ class Turns:
             self._handles[role].wake()
         self._states[role] = "awake"
 
-    def _await_generation(self) -> None:
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        self._begin(TRAINING)
+        yield
+
+    @contextmanager
+    def _in_generation(self) -> Iterator[None]:
+        if threading.get_ident() == self._driver:
+            self._begin(GENERATION)
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == GENERATION)
+            self._changed.wait_for(lambda: self._turn == GENERATION or self._closed)
+            if self._turn != GENERATION:
+                raise WhetError("the run ended before the turn of who is asked came")
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                self._changed.notify_all()
 
 
 class GatedGenerator:
@@ -171,44 +202,44 @@ class GatedGenerator:
 class TakingTurns:
     """A backend that is called at its turn."""
 
-    def __init__(self, backend: "Backend", turn: Callable[[], None]) -> None:
-        """`turn` returns when it has come."""
+    def __init__(self, backend: "Backend", turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """`turn` is entered when it has come, and lasts until it is left."""
         self._backend, self._turn = backend, turn
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> Mapping[str, Metric]:
         """See `Backend.train`."""
-        self._turn()
-        return self._backend.train(batch, loss, count_over)
+        with self._turn():
+            return self._backend.train(batch, loss, count_over)
 
     def evaluate(self, batch: "Batch", loss: "Spec") -> Mapping[str, Metric]:
         """See `Backend.evaluate`."""
-        self._turn()
-        return self._backend.evaluate(batch, loss)
+        with self._turn():
+            return self._backend.evaluate(batch, loss)
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: "Weights" = "policy") -> dict[str, Any]:
         """See `Backend.score`."""
-        self._turn()
-        return self._backend.score(batch, outputs, weights)
+        with self._turn():
+            return self._backend.score(batch, outputs, weights)
 
     def send_weights(self, link: "Link") -> "Pending":
         """See `Backend.send_weights`."""
-        self._turn()
-        return self._backend.send_weights(link)
+        with self._turn():
+            return self._backend.send_weights(link)
 
     def save(self, folder: Path) -> "Pending":
         """See `Backend.save`."""
-        self._turn()
-        return self._backend.save(folder)
+        with self._turn():
+            return self._backend.save(folder)
 
     def load(self, folder: Path) -> None:
         """See `Backend.load`."""
-        self._turn()
-        self._backend.load(folder)
+        with self._turn():
+            self._backend.load(folder)
 
     def export(self, folder: Path) -> None:
         """See `Backend.export`."""
-        self._turn()
-        self._backend.export(folder)
+        with self._turn():
+            self._backend.export(folder)
 
     def sleep(self) -> int | None:
         """See `Backend.sleep`."""
