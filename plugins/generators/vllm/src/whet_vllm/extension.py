@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -132,7 +131,9 @@ class WhetWorker:
 
     def whet_free_bytes(self) -> int:
         """Say how much memory of this process's GPU is free."""
-        return int(torch.cuda.mem_get_info()[0])
+        from vllm.utils.mem_utils import MemorySnapshot
+
+        return int(MemorySnapshot().free_memory)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # it has no other way to ask
