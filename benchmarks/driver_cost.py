@@ -19,6 +19,7 @@ import resource
 import select
 import selectors
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from whet.cluster.call import HostProcess
 from whet.cluster.channel import receive, send
-from whet.cluster.connection import HostProcess
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.relay import Leader
 from whet.cluster.slices import RankArguments
@@ -137,10 +138,10 @@ class Player:
                 value = _METRICS if message.get("method") == "train" else None
                 answer(encode({"number": number, "say": "done", "value": value}))
             case "stream":
-                requests = message["args"][0]
-                for begin in range(0, len(requests), GROUP):
-                    self._say(number, "part", [_completion(request) for request in requests[begin : begin + GROUP]])
-                self._say(number, "done", None)
+                self._generate(number, message["args"][0])
+            case "begin":
+                answer(encode({"number": number, "say": "done", "value": None}))
+                self._generate(message["stream"], message["args"][0])
             case "lead":
                 ranks = message["ranks"]
                 self._leader = Leader(
@@ -156,6 +157,11 @@ class Player:
                 self._stage.beat(message["every"], self)
             case "exit":
                 self._stage.leave(self._end)
+
+    def _generate(self, number: int, requests: Sequence[Request]) -> None:
+        for begin in range(0, len(requests), GROUP):
+            kind = "last" if begin + GROUP >= len(requests) else "part"
+            self._say(number, kind, [_completion(request) for request in requests[begin : begin + GROUP]])
 
     def live(self) -> None:
         """Say that this one lives."""
@@ -264,7 +270,7 @@ def played(wanted: int) -> Iterator[list[socket.socket]]:
 
 
 def measure(wanted: int, steps: int, fan_out: int) -> tuple[dict[str, float], float, float, int]:
-    """Give seconds of processor time of a step by part, of the clock, of processor time at rest, and threads."""
+    """Give median seconds of processor time of a step by part, of the clock and of rest, and the number of threads."""
     sampling = Sampling(max_tokens=LENGTH - PROMPT)
     requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
     batch, loss = make_batch(), Spec("x:Y")
@@ -285,7 +291,7 @@ def measure(wanted: int, steps: int, fan_out: int) -> tuple[dict[str, float], fl
         def send_weights(version: int) -> None:
             workers.start("send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="refit").result()
 
-        spent = dict.fromkeys(("train", "refit", "generate"), 0.0)
+        spent: dict[str, list[float]] = {"train": [], "refit": [], "generate": []}
 
         def step(version: int) -> None:
             parts = {
@@ -296,15 +302,15 @@ def measure(wanted: int, steps: int, fan_out: int) -> tuple[dict[str, float], fl
             for name, part in parts.items():
                 begin = time.process_time()
                 part()
-                spent[name] += (time.process_time() - begin) / steps
+                spent[name].append(time.process_time() - begin)
 
         step(0)
-        spent.update(dict.fromkeys(spent, 0.0))
         clock = time.perf_counter()
         for version in range(1, steps + 1):
             step(version)
         clock = (time.perf_counter() - clock) / steps
-        return spent, clock, rest(cluster, wanted), threading.active_count()
+        medians = {name: statistics.median(seconds[1:]) for name, seconds in spent.items()}
+        return medians, clock, rest(cluster, wanted), threading.active_count()
 
 
 def rest(cluster: Cluster, workers: int) -> float:
@@ -321,7 +327,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fan-out", type=int, default=FAN_OUT, help="most ranks that are asked one by one")
     parser.add_argument("--play", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

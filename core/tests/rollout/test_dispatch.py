@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from whet.cluster.inline import InlineSlice
+from whet.cluster.inline import InlineSlice, merged
+from whet.cluster.slices import Heard
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError
 from whet.rollout.dispatch import RequestDispatcher
@@ -33,6 +34,9 @@ class Replicas:
                 yield outcomes
         finally:
             self.closed += 1
+
+    def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
+        return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
 
 
 async def echo(replicas: Replicas, rank: int, requests: list[Request]) -> AsyncIterator[Any]:

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from whet.cluster.slices import Give
+from whet.cluster.inline import merged
+from whet.cluster.slices import Give, Heard
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
 from whet.refit.link import Link
@@ -41,6 +42,9 @@ class Mortal:
         if self._dies(rank, count):
             raise WorkerLost("generator", rank, "generate", "killed by signal 9")
         yield [Completion(r.id, r.tokens, np.zeros(len(r.tokens), np.float32), "stop", ((0, rank),)) for r in args[0]]
+
+    def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
+        return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
 
     def restart(self, rank: int) -> None:
         assert self.holds[rank].wait(10)
@@ -176,11 +180,11 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     error, life = WorkerLost("generator", 0, "generate", "killed by signal 9"), 0
     assert roster.lost(0, life, error)
     assert roster.lost(0, life, error)
-    assert roster.present() == []
+    assert roster.present() == set()
     workers.holds[0].set()
     assert came_back.wait(10)
     assert roster.lost(0, life, error)  # late news of the first life
-    assert roster.present() == [0]
+    assert roster.present() == {0}
     assert len(granting.asked) == 1
     came_back.clear()
     assert roster.lost(0, life + 1, error)

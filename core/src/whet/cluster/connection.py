@@ -5,15 +5,13 @@ of all of them pass through the one thread of `whet.cluster.traffic`, and one `C
 """
 
 import math
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from attrs import define, field, frozen
-
+from whet.cluster.call import Call, HostProcess, Lender, UnderWay
 from whet.cluster.clock import Clock
 from whet.cluster.process import last_words
 from whet.cluster.traffic import Line, Traffic
@@ -31,125 +29,6 @@ _MOST_BEATS_A_SECOND = 32
 """Of all processes together, where their deadline allows that."""
 _IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
 """Where a thread of a worker process waits for something to do."""
-
-
-@define(eq=False)
-class Call:
-    """Something asked of a worker, until it is answered."""
-
-    role: str
-    rank: int
-    phase: str
-    timeout_seconds: float
-    """For the answer, or for each item of a stream."""
-    done: Callable[[Any, WorkerError | None], None]
-    """Called once, and `part` with each item of a stream; by threads that serve all calls, so neither may wait."""
-    part: Callable[[Any], None] = lambda item: None
-    missed: Callable[[WorkerError], None] = lambda error: None
-    """Called when the deadline has passed."""
-    expires: float = field(init=False)
-    began: float = field(factory=time.monotonic, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Let the deadline begin anew."""
-        self.expires = time.monotonic() + self.timeout_seconds
-
-    def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
-        """Say that this call failed."""
-        return WorkerError(self.role, self.rank, self.phase, cause, words, details)
-
-    def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
-        """Say that the process that this call was made of is lost."""
-        return kind(self.role, self.rank, self.phase, cause, words)
-
-
-class Lender(Protocol):
-    """Knows calls that were not made of a process through its own connection, such as `whet.cluster.branch.Branch`.
-
-    Each method gets the connection of the process.
-    """
-
-    def take(self, connection: "Connection", number: int, kind: str, value: Any) -> Call | None:
-        """Take what the process said about one of them; give its share where it failed."""
-        ...
-
-    def owed(self, connection: "Connection") -> list[Call]:
-        """Give its share in those that it may not have answered."""
-        ...
-
-    def lost(self, connection: "Connection") -> list[Call]:
-        """Give those, for it has ended."""
-        ...
-
-    def expires(self, connection: "Connection") -> float:
-        """Give the first of their deadlines."""
-        ...
-
-    def inquire(self, connection: "Connection", latest: float) -> None:
-        """Find out about those whose deadlines are not later than that time."""
-        ...
-
-
-@frozen
-class UnderWay:
-    """What a worker process was asked and has not answered yet."""
-
-    role: str
-    rank: int
-    phase: str
-    seconds: float
-    """Since it was asked, or since the oldest of several such calls was."""
-    doing: str
-    """What its compute thread does, by its own last word; empty: nothing."""
-    doing_seconds: float
-    silence_seconds: float
-    """Since it was last heard of."""
-
-    def __str__(self) -> str:
-        said = f"computes {self.doing} since {self.doing_seconds:.0f} s" if self.doing else "computes nothing"
-        heard = f"{said}, heard of {self.silence_seconds:.0f} s ago"
-        return f"{self.role}-{self.rank} {self.phase} since {self.seconds:.0f} s (its process {heard})"
-
-
-class HostProcess(Protocol):
-    """A process that runs `whet.cluster.host`, however it is started. What it writes ends in its log."""
-
-    @property
-    def pid(self) -> int:
-        """On its machine; 0 before it is started."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """Name the machine that it is on, once it has been heard of."""
-        ...
-
-    def start(self) -> socket.socket:
-        """Start it and give the driver's end of the socket to it. Raises `OSError` or `WhetError` saying why not.
-
-        `start` and `wait` are called by one thread, which lives as long as the process may. Both raise `ClusterGone`
-        where no other process could be started in its place.
-        """
-        ...
-
-    def wait(self) -> str:
-        """Wait for its end and for that of all it started; say how it ended, in words."""
-        ...
-
-    def kill(self) -> None:
-        """End it, from any thread, and without waiting; where it is not started yet, as soon as it is."""
-        ...
-
-    def state(self) -> str:
-        """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where that is not known."""
-        ...
-
-    def show_stacks(self) -> None:
-        """Let it write what its threads do to its log, as far as it still can."""
-        ...
 
 
 class Connection:
@@ -192,19 +71,40 @@ class Connection:
 
     def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
         """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
+        if self.expect(number, call, buffers):
+            self._clock.watch(self, call.expires)
+
+    def expect(self, number: int, call: Call, buffers: Sequence[Buffer] = ()) -> bool:
+        """Let a call wait for the answer to what others tell the process; whether it does: of a dead one it fails."""
         with self._lock:
             cause = self._cause
             if not cause:
                 self._calls[number] = call
-                self._line.send(buffers)
+                if buffers:
+                    self._line.send(buffers)
         if cause:
             call.done(None, self._ended(call))
-        else:
-            self._clock.watch(self, call.expires)
+        return not cause
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send a message whose answer a lender waits for."""
+        """Send a message whose answer is waited for already."""
         self._line.send(buffers)
+
+    def renew(self, number: int) -> bool:
+        """Let the deadline of a call begin anew; whether it is under way."""
+        with self._lock:
+            call = self._calls.get(number)
+            if call is not None:
+                call.renew()
+        if call is not None:
+            self._clock.watch(self, call.expires)
+        return call is not None
+
+    @property
+    def begins(self) -> bool:
+        """Whether something that it was asked through another process may not have come yet."""
+        with self._lock:
+            return any(call.expires == math.inf for call in self._calls.values())
 
     def watch(self, expires: float) -> None:
         """Look at its deadlines at that time, at the latest."""
@@ -450,9 +350,9 @@ class Connection:
             call = next((share for share in shares if share is not None), None)
         if call is None:
             return  # a late answer, or one that others wait for
-        if kind == "part":
+        if kind in ("part", "last"):
             call.renew()
-            call.part(value)
+            call.part(value, kind == "last")
         elif kind == "done":
             call.done(value, None)
         else:

@@ -26,15 +26,17 @@ from typing import Any, NoReturn, TypeVar
 
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
+from whet.cluster.lookahead import END, next_item
 from whet.cluster.relay import Leader, Route, Sibling
 from whet.cluster.traffic import Traffic
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
-from whet.cluster.wire import decode, encode
+from whet.cluster.wire import WireError, decode, encode
 from whet.component import resolve
 from whet.errors import in_words
 from whet.interpreters import refuse_another_core
 
 T = TypeVar("T")
+_MOST_HEARD = 1 << 12
 
 
 class ComputeThread(Executor):
@@ -127,6 +129,8 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
+        self._heard: dict[int, None] = {}  # numbers of streams, the latest ones, in order
+        self._hearing = threading.Lock()
         self._traffic = Traffic()
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
         self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
@@ -161,9 +165,12 @@ class Host:
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
-                steps = self._stream(number, message["slot"], message["method"], message["args"])
-                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
+                self._begin_stream(number, message)
+            case "begin":  # came through a leader, who hears that the stream begins, and not more
+                self._begin_stream(message["stream"], message)
+                self._say(number, "done", None)
             case "cancel":
+                self._is_new(number)  # a stream that has not come yet must not begin
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
                 self._compute.submit(_named("start", self._answer), number, lambda: self._build(message))
@@ -184,6 +191,20 @@ class Host:
                 self._attempt(number, lambda: self._join(message))
             case "exit":
                 self._compute.shutdown()
+
+    def _begin_stream(self, number: int, message: dict[str, Any]) -> None:
+        if self._is_new(number):
+            steps = self._stream(number, message["slot"], message["method"], message["args"])
+            self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
+
+    def _is_new(self, number: int) -> bool:
+        """Whether nothing was heard of a stream, which is asked for twice where a leader was lost meanwhile."""
+        with self._hearing:
+            new = number not in self._heard
+            self._heard[number] = None
+            if len(self._heard) > _MOST_HEARD:
+                del self._heard[next(iter(self._heard))]
+        return new
 
     def _attempt(self, number: int, work: Callable[[], Any]) -> None:
         try:
@@ -282,12 +303,24 @@ class Host:
             self._fail(number, error)
 
     async def _stream(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
+        held: list[Any] = []  # the item that may be the last one
+
+        def say_held() -> None:
+            if held:
+                self._say(number, "part", held.pop())
+
         try:
             async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
-                async for item in items:
-                    self._say(number, "part", item)
-            self._say(number, "done", None)
+                while (item := await next_item(items, say_held)) is not END:
+                    say_held()
+                    held.append(item)
+            if held:
+                self._say(number, "last", held[0])
+            else:
+                self._say(number, "done", None)
         except BaseException as error:
+            with suppress(WireError):
+                say_held()
             self._fail(number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:

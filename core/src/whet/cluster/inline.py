@@ -9,14 +9,14 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 from attrs import field, frozen
 
 from whet import metrics
-from whet.cluster.slices import WorkerRank
+from whet.cluster.slices import Heard, WorkerRank
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
 from whet.errors import WhetError, WorkerError, in_words
@@ -131,6 +131,10 @@ class InlineWorkers:
                 async for item in items:
                     yield _crossed(item)
 
+    def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncGenerator[Heard, None]:
+        """Iterate an async-generator method of several ranks in the caller's event loop, at the same time."""
+        return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
+
     def restart(self, rank: int) -> None:
         """Close the worker of one rank and build it anew."""
         self._close(rank, self._workers[rank])
@@ -167,6 +171,41 @@ class InlineWorkers:
         if self._loop is not None and self._loop.is_running():
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         return asyncio.run(coroutine)
+
+
+async def merged(streams: Mapping[int, AsyncIterator[Any]]) -> AsyncGenerator[Heard, None]:
+    """Give what streams of several ranks give, as it comes."""
+    heard = asyncio.Queue[Heard]()
+
+    async def follow(rank: int, stream: AsyncIterator[Any]) -> None:
+        error: Exception | None = None
+        try:
+            async for item in stream:
+                heard.put_nowait(Heard(rank, (item,)))
+        except Exception as raised:
+            error = raised
+        finally:
+            await close_stream(stream)
+        heard.put_nowait(Heard(rank, over=True, error=error))
+
+    tasks = [asyncio.create_task(follow(rank, stream)) for rank, stream in streams.items()]
+    left = len(tasks)
+    try:
+        while left:
+            one = await heard.get()
+            left -= one.over
+            yield one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def close_stream(stream: AsyncIterator[Any]) -> None:
+    """Close what a stream gives, where it can be closed."""
+    close: Callable[[], Any] | None = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
 
 
 def public_method(worker: Any, name: str) -> Callable[..., Any]:

@@ -20,17 +20,18 @@ from attrs import frozen
 
 import whet
 from whet.cluster import WIRE_FORMAT
+from whet.cluster.call import HostProcess, Terms, UnderWay
 from whet.cluster.clock import Clock, told_at_once
-from whet.cluster.connection import Connection, HostProcess, UnderWay
+from whet.cluster.connection import Connection
 from whet.cluster.slices import WorkerRank
 from whet.cluster.traffic import Traffic
 from whet.cluster.wire import encode
-from whet.cluster.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, Terms
+from whet.cluster.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.spans import Span
 
-FAN_OUT: Final = 32
+FAN_OUT: Final = 8
 _NO_PHASES = ("heartbeat", "notice")
 
 

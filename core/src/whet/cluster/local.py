@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from whet.cluster.connection import HostProcess
+from whet.cluster.call import HostProcess
 from whet.cluster.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.process import Child, extra_folders, import_folders, worker_environment

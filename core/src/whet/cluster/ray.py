@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from whet.cluster.call import HostProcess
 from whet.cluster.channel import receive, send
-from whet.cluster.connection import HostProcess
 from whet.cluster.door import Door, Expected
 from whet.cluster.forked import ForkServer, ForkServers
 from whet.cluster.keeper import OURS, Keeper, versions

@@ -7,7 +7,7 @@ Driver-side handles of backends and generators see only what is here; launchers 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from attrs import field, frozen
 
@@ -67,6 +67,17 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether `result` would return at once."""
         ...
+
+
+class Heard(NamedTuple):
+    """What came of one of several streams."""
+
+    rank: int
+    items: Sequence[Any] = ()
+    over: bool = False
+    """Whether it was the last of that stream."""
+    error: Exception | None = None
+    """Why the stream failed, where it did; usually a `WorkerError`."""
 
 
 class Workers(Protocol):
@@ -130,6 +141,13 @@ class Workers(Protocol):
         """Call an async-generator method of one rank, in the process that the rank has now; yields what it yields.
 
         It is called with the first item that is asked for. Closing the iterator cancels it.
+        """
+        ...
+
+    def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
+        """Call an async-generator method of several ranks as `stream` does, each with a list of its own.
+
+        Yields what they yield, as it comes; each rank stands or falls by itself. It ends when all are over.
         """
         ...
 

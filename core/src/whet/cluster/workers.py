@@ -10,9 +10,7 @@ exception, a death, a deadline) ends it at once for all ranks, with a `WorkerErr
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,93 +20,19 @@ from attrs import frozen
 
 from whet import metrics
 from whet.cluster.branch import MERGED, Branch, Deadline, Relayed
-from whet.cluster.connection import Call, Connection, HostProcess
-from whet.cluster.slices import RankArguments
+from whet.cluster.call import Call, HostProcess, Terms
+from whet.cluster.connection import Connection
+from whet.cluster.gathering import Gathering
+from whet.cluster.slices import Heard, RankArguments
+from whet.cluster.streams import Mailbox, Streams, one_stream
 from whet.cluster.wire import encode
-from whet.errors import WorkerError, WorkerLost
+from whet.errors import WorkerError
 from whet.metrics import Metric
 
-_PATIENCE_FOR_A_DEATH = 1.0
-_MOST_LEADERS = 16
+_MOST_LEADERS = 4
 """Of one node: what more there are would cost the driver, larger groups cost each leader."""
 BUSY_GRACE_SECONDS = 0.3
 """Who closes in the middle of a call does not want to wait for it."""
-
-
-class Gathering:
-    """A call under way on several ranks: done when all have answered or one has failed."""
-
-    def __init__(self, size: int) -> None:
-        self._results: list[Any] = [None] * size
-        self._missing = size
-        self._lock = threading.Lock()
-        self._future: Future[list[Any]] = Future()
-        self._death: Future[WorkerLost | None] = Future()
-        """Of a rank that did not raise but was lost; None: all ranks have answered, and none was."""
-
-    def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
-        """Take a rank's answer; what comes after a failure is dropped, but for a death."""
-        with self._lock:
-            self._results[rank] = result
-            self._missing -= 1
-            if not self._death.done():
-                if isinstance(error, WorkerLost):
-                    self._death.set_result(error)
-                elif not self._missing:
-                    self._death.set_result(None)
-            if self._future.done():
-                return
-            if error is not None:
-                self._future.set_exception(error)
-            elif not self._missing:
-                self._future.set_result(self._results)
-
-    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
-        """Take the answers of several ranks."""
-        with self._lock:
-            for rank, result in zip(ranks, results, strict=True):
-                self._results[rank] = result
-            self._missing -= len(ranks)
-            if self._missing:
-                return
-            if not self._death.done():
-                self._death.set_result(None)
-            if not self._future.done():
-                self._future.set_result(self._results)
-
-    def result(self) -> list[Any]:
-        """Wait for the results, in rank order; raises `WorkerError`.
-
-        Where a rank dies, those that talk to it raise, often before its death is known here: it is the one to blame.
-        """
-        try:
-            return self._future.result()
-        except WorkerError as raised:
-            death = None
-            if not isinstance(raised, WorkerLost):
-                with suppress(TimeoutError):
-                    death = self._death.result(_PATIENCE_FOR_A_DEATH)
-            if death is None:
-                raise
-            raise death from raised
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._future.done()
-
-
-@frozen
-class Terms:
-    """What the calls of a cluster have in common."""
-
-    numbers: Iterator[int]
-    """Of the messages; none is given twice."""
-    deadline: Callable[[str], float]
-    """Seconds that a phase may take."""
-    grace_seconds: float
-    """How long closing waits before it kills."""
-    fan_out: int
-    """The most ranks of a role that are asked one by one, and the usual size of a branch."""
 
 
 class ConnectedWorkers:
@@ -121,14 +45,19 @@ class ConnectedWorkers:
         self._connections = [process() for process in connect]
         self._building: list[dict[str, Any]] = []
         self._groups: list[list[int]] = []
-        self._branches: list[Branch] = []
+        self._led: tuple[list[Branch], list[int]] = [], list(range(self.size))
+        """Branches, and the ranks of none; replaced as one, for calls begin while branches are formed."""
         self._retired: list[Branch] = []
         """Whose place others have taken, until the calls under way are over."""
         self._forming = threading.Lock()
-        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = WeakKeyDictionary()
+        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
         for connection in self._connections:
             connection.enter(slot)
+
+    @property
+    def _branches(self) -> list[Branch]:
+        return self._led[0]
 
     @property
     def processes(self) -> list[HostProcess]:
@@ -138,7 +67,7 @@ class ConnectedWorkers:
     def build(self, messages: Sequence[dict[str, Any]]) -> None:
         """Have one worker built on each rank, and wait for them under the deadline `start`."""
         self._building = list(messages)
-        self._ask(self._asking(range(self.size), "start", None), messages).result()
+        self._build(range(self.size), messages)
         if self.size > self._terms.fan_out:
             most = max(self._terms.fan_out, -(-self.size // _MOST_LEADERS))
             self._groups = node_groups([process.node for process in self.processes], most)
@@ -160,7 +89,7 @@ class ConnectedWorkers:
         lost.exit(self._slot)
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].enter(self._slot)
-        self._ask(self._asking([rank], "start", None), [self._building[rank]]).result()
+        self._build([rank], [self._building[rank]])
         self._form([ranks for ranks in self._groups if rank in ranks])
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
@@ -202,42 +131,16 @@ class ConnectedWorkers:
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Iterate an async-generator method of one rank, in the process that it has now."""
-        return self._stream(self._connections[rank], rank, method, args, phase or method)
+        return one_stream(self._streams({rank: args}, method, phase))
 
-    async def _stream(
-        self, connection: Connection, rank: int, method: str, args: tuple[Any, ...], phase: str
-    ) -> AsyncGenerator[Any, None]:
-        arrived, loop = asyncio.Queue[tuple[str, Any]](), asyncio.get_running_loop()
-        mailbox = self._mailboxes.setdefault(loop, _Mailbox())
+    def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncGenerator[Heard, None]:
+        """Iterate an async-generator method of several ranks, each with a list of its own."""
+        return self._streams({rank: (share,) for rank, share in shares.items()}, method, phase)
 
-        def deliver(kind: str, value: Any) -> None:
-            try:
-                mailbox.put(loop, arrived, (kind, value))
-            except RuntimeError:  # the loop was closed, and nobody waits any more
-                connection.drop(number)
-
-        def finish(result: Any, error: WorkerError | None) -> None:
-            deliver("end" if error is None else "failed", error)
-
-        number = next(self._terms.numbers)
-        message = {"do": "stream", "number": number, "slot": self._slot, "method": method, "args": args}
-        buffers = encode(message)
-        missed, seconds = partial(_missed, [connection]), self._terms.deadline(phase)
-        connection.ask(number, buffers, Call(self.role, rank, phase, seconds, finish, partial(deliver, "part"), missed))
-        ended = False
-        try:
-            while True:
-                kind, value = await arrived.get()
-                ended = kind != "part"
-                if kind == "failed":
-                    raise value
-                if ended:
-                    return
-                yield value
-        finally:
-            if not ended:
-                connection.drop(number)
-                connection.tell({"do": "cancel", "number": number})
+    def _streams(self, asked: Mapping[int, tuple[Any, ...]], method: str, phase: str) -> AsyncGenerator[Heard, None]:
+        connections = {rank: self._connections[rank] for rank in asked}
+        asking = Streams(self.role, self._slot, method, asked, phase or method, connections, self._terms)
+        return asking.listen(self._branches, self._mailboxes)
 
     def close(self) -> None:
         """Let the workers close, then end their processes where no other role lives in them."""
@@ -281,17 +184,23 @@ class ConnectedWorkers:
         asking = self._asking(ranks, phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
         relay, relayed = {"do": "relay", **head, "args": args, "merge": merge}, []
-        everywhere = encode(relay) if self._branches and rows is None and len(ranks) == self.size else None
-        for branch in self._branches:
-            share = {rank: asking.places[rank] for rank in branch.ranks if rank in asking.places}
+        all_ = len(ranks) == self.size
+        branches, alone = self._led
+        everywhere = encode(relay) if branches and rows is None and all_ else None
+        asking.places.update(
+            {rank: rank for rank in alone} if all_ else {rank: place for place, rank in enumerate(ranks)}
+        )
+        # one rank is asked itself, unless what it was asked before may still be with its leader
+        for branch in branches if len(ranks) > 1 else [branch for branch in branches if branch.calling]:
+            share = branch.everyone if all_ else {r: asking.places.pop(r) for r in branch.ranks if r in asking.places}
             if share:
                 only = {} if rows is None else {"rows": _rows(rows, list(share.values()))}
-                relayed.append((branch, share, everywhere or encode({**relay, "ranks": list(share), **only})))
+                chosen = {} if all_ else {"ranks": list(share)}
+                relayed.append((branch, share, everywhere or encode({**relay, **chosen, **only})))
         deadline = Deadline(asking.seconds)
         for branch, share, buffers in relayed:
-            if branch.ask(asking.number, buffers, self._relayed(asking, share, deadline)):
-                for rank in share:
-                    del asking.places[rank]
+            if not branch.ask(asking.number, buffers, self._relayed(asking, share, deadline)):
+                asking.places.update(share)
         each = {"do": "call", **head, "args": args}
         left = asking.places.values()
         self._ask(asking, [each] * len(left) if rows is None else [{**each, "args": tuple(rows[at])} for at in left])
@@ -301,16 +210,17 @@ class ConnectedWorkers:
         if self._closed:
             raise WorkerError(self.role, None, phase, "the workers are closed")
         seconds = self._terms.deadline(phase) if timeout_seconds is None else timeout_seconds
-        places = {rank: place for place, rank in enumerate(ranks)}
-        missed = partial(_missed, [self._connections[rank] for rank in ranks])
-        return _Asking(next(self._terms.numbers), Gathering(len(places)), places, phase, seconds, missed)
+        asked = list(map(self._connections.__getitem__, ranks))
+        return _Asking(next(self._terms.numbers), Gathering(len(ranks)), {}, phase, seconds, partial(_missed, asked))
 
     def _relayed(self, asking: "_Asking", share: dict[int, int], deadline: Deadline) -> Relayed:
         answered, failed = asking.gathering.finish_many, asking.gathering.finish
-        return Relayed(asking.phase, asking.seconds, deadline, share, answered, failed, asking.missed)
+        return Relayed(
+            asking.phase, asking.seconds, deadline, share, answered, failed, lambda _, error: asking.missed(error)
+        )
 
     def _ask(self, asking: "_Asking", messages: Sequence[dict[str, Any]]) -> Gathering:
-        """Send one message to each rank that has a place left."""
+        """Send one message to each rank that has a place."""
         same = all(message is messages[0] for message in messages)
         sent = [encode({"number": asking.number, **message}) for message in (messages[:1] if same else messages)]
         for at, (rank, place) in enumerate(asking.places.items()):
@@ -318,6 +228,11 @@ class ConnectedWorkers:
             call = Call(self.role, rank, asking.phase, asking.seconds, done, missed=asking.missed)
             self._connections[rank].ask(asking.number, sent[0 if same else at], call)
         return asking.gathering
+
+    def _build(self, ranks: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
+        asking = self._asking(ranks, "start", None)
+        asking.places.update({rank: place for place, rank in enumerate(ranks)})
+        self._ask(asking, messages).result()
 
     def _form(self, groups: Sequence[Sequence[int]]) -> None:
         """Let the first of each group lead it. A group that cannot be led is asked one by one."""
@@ -331,35 +246,14 @@ class ConnectedWorkers:
             again = {rank for ranks in groups for rank in ranks}
             kept = [branch for branch in self._branches if again.isdisjoint(branch.ranks)]
             self._retired += {*self._branches, *(branch for branch, _ in made)} - {*kept, *formed}
-            self._branches = sorted([*kept, *formed], key=lambda branch: branch.ranks)
+            branches = sorted([*kept, *formed], key=lambda branch: branch.ranks)
+            led = {rank for branch in branches for rank in branch.ranks}
+            self._led = branches, [rank for rank in range(self.size) if rank not in led]
             for branch in self._retired:
                 branch.retire()
             for branch in [branch for branch in self._retired if branch.idle]:
                 branch.close()
                 self._retired.remove(branch)
-
-
-class _Mailbox:
-    """Brings what a thread has for the streams of an event loop to it: all that has come, in one turn of the loop."""
-
-    def __init__(self) -> None:
-        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._lock = threading.Lock()
-        self._awaited = False
-
-    def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
-        """Raises `RuntimeError` where the loop is closed."""
-        with self._lock:
-            if not self._awaited:
-                loop.call_soon_threadsafe(self._empty)
-                self._awaited = True
-            self._items.append((queue, item))
-
-    def _empty(self) -> None:
-        with self._lock:
-            items, self._items, self._awaited = self._items, deque(), False
-        for queue, item in items:
-            queue.put_nowait(item)
 
 
 @frozen
@@ -369,7 +263,7 @@ class _Asking:
     number: int
     gathering: Gathering
     places: dict[int, int]
-    """Of the ranks that are still to be asked: where their answers belong."""
+    """Of the ranks that are asked one by one: where their answers belong."""
     phase: str
     seconds: float
     missed: Callable[[WorkerError], None]

@@ -12,15 +12,16 @@ that one is given up, and not those that were only near it.
 """
 
 import asyncio
-import heapq
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from attrs import Factory, define, field
 
-from whet.cluster.slices import Workers
+from whet.cluster.inline import close_stream
+from whet.cluster.slices import Heard, Workers
 from whet.data.records import Completion, Request
 from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
+from whet.rollout.loads import Loads
 from whet.rollout.roster import Roster
 
 PATIENCE = 8
@@ -46,6 +47,20 @@ class _Waiting:
         return len(self.request.tokens) + self.request.sampling.max_tokens
 
 
+class _Batch:
+    """Requests under way at one replica."""
+
+    def __init__(self, rank: int, life: int, waiting: list[_Waiting]) -> None:
+        self.rank, self.life = rank, life
+        self.requests = [one.request for one in waiting]
+        self.open = {one.request.id: one for one in waiting}
+
+    @property
+    def unanswered(self) -> WorkerError:
+        """What those get whom nobody has answered."""
+        return WorkerError("generator", self.rank, "generate", "it ended without answering")
+
+
 @define(eq=False)
 class RequestDispatcher:
     """Spreads requests over replicas by their outstanding tokens; equal prefixes go to one replica.
@@ -57,7 +72,7 @@ class RequestDispatcher:
     roster: Roster = field(default=Factory(lambda self: Roster(self.workers), takes_self=True))
     _outbox: list[_Waiting] = field(factory=list, init=False)
     _patience: int = field(default=0, init=False)
-    _loads: list[int] = field(init=False)
+    _loads: Loads = field(init=False)
     _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
     """Of prefixes under way: replica and number of requests."""
     _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
@@ -70,7 +85,7 @@ class RequestDispatcher:
     """By replica: requests whose waiting task was cancelled in this turn of the loop."""
 
     def __attrs_post_init__(self) -> None:
-        self._loads = [0] * self.workers.size
+        self._loads = Loads(self.workers.size)
 
     async def generate(self, request: Request) -> Completion:
         """Have one request served. Cancelling the awaiting task aborts it at the worker.
@@ -100,7 +115,7 @@ class RequestDispatcher:
     @property
     def outstanding(self) -> list[int]:
         """Tokens under way at each replica, prompts and limits counted."""
-        return list(self._loads)
+        return self._loads.each()
 
     def _send_soon(self, waiting: list[_Waiting]) -> None:
         if not self._outbox:
@@ -117,7 +132,7 @@ class RequestDispatcher:
             return None
         present, failure = self.roster.present(), self.roster.failure
         if failure is None:
-            self._refuse_absent(frozenset(present))
+            self._refuse_absent(present)
         if not present and failure is None:
             return None  # `wake` comes back
         outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
@@ -125,13 +140,11 @@ class RequestDispatcher:
             held, self._suspects = self._suspects, []
             return self._fail(outbox + held, failure)
         messages: dict[int, list[_Waiting]] = {}
-        there, least = frozenset(present), [(self._loads[rank], rank) for rank in present]
-        heapq.heapify(least)
         for waiting in self._hold_suspects(outbox):
-            waiting.rank = self._place(waiting, there, least)
+            waiting.rank = self._place(waiting, present)
             messages.setdefault(waiting.rank, []).append(waiting)
-        for rank, batch in messages.items():
-            self._spawn(self._serve(rank, batch))
+        if messages:
+            self._spawn(self._serve(messages))
         return None
 
     def _refuse_absent(self, there: frozenset[int]) -> None:
@@ -146,6 +159,8 @@ class RequestDispatcher:
     def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
         """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
         limit, losses = MOST_LOSSES - 1, self.roster.losses
+        if not losses and not self._suspects:
+            return outbox
         suspects = [w for w in (*self._suspects, *outbox) if losses[w.request.id] >= limit and not w.future.done()]
         free = [w for w in outbox if losses[w.request.id] < limit]
         if suspects and not self._on_trial:
@@ -154,25 +169,23 @@ class RequestDispatcher:
         self._suspects = [w for w in suspects if w not in self._on_trial]
         return free
 
-    def _place(self, waiting: _Waiting, there: frozenset[int], least: list[tuple[int, int]]) -> int:
-        """Choose a replica. `least` is a heap of the loads and ranks of those there, as they were or lower."""
+    def _place(self, waiting: _Waiting, there: frozenset[int]) -> int:
+        """Choose one of the replicas that are there."""
         prefix = waiting.request.prefix
         rank, count = self._prefixes.get(prefix, (-1, 0)) if prefix else (-1, 0)
         if waiting.request.replica is not None:
             rank = waiting.request.replica
         if rank not in there:
-            while least[0][0] != self._loads[least[0][1]]:
-                heapq.heapreplace(least, (self._loads[least[0][1]], least[0][1]))
-            rank = least[0][1]
+            rank = self._loads.least(there)
         if prefix:
             self._prefixes[prefix] = rank, count + 1
-        self._loads[rank] += waiting.load
+        self._loads.add(rank, waiting.load)
         return rank
 
     def _leave(self, waiting: _Waiting) -> None:
         if waiting.rank < 0:
             return
-        self._loads[waiting.rank] -= waiting.load
+        self._loads.add(waiting.rank, -waiting.load)
         waiting.rank = -1
         if waiting in self._on_trial:
             self._on_trial.remove(waiting)
@@ -184,47 +197,67 @@ class RequestDispatcher:
             if count > 1:
                 self._prefixes[prefix] = rank, count - 1
 
-    async def _serve(self, rank: int, batch: list[_Waiting]) -> None:
-        open_ = {waiting.request.id: waiting for waiting in batch}
-        if len(open_) != len(batch):
-            return self._fail(batch, WhetError("two requests made at one time have the same id"))
-        with self.roster.asking(rank) as life:
-            if life is None:  # lost since it was chosen: a fresh process has no weights to serve with
-                for waiting in batch:
-                    self._leave(waiting)
-                return self._send_soon([waiting for waiting in batch if not waiting.future.done()])
-            stream = self.workers.stream(rank, "generate", [w.request for w in batch], phase="generate")
-        cause: BaseException | None = None
-        served_again = False
+    async def _serve(self, messages: dict[int, list[_Waiting]]) -> None:
+        """Have each replica serve its requests."""
+        twice = [rank for rank, batch in messages.items() if len({w.request.id for w in batch}) != len(batch)]
+        for rank in twice:
+            self._fail(messages.pop(rank), WhetError("two requests made at one time have the same id"))
+        with self.roster.asking(messages) as lives:
+            batches = {rank: _Batch(rank, life, messages.pop(rank)) for rank, life in lives.items()}
+            shares = {rank: batch.requests for rank, batch in batches.items()}
+            streams = self.workers.streams("generate", shares, phase="generate")
+        for left in messages.values():  # lost since it was chosen: a fresh process has no weights to serve with
+            self._send_again(left)
+        failure: Exception | None = None
         try:
-            async for outcomes in stream:
-                for outcome in outcomes:
-                    self._settle(open_, outcome)
-        except WorkerLost as error:
-            self.roster.losses.update(id_ for id_, waiting in open_.items() if not waiting.future.done())
-            served_again = self.roster.lost(rank, life, error)
-            cause = error if served_again else self.roster.failure or error
-            if not served_again:  # suspects that only waited must not be sent to a dead process, and blamed for it
-                held, self._suspects = self._suspects, []
-                self._fail(held, cause)
-        except WhetError as error:
-            cause = error
-        except Exception as error:  # a worker's edge: whatever came must reach those who wait
-            cause = WorkerError("generator", rank, "generate", repr(error))
+            async for heard in streams:
+                self._hear(batches, heard)
+        except Exception as error:  # what was asked cannot cross
+            failure = error
         finally:
-            await _close(stream)
-            left = list(open_.values())
-            if served_again and cause is not None:
-                self._serve_again(left, cause)
-            else:
-                self._fail(left, cause or WorkerError("generator", rank, "generate", "it ended without answering"))
-        return None
+            await close_stream(streams)
+            for batch in batches.values():
+                self._end(batch, failure or batch.unanswered)
+
+    def _hear(self, batches: dict[int, _Batch], heard: Heard) -> None:
+        batch = batches.get(heard.rank)
+        if batch is None:  # it has failed already
+            return
+        error = heard.error
+        try:
+            for outcomes in heard.items:
+                for outcome in outcomes:
+                    self._settle(batch.open, outcome)
+        except Exception as raised:  # a worker's edge: whatever came must reach those who wait
+            error = raised
+        if heard.over or error is not None:
+            del batches[heard.rank]
+            self._end(batch, error or batch.unanswered)
+
+    def _end(self, batch: _Batch, error: Exception) -> None:
+        """Have others serve what a replica has left, or let it fail."""
+        left = list(batch.open.values())
+        if not isinstance(error, WorkerLost):
+            if not isinstance(error, WhetError):
+                error = WorkerError("generator", batch.rank, "generate", repr(error))
+            return self._fail(left, error)
+        self.roster.losses.update(id_ for id_, waiting in batch.open.items() if not waiting.future.done())
+        if self.roster.lost(batch.rank, batch.life, error):
+            return self._serve_again(left, error)
+        cause = self.roster.failure or error
+        held, self._suspects = self._suspects, []  # they only waited: they must not be blamed for a dead process
+        return self._fail([*held, *left], cause)
 
     def _serve_again(self, batch: list[_Waiting], cause: BaseException) -> None:
         for waiting in batch:
             self._leave(waiting)
             if self.roster.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
                 waiting.future.set_exception(self._given_up(waiting.request, f"; the last: {cause}"))
+        self._send_again(batch)
+
+    def _send_again(self, batch: list[_Waiting]) -> None:
+        for waiting in batch:
+            self._leave(waiting)
         self._send_soon([waiting for waiting in batch if not waiting.future.done()])
 
     def _given_up(self, request: Request, last: str = "") -> RequestLost:
@@ -253,26 +286,17 @@ class RequestDispatcher:
 
     def _abort_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, {}
-        for rank, ids in cancelled.items():
-            self._spawn(self._abort(rank, ids))
+        self._spawn(self._abort(cancelled))
 
-    async def _abort(self, rank: int, ids: list[str]) -> None:
-        stream = self.workers.stream(rank, "abort", ids, phase="abort")
+    async def _abort(self, ids: dict[int, list[str]]) -> None:
+        streams = self.workers.streams("abort", ids, phase="abort")
         try:
-            async for _ in stream:
-                pass
-        except WorkerError:
-            pass  # the requests themselves fail with it
+            async for _ in streams:
+                pass  # where it fails, the requests themselves do
         finally:
-            await _close(stream)
+            await close_stream(streams)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _close(stream: AsyncIterator[Any]) -> None:
-    close: Callable[[], Any] | None = getattr(stream, "aclose", None)
-    if close is not None:
-        await close()

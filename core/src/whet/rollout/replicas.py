@@ -59,11 +59,8 @@ class Replicas:
 
     def _started(self, start: Callable[[int], Pending]) -> "HandOver":
         """Start a call on every replica that is there."""
-        calls = []
-        for rank in range(self.workers.size):
-            with self._roster.asking(rank) as life:
-                if life is not None:
-                    calls.append((rank, life, start(rank)))
+        with self._roster.asking(range(self.workers.size)) as lives:
+            calls = [(rank, life, start(rank)) for rank, life in lives.items()]
         return HandOver(self._roster, tuple(calls))
 
     def _sleeping(self, rank: int) -> Pending:

@@ -7,7 +7,7 @@ present ── dies or hangs ──> away: its requests go to others, or wait �
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from attrs import define, field
@@ -41,6 +41,7 @@ class Roster:
     asleep: bool = field(default=False, init=False)
     """Whether all that are present sleep. A replica that is lost meanwhile is restarted when they wake."""
     _away: set[int] = field(factory=set, init=False)
+    _present: frozenset[int] = field(init=False)
     _lives: list[int] = field(init=False)
     _closed: bool = field(default=False, init=False)
     _asked: list[int] = field(init=False)
@@ -48,29 +49,33 @@ class Roster:
     _lock: threading.Condition = field(factory=threading.Condition, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._present = frozenset(range(self.workers.size))
         self._lives, self._asked = [0] * self.workers.size, [0] * self.workers.size
         self.losses = Counter() if self.replacing is None else self.replacing.losses
 
-    def present(self) -> list[int]:
-        """Give the ranks that can be asked."""
-        with self._lock:
-            return [rank for rank in range(self.workers.size) if rank not in self._away]
+    def present(self) -> frozenset[int]:
+        """Give the ranks that can be asked: the same object until that changes."""
+        return self._present
 
     @contextmanager
-    def asking(self, rank: int) -> Iterator[int | None]:
-        """Keep a replica on the process that it has while it is asked something; None where it is away.
+    def asking(self, ranks: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Keep replicas on the processes that they have while they are asked something.
 
-        Gives the number of that process, for `lost`: what is heard of an earlier one is no news.
+        Gives the number of each one's process, for `lost`: what is heard of an earlier one is no news. Those that are
+        away have none.
         """
         with self._lock:
-            life = None if rank in self._away else self._lives[rank]
-            self._asked[rank] += 1
+            lives = {rank: self._lives[rank] for rank in ranks if rank in self._present}
+            for rank in lives:
+                self._asked[rank] += 1
         try:
-            yield life
+            yield lives
         finally:
             with self._lock:
-                self._asked[rank] -= 1
-                self._lock.notify_all()
+                for rank in lives:
+                    self._asked[rank] -= 1
+                if self._away:
+                    self._lock.notify_all()
 
     def lost(self, rank: int, life: int, error: WorkerLost) -> bool:
         """Note that a replica was lost; whether it comes back. Where it does not, `failure` says why."""
@@ -88,6 +93,7 @@ class Roster:
                 self.failure = _exhausted(error)
                 return False
             self._away.add(rank)
+            self._present -= {rank}
         threading.Thread(target=self._replace, args=(rank,), name=f"whet-replace-{rank}", daemon=True).start()
         return True
 
@@ -143,6 +149,7 @@ class Roster:
             if self.asleep != asleep:
                 return False
             self._away.discard(rank)
+            self._present |= {rank}
             self._lives[rank] += 1
             return True
 

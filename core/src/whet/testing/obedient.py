@@ -32,7 +32,7 @@ class ObedientWorker:
         self.rank, self.offset, self.trace = rank, offset, trace
         self.seen: list[Any] = []
         self.cancelled = 0
-        self.streams = 0
+        self.streams, self.naps = 0, 0
 
     def place(self) -> WorkerRank:
         """Give what it knows of its place."""
@@ -56,7 +56,13 @@ class ObedientWorker:
 
     def state(self) -> dict[str, Any]:
         """Say what happened so far."""
-        return {"seen": self.seen, "cancelled": self.cancelled, "streams": self.streams, "pid": os.getpid()}
+        return {
+            "seen": self.seen,
+            "cancelled": self.cancelled,
+            "streams": self.streams,
+            "naps": self.naps,
+            "pid": os.getpid(),
+        }
 
     def environment(self) -> dict[str, str]:
         """Give its environment variables."""
@@ -130,6 +136,13 @@ class ObedientWorker:
         finally:
             self.streams -= 1
             self.cancelled += not done
+
+    async def nap(self, seconds: list[float]) -> AsyncIterator[Any]:
+        """Yield (rank, seconds) after each of so many."""
+        self.naps += 1
+        for each in seconds:
+            await asyncio.sleep(each)
+            yield self.rank.rank, each
 
     async def hang_in_stream(self) -> AsyncIterator[Any]:
         """Yield once, then block the whole event loop."""

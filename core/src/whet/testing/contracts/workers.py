@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from whet.cluster.slices import Slice, WorkerRank, Workers
+from whet.cluster.slices import Heard, Slice, WorkerRank, Workers
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
 from whet.testing.obedient import TARGET
@@ -181,6 +181,28 @@ class WorkersContract:
         begin = time.monotonic()
         assert asyncio.run(run()) == [[(0, n) for n in range(5)]] * 8
         assert time.monotonic() - begin < 8 * 5 * 0.05
+
+    def test_streams_of_several_ranks_give_what_each_of_them_yields(self, shared_workers: Workers) -> None:
+        shares = {rank: [0.01 * n for n in range(rank)] for rank in range(self.ranks)}
+
+        async def run() -> dict[int, list[Any]]:
+            found: dict[int, list[Any]] = {rank: [] for rank in shares}
+            async for heard in shared_workers.streams("nap", shares):
+                assert heard.error is None
+                found[heard.rank] += heard.items
+            return found
+
+        expected = {rank: [(rank, seconds) for seconds in share] for rank, share in shares.items()}
+        assert asyncio.run(run()) == expected
+
+    def test_of_several_streams_those_that_fail_fail_alone(self, shared_workers: Workers) -> None:
+        async def run() -> list[Heard]:
+            shares = {0: [0.01], 1: [cast(float, "long")]}
+            return [heard async for heard in shared_workers.streams("nap", shares, phase="generate") if heard.over]
+
+        errors = {heard.rank: heard.error for heard in asyncio.run(run())}
+        assert errors[0] is None
+        assert "actor rank 1 failed in generate: TypeError" in str(errors[1])
 
     def test_a_stream_s_exception_comes_after_its_items(self, shared_workers: Workers) -> None:
         async def run() -> list[Any]:

@@ -1,0 +1,73 @@
+"""The answers of several ranks to one call."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from whet.errors import WorkerError, WorkerLost
+
+_PATIENCE_FOR_A_DEATH = 1.0
+
+
+class Gathering:
+    """A call under way on several ranks: done when all have answered or one has failed."""
+
+    def __init__(self, size: int) -> None:
+        self._results: list[Any] = [None] * size
+        self._missing = size
+        self._lock = threading.Lock()
+        self._future: Future[list[Any]] = Future()
+        self._death: Future[WorkerLost | None] = Future()
+        """Of a rank that did not raise but was lost; None: all ranks have answered, and none was."""
+
+    def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
+        """Take a rank's answer; what comes after a failure is dropped, but for a death."""
+        with self._lock:
+            self._results[rank] = result
+            self._missing -= 1
+            if not self._death.done():
+                if isinstance(error, WorkerLost):
+                    self._death.set_result(error)
+                elif not self._missing:
+                    self._death.set_result(None)
+            if self._future.done():
+                return
+            if error is not None:
+                self._future.set_exception(error)
+            elif not self._missing:
+                self._future.set_result(self._results)
+
+    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
+        """Take the answers of several ranks."""
+        with self._lock:
+            for rank, result in zip(ranks, results, strict=True):
+                self._results[rank] = result
+            self._missing -= len(ranks)
+            if self._missing:
+                return
+            if not self._death.done():
+                self._death.set_result(None)
+            if not self._future.done():
+                self._future.set_result(self._results)
+
+    def result(self) -> list[Any]:
+        """Wait for the results, in rank order; raises `WorkerError`.
+
+        Where a rank dies, those that talk to it raise, often before its death is known here: it is the one to blame.
+        """
+        try:
+            return self._future.result()
+        except WorkerError as raised:
+            death = None
+            if not isinstance(raised, WorkerLost):
+                with suppress(TimeoutError):
+                    death = self._death.result(_PATIENCE_FOR_A_DEATH)
+            if death is None:
+                raise
+            raise death from raised
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._future.done()
