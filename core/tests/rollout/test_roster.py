@@ -192,6 +192,25 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     assert len(granting.asked) == 2
 
 
+def test_what_names_the_only_replica_is_refused_while_that_is_away_whoever_else_waits_for_it() -> None:
+    workers = Mortal(1, lambda rank, message: message == 0)
+    workers.holds[0].clear()
+    dispatcher, _, _ = made(workers)
+
+    async def asked() -> list[Any]:
+        waiting = asyncio.create_task(ask(dispatcher, requests(2)))
+        while dispatcher.roster.present():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        named = Request("named", np.arange(3), Sampling(8), 1, replica=0)
+        with pytest.raises(RequestLost, match="replica 0 is away"):
+            await asyncio.wait_for(dispatcher.generate(named), 2.0)
+        workers.holds[0].set()
+        return await waiting
+
+    assert [completion.id for completion in run(asked())] == ["r0", "r1"]
+
+
 def test_over_budget_all_that_wait_get_the_error_and_all_that_come_later() -> None:
     dispatcher, _, _ = made(Mortal(1, lambda rank, message: True), grants=1)
     found = run(ask(dispatcher, requests(3)))

@@ -71,6 +71,8 @@ class RequestDispatcher:
     workers: Workers
     roster: Roster = field(default=Factory(lambda self: Roster(self.workers), takes_self=True))
     _outbox: list[_Waiting] = field(factory=list, init=False)
+    _flushing: bool = field(default=False, init=False)
+    """Whether the outbox is about to be looked at."""
     _patience: int = field(default=0, init=False)
     _loads: Loads = field(init=False)
     _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
@@ -118,8 +120,8 @@ class RequestDispatcher:
         return self._loads.each()
 
     def _send_soon(self, waiting: list[_Waiting]) -> None:
-        if not self._outbox:
-            self._patience = PATIENCE
+        if not self._flushing:  # what is in the outbox already may be waiting for a replica
+            self._flushing, self._patience = True, PATIENCE
             asyncio.get_running_loop().call_soon(self._flush, 0)
         self._outbox += waiting
 
@@ -130,6 +132,7 @@ class RequestDispatcher:
             self._patience -= 1
             asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
             return None
+        self._flushing = False
         present, failure = self.roster.present(), self.roster.failure
         if failure is None:
             self._refuse_absent(present)
