@@ -58,14 +58,14 @@ def learn(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
-        session, "pytest-timeout", "datasets", "huggingface-hub", "openai", "ruff", "mypy", "import-linter",
+        session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy", "import-linter",
         "types-PyYAML", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-n", "2", *session.posargs)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])

@@ -1,0 +1,24 @@
+"""How tests are spread where several processes run them, `pytest -n 2`: file by file."""
+
+from typing import Any
+
+import pytest
+
+WITH_RAY = frozenset(
+    ("test_ranks.py", "test_ray.py", "test_ray_nodes.py", "test_ray_session.py", "test_sleep.py", "test_under_ray.py",
+     "test_where_it_runs.py")
+)  # fmt: skip
+"""These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file together, for what they share, and those that start a Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # untyped for who has no xdist
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ray" if file.rpartition("/")[2] in WITH_RAY else file
+
+    return Scheduling(config, log)
