@@ -58,8 +58,8 @@ def learn(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test, the linters and the type checker."""
     install(
-        session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy", "import-linter",
-        "types-PyYAML", "-r", "docs/requirements.txt",
+        session, "pytest-timeout", "pytest-xdist", "datasets", "huggingface-hub", "openai", "ruff", "mypy",
+        "import-linter", "types-PyYAML", "-r", "docs/requirements.txt",
     )  # fmt: skip
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
