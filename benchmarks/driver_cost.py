@@ -139,9 +139,6 @@ class Player:
                 answer(encode({"number": number, "say": "done", "value": value}))
             case "stream":
                 self._generate(number, message["args"][0])
-            case "begin":
-                answer(encode({"number": number, "say": "done", "value": None}))
-                self._generate(message["stream"], message["args"][0])
             case "lead":
                 ranks = message["ranks"]
                 self._leader = Leader(

@@ -69,10 +69,8 @@ class Relayed:
     """Called with places and what belongs there."""
     failed: Callable[[int, Any, WorkerError | None], None]
     """Called with a place, nothing, and what went wrong there."""
-    missed: Callable[[Connection, WorkerError], None]
-    """Called with that of a process which has missed the deadline, and the error."""
-    orphaned: Callable[[Sequence[int]], None] | None = None
-    """Called where the leader is lost, with the other ranks whose answers are not known; None: the call is over."""
+    missed: Callable[[WorkerError], None]
+    """Called when the deadline has passed."""
     missing: set[int] = field(init=False)
     """Ranks whose answers are not known to be there."""
     began: float = field(factory=time.monotonic, init=False)
@@ -142,16 +140,6 @@ class Branch:
         with self._lock:
             self._whole = False
 
-    def reaches(self, rank: int, connection: Connection) -> bool:
-        """Whether a rank can be asked through the leader, in that process."""
-        return self._whole and self._connections.get(rank) is connection
-
-    @property
-    def calling(self) -> bool:
-        """Whether calls of ranks that stand or fall together are under way."""
-        with self._lock:
-            return any(call.orphaned is None for call in self._calls.values())
-
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
@@ -208,8 +196,6 @@ class Branch:
                 self._calls.clear()  # nobody will say more of them
         for call in ended:
             self._settle(call)
-            if call.orphaned is not None:
-                call.orphaned(sorted(call.missing - {rank}))
         if rank != self._leader:
             self._tell({"do": "gone", "rank": rank})
         return owed
@@ -260,18 +246,12 @@ class Branch:
         return rank in call.missing or (rank == self._leader and not call.told)
 
     def _expiry(self, rank: int, call: Relayed) -> float:
-        if rank == self._leader:
-            return call.deadline.expires
-        # where ranks stand each for itself, a leader that says nothing is the only one to blame
-        known = call.inquired if call.orphaned is None else call.told
-        return call.deadline.expires if known else math.inf
+        return call.deadline.expires if call.inquired or rank == self._leader else math.inf
 
     def _lent(self, number: int, call: Relayed, rank: int) -> Call:
         """Give the share of one rank in a call, with the lock held."""
         done, phase = partial(self._end, number, call, rank), call.phase
-        lent = Call(
-            self._role, rank, phase, call.timeout_seconds, done, missed=partial(call.missed, self._connections[rank])
-        )
+        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=call.missed)
         lent.began, lent.expires = call.began, self._expiry(rank, call)
         return lent
 
@@ -284,8 +264,7 @@ class Branch:
             over = call.told or not call.missing
         if over:
             self._settle(call)
-        if call.orphaned is None or rank in call.places:
-            call.failed(call.places.get(rank, min(call.places.values())), None, error)
+        call.failed(call.places.get(rank, min(call.places.values())), None, error)
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._connections[self._leader].tell({**message, "branch": self._id, "slot": self._slot})

@@ -71,40 +71,19 @@ class Connection:
 
     def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
         """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
-        if self.expect(number, call, buffers):
-            self._clock.watch(self, call.expires)
-
-    def expect(self, number: int, call: Call, buffers: Sequence[Buffer] = ()) -> bool:
-        """Let a call wait for the answer to what others tell the process; whether it does: of a dead one it fails."""
         with self._lock:
             cause = self._cause
             if not cause:
                 self._calls[number] = call
-                if buffers:
-                    self._line.send(buffers)
+                self._line.send(buffers)
         if cause:
             call.done(None, self._ended(call))
-        return not cause
+        else:
+            self._clock.watch(self, call.expires)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send a message whose answer is waited for already."""
+        """Send a message whose answer a lender waits for, or nobody."""
         self._line.send(buffers)
-
-    def renew(self, number: int) -> bool:
-        """Let the deadline of a call begin anew; whether it is under way."""
-        with self._lock:
-            call = self._calls.get(number)
-            if call is not None:
-                call.renew()
-        if call is not None:
-            self._clock.watch(self, call.expires)
-        return call is not None
-
-    @property
-    def begins(self) -> bool:
-        """Whether something that it was asked through another process may not have come yet."""
-        with self._lock:
-            return any(call.expires == math.inf for call in self._calls.values())
 
     def watch(self, expires: float) -> None:
         """Look at its deadlines at that time, at the latest."""

@@ -36,7 +36,6 @@ from whet.errors import in_words
 from whet.interpreters import refuse_another_core
 
 T = TypeVar("T")
-_MOST_HEARD = 1 << 12
 
 
 class ComputeThread(Executor):
@@ -129,8 +128,6 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
-        self._heard: dict[int, None] = {}  # numbers of streams, the latest ones, in order
-        self._hearing = threading.Lock()
         self._traffic = Traffic()
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
         self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
@@ -165,12 +162,9 @@ class Host:
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
-                self._begin_stream(number, message)
-            case "begin":  # came through a leader, who hears that the stream begins, and not more
-                self._begin_stream(message["stream"], message)
-                self._say(number, "done", None)
+                steps = self._stream(number, message["slot"], message["method"], message["args"])
+                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
             case "cancel":
-                self._is_new(number)  # a stream that has not come yet must not begin
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
                 self._compute.submit(_named("start", self._answer), number, lambda: self._build(message))
@@ -191,20 +185,6 @@ class Host:
                 self._attempt(number, lambda: self._join(message))
             case "exit":
                 self._compute.shutdown()
-
-    def _begin_stream(self, number: int, message: dict[str, Any]) -> None:
-        if self._is_new(number):
-            steps = self._stream(number, message["slot"], message["method"], message["args"])
-            self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
-
-    def _is_new(self, number: int) -> bool:
-        """Whether nothing was heard of a stream, which is asked for twice where a leader was lost meanwhile."""
-        with self._hearing:
-            new = number not in self._heard
-            self._heard[number] = None
-            if len(self._heard) > _MOST_HEARD:
-                del self._heard[next(iter(self._heard))]
-        return new
 
     def _attempt(self, number: int, work: Callable[[], Any]) -> None:
         try:

@@ -31,7 +31,7 @@ from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.spans import Span
 
-FAN_OUT: Final = 8
+FAN_OUT: Final = 32
 _NO_PHASES = ("heartbeat", "notice")
 
 

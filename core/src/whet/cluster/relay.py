@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final
 
 from attrs import define, field
@@ -56,11 +55,6 @@ class _Joining:
         return {"ranks": ranks if len(ranks) < len(self.ranks) else None, "values": values}
 
 
-def _cut(whole: list[Any], lengths: Sequence[int]) -> list[tuple[list[Any]]]:
-    """Cut the lists of some ranks out of one that holds them all: the only argument of each."""
-    return [(whole[end - length : end],) for length, end in zip(lengths, accumulate(lengths), strict=True)]
-
-
 class Leader:
     """The end of one process, to which its siblings come."""
 
@@ -90,11 +84,9 @@ class Leader:
         """Pass a call on to the ranks that it is for: all, where it names none."""
         number, ranks = message["number"], message.get("ranks", self._ranks)
         head = {"do": "call", "number": number, "slot": message["slot"], "method": message["method"]}
-        if "stream" in message:
-            head |= {"do": "begin", "stream": message["stream"]}
         with self._lock:
             self._calls[number] = _Joining(list(ranks), message["merge"])
-        rows = _cut(message["list"], message["lengths"]) if "list" in message else message.get("rows")
+        rows = message.get("rows")
         same = encode({**head, "args": message["args"]}) if rows is None else []
         own: Sequence[Buffer] = []
         for rank, row in zip(ranks, [()] * len(ranks) if rows is None else rows, strict=True):

@@ -140,7 +140,7 @@ class ConnectedWorkers:
     def _streams(self, asked: Mapping[int, tuple[Any, ...]], method: str, phase: str) -> AsyncGenerator[Heard, None]:
         connections = {rank: self._connections[rank] for rank in asked}
         asking = Streams(self.role, self._slot, method, asked, phase or method, connections, self._terms)
-        return asking.listen(self._branches, self._mailboxes)
+        return asking.listen(self._mailboxes)
 
     def close(self) -> None:
         """Let the workers close, then end their processes where no other role lives in them."""
@@ -190,8 +190,7 @@ class ConnectedWorkers:
         asking.places.update(
             {rank: rank for rank in alone} if all_ else {rank: place for place, rank in enumerate(ranks)}
         )
-        # one rank is asked itself, unless what it was asked before may still be with its leader
-        for branch in branches if len(ranks) > 1 else [branch for branch in branches if branch.calling]:
+        for branch in branches:
             share = branch.everyone if all_ else {r: asking.places.pop(r) for r in branch.ranks if r in asking.places}
             if share:
                 only = {} if rows is None else {"rows": _rows(rows, list(share.values()))}
@@ -215,9 +214,7 @@ class ConnectedWorkers:
 
     def _relayed(self, asking: "_Asking", share: dict[int, int], deadline: Deadline) -> Relayed:
         answered, failed = asking.gathering.finish_many, asking.gathering.finish
-        return Relayed(
-            asking.phase, asking.seconds, deadline, share, answered, failed, lambda _, error: asking.missed(error)
-        )
+        return Relayed(asking.phase, asking.seconds, deadline, share, answered, failed, asking.missed)
 
     def _ask(self, asking: "_Asking", messages: Sequence[dict[str, Any]]) -> Gathering:
         """Send one message to each rank that has a place."""

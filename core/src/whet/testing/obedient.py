@@ -140,9 +140,14 @@ class ObedientWorker:
     async def nap(self, seconds: list[float]) -> AsyncIterator[Any]:
         """Yield (rank, seconds) after each of so many."""
         self.naps += 1
-        for each in seconds:
-            await asyncio.sleep(each)
-            yield self.rank.rank, each
+        done = False
+        try:
+            for each in seconds:
+                await asyncio.sleep(each)
+                yield self.rank.rank, each
+            done = True
+        finally:
+            self.cancelled += not done
 
     async def hang_in_stream(self) -> AsyncIterator[Any]:
         """Yield once, then block the whole event loop."""
