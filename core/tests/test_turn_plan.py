@@ -113,5 +113,15 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
 
 
 def test_who_asks_at_the_endpoint_is_told_of_the_wait() -> None:
-    _, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), facts())
+    rollouts = {**facts(), "algorithm": Facts(inputs=("rollouts",))}
+    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), rollouts)
+    assert chosen
     assert "who asks while the backend trains waits" in note
+
+
+def test_where_nothing_would_wake_the_generator_for_who_asks_at_the_endpoint_it_stays_awake() -> None:
+    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), facts())
+    assert chosen == ()
+    assert "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes" in note
+    (said,) = refusals(make_config(serve=True, sleep="always"))
+    assert said.endswith("remove endpoint.serve, or set cluster.sleep: auto")

@@ -57,6 +57,8 @@ class Offload:
     def __init__(self, file: Path) -> None:
         """`file` is written where memory of a CPU is given back, and removed when it is taken again."""
         self._file = file
+        self.used = False
+        """Whether memory has ever been given back."""
         self._pages: list[_Pages] = []
         self._on_gpu: list[_OnGpu] = []
         self._pinned: dict[int, torch.Tensor] = {}
@@ -81,7 +83,7 @@ class Offload:
             self._write(pages)
         on_gpu = [_OnGpu(one, one.nbytes()) for one in storages if one.device.type == "cuda"]
         self._copy(on_gpu)
-        self._pages, self._on_gpu = pages, on_gpu
+        self._pages, self._on_gpu, self.used = pages, on_gpu, True
         for one in on_gpu:
             one.storage.resize_(0)
         given = sum(one.release() for one in pages)

@@ -7,6 +7,7 @@ from whet.config.sections import Config
 from whet.roles import groups, role_names, role_path, role_selection
 
 KEY = "cluster.sleep"
+_NEVER_AWAKE = "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes the generator to answer"
 
 
 def sleep_problems(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
@@ -22,6 +23,8 @@ def sleep_problems(config: Config, facts: Mapping[str, Facts]) -> Iterator[Probl
             f"is always, but with rollout.max_staleness {config.rollout.max_staleness} the generator works while the "
             "backend trains; set rollout.max_staleness: 0, or cluster.sleep: auto",
         )
+    if _never_awake(config, facts):
+        yield Problem(KEY, f"is always, but {_NEVER_AWAKE}; remove endpoint.serve, or set cluster.sleep: auto")
     for words in _unable(config, facts, [role for side in _sides(config, facts) for role in side]):
         yield Problem(KEY, f"is always, but {words}; set cluster.sleep: auto")
 
@@ -33,10 +36,16 @@ def turns_and_notes(
     chosen = _chosen(config, facts)
     if not chosen:
         return (), []
+    if _never_awake(config, facts):
+        return (), [f"all keep their memory while others work: {_NEVER_AWAKE}"]
     if unable := list(_unable(config, facts, [role for side in chosen for role in side])):
         return (), [f"all keep their memory while others work: {'; '.join(unable)}"]
     note = "endpoint.serve: who asks while the backend trains waits until the generator is awake again"
     return chosen, [note] if config.endpoint.serve else []
+
+
+def _never_awake(config: Config, facts: Mapping[str, Facts]) -> bool:
+    return config.endpoint.serve and "rollouts" not in facts["algorithm"].inputs
 
 
 def _chosen(config: Config, facts: Mapping[str, Facts]) -> tuple[tuple[str, ...], ...]:

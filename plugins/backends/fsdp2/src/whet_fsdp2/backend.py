@@ -1,6 +1,7 @@
 """The handle on the driver: shares a batch out over ranks, and puts what they give together again."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,14 @@ class Fsdp2Backend:
 
     def sleep(self) -> int:
         """Give the memory of weights and optimizer back: to the host, or, of CPUs, to files. How many bytes."""
+        try:
+            given: int = sum(self._workers.call("sleep", phase="sleep"))
+        except WhetError:  # of several ranks some may sleep
+            with suppress(WhetError):
+                self._workers.call("wake", phase="wake")
+            raise
         self._asleep = True
-        return sum(self._workers.call("sleep", phase="sleep"))
+        return given
 
     def wake(self) -> None:
         """Take it again."""

@@ -11,9 +11,10 @@ One call of `train`:
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import cattrs
 import numpy as np
@@ -42,8 +43,23 @@ from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_NONFINITE = 3
 """Calls of `train` in a row that may end without a step because loss or gradient is not finite."""
+
+
+def _leaving_room(method: Callable[Concatenate["Worker", P], T]) -> Callable[Concatenate["Worker", P], T]:
+    """Let what a call has cached go when it is over, see `Worker.let_go`."""
+
+    @wraps(method)
+    def call(self: "Worker", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.let_go()
+
+    return call
 
 
 class Worker:
@@ -119,6 +135,7 @@ class Worker:
 
     # Training
 
+    @_leaving_room
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> dict[str, Metric]:
         """Take one optimizer step on this rank's share of a batch."""
         if not self._trained:
@@ -207,6 +224,7 @@ class Worker:
 
     # Without gradient
 
+    @_leaving_room
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
         """Compute the loss of this rank's share, and its metrics."""
@@ -224,6 +242,7 @@ class Worker:
             tokens["loss"] = metrics.mean(value)
         return {**tokens, **metrics.detached(metrics.merge(found))}
 
+    @_leaving_room
     @torch.no_grad()
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
         """Compute outputs of this rank's share: NumPy, [N] or [N, K] each."""
@@ -338,6 +357,7 @@ class Worker:
                 yield f"{key}/{name}", full(moments[key])
 
     @torch.no_grad()
+    @_leaving_room
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks."""
         saved = checkpoint.Saved(Path(folder))
@@ -384,6 +404,13 @@ class Worker:
     def wake(self) -> None:
         """Take it again."""
         self._offload.wake()
+
+    def let_go(self) -> None:
+        """Keep no memory of the GPU for later, where others take turns in it: they could not have it at a hand-over."""
+        if self._offload.used and self._device.type == "cuda":
+            for root in (self._root, *self._frozen.values()):
+                reshard(root)
+            torch.cuda.empty_cache()
 
     def _held(self) -> Iterator[Tensor]:
         for root in (self._root, *self._frozen.values()):

@@ -108,21 +108,32 @@ class Process:
                     await self._until_all_have_ended(running)
                     await self._take(link, version)
             finally:
-                self._gate.set()
+                self._admit()
 
     async def sleep(self) -> None:
-        """Give a GPU's memory back."""
+        """Give a GPU's memory back. Requests wait until it is there again."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._until_all_have_ended("drain")
-        tags = _tags() - self._released
-        if tags:  # SGLang ends where it is to release what it has released
-            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=sorted(tags)))
-        self._released |= tags
+        async with self._arriving:
+            self._gate.clear()
+            try:
+                await self._until_all_have_ended("drain")
+                tags = _tags() - self._released
+                if tags:  # SGLang ends where it is to release what it has released
+                    await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=sorted(tags)))
+                self._released |= tags
+            finally:
+                self._admit()
 
     async def wake(self) -> None:
         """Take it again."""
         await self._resume(set(self._released))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let requests in, where there is memory for them."""
+        if not self._released:
+            self._gate.set()
 
     async def _resume(self, tags: set[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from attrs import asdict
 
@@ -63,7 +63,7 @@ class Worker:
         """Requests that stand at the gate."""
         self._broken = ""
         """Why the weights are a mixture that must not be used; empty: they are whole."""
-        self._asleep = False
+        self._asleep: Literal["", "wholly", "but for weights"] = ""
         """Whether some of its memory is given back."""
         try:
             self._there(self._begin(arguments["cuda" if self._on_gpu else "cpu"], Path(scratch))).result()
@@ -210,15 +210,17 @@ class Worker:
         raise WhetError(self._engine.dead())
 
     async def _sleep(self) -> int:
+        if self._asleep == "wholly":
+            return 0
         before = await self._free_bytes()
         await self._engine.llm.sleep(level=1, mode="wait")
-        self._asleep = True
-        return await self._free_bytes() - before
+        self._asleep = "wholly"
+        return max(0, await self._free_bytes() - before)
 
     async def _wake(self) -> None:
         if self._asleep and not await self._engine.llm.wake_up():
             raise WhetError("vLLM's engine did not take its memory again when it was woken")
-        self._asleep = False
+        self._asleep = ""
 
     async def _free_bytes(self) -> int:
         """Say what is free on the GPUs of the engine's processes, together."""
@@ -229,6 +231,7 @@ class Worker:
             # Those that run need not stand still until the senders are done.
             await asyncio.to_thread(await_manifests, link)
         if self._asleep:  # nothing runs, and the cache is not there to be forgotten
+            self._asleep = "but for weights"
             await self._engine.llm.wake_up(tags=["weights"])
             return await self._take(link, version)
         await self._engine.llm.pause_generation(mode=PAUSES[running])
