@@ -140,8 +140,8 @@ class EngineFailuresContract:
             thing.close()
 
     def engine_process(self) -> int:
-        """Find the process that computes; 0: there is none yet."""
-        return next((p.pid for p in descendants() if self.process in p.command), 0)
+        """Find the process that computes, not what it forks; 0: there is none yet."""
+        return min((p.pid for p in descendants() if self.process in p.command), default=0)
 
     async def struck(
         self, generator: Generator, number: signal.Signals, look: Callable[[int], None] = lambda process: None
