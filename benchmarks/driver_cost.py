@@ -6,7 +6,8 @@
 The work of a step is the same for any N: a batch of 1024 sequences is sharded and trained on, a hand-over of weights
 is begun on all ranks, and 128 groups of 8 requests are spread over the replicas as a run does it, which answer group by
 group. The sockets and messages are those of a run, leaders' among them; helper processes play the workers, and answer
-at once. That workers say again and again that they live costs by the second rather than by the step: `at rest`.
+after `--work` seconds: 0 has them compete with the driver for its cores while it is still asking, as no cluster would.
+That workers say again and again that they live costs by the second rather than by the step: `at rest`.
 """
 
 import argparse
@@ -134,11 +135,13 @@ class Player:
         """Do as a message says."""
         number = message.get("number", 0)
         match message.get("do"):
-            case "call" | "build" | "close":
-                value = _METRICS if message.get("method") == "train" else None
-                answer(encode({"number": number, "say": "done", "value": value}))
+            case "call":
+                value = _METRICS if message["method"] == "train" else None
+                self._stage.work(lambda: answer(encode({"number": number, "say": "done", "value": value})))
+            case "build" | "close":
+                answer(encode({"number": number, "say": "done", "value": None}))
             case "stream":
-                self._generate(number, message["args"][0])
+                self._stage.work(lambda: self._generate(number, message["args"][0]))
             case "lead":
                 ranks = message["ranks"]
                 self._leader = Leader(
@@ -175,10 +178,11 @@ class Player:
 class Troupe:
     """Some of the workers, in one process. Leaders pass messages on with the code of a run."""
 
-    def __init__(self, descriptors: Sequence[int]) -> None:
+    def __init__(self, descriptors: Sequence[int], work_seconds: float) -> None:
         self.traffic = Traffic()
+        self._work_seconds = work_seconds
         self._waiting = selectors.DefaultSelector()
-        self._beats: list[tuple[float, float, int, Player]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._counts = itertools.count()
         self._left = len(descriptors)
         for descriptor in descriptors:
@@ -187,15 +191,26 @@ class Troupe:
     def run(self) -> None:
         """Play until all have left."""
         while self._left:
-            for key, _ in self._waiting.select(0.1):
+            for key, _ in self._waiting.select(self._pause()):
                 try:
                     key.data()
                 except (EOFError, OSError):
                     self._waiting.unregister(key.fileobj)
-            while self._beats and self._beats[0][0] <= time.monotonic():
-                _, every, _, player = heapq.heappop(self._beats)
-                player.live()
-                self.beat(every, player)
+            while self._due and self._due[0][0] <= time.monotonic():
+                heapq.heappop(self._due)[-1]()
+
+    def _pause(self) -> float:
+        return min(0.1, max(0.0, self._due[0][0] - time.monotonic())) if self._due else 0.1
+
+    def work(self, answer: Callable[[], None]) -> None:
+        """Answer when the work is done."""
+        if self._work_seconds:
+            self._later(self._work_seconds, answer)
+        else:
+            answer()
+
+    def _later(self, seconds: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._counts), do))
 
     def listen(self, end: socket.socket, hear: Callable[[], None]) -> None:
         """Call that whenever something has come."""
@@ -203,8 +218,12 @@ class Troupe:
 
     def beat(self, every: float, player: Player) -> None:
         """Let one say that it lives, once and again."""
-        at = time.monotonic() + every * random.uniform(0.0, 2.0)
-        heapq.heappush(self._beats, (at, every, next(self._counts), player))
+
+        def live() -> None:
+            player.live()
+            self.beat(every, player)
+
+        self._later(every * random.uniform(0.0, 2.0), live)
 
     def join(self, name: str, rank: int, player: Player, ready: Callable[[], None]) -> None:
         """Bring one to its leader, which may be played by another process."""
@@ -248,13 +267,16 @@ def make_batch() -> Batch:
 
 
 @contextmanager
-def played(wanted: int) -> Iterator[list[socket.socket]]:
+def played(wanted: int, work_seconds: float) -> Iterator[list[socket.socket]]:
     """Give the driver's ends of so many workers."""
     pairs = [socket.socketpair() for _ in range(wanted)]
     theirs = [there.fileno() for _, there in pairs]
     troupes = [theirs[n::HELPERS] for n in range(HELPERS) if theirs[n::HELPERS]]
     helpers = [
-        subprocess.Popen([sys.executable, __file__, "--play", *map(str, troupe)], pass_fds=troupe) for troupe in troupes
+        subprocess.Popen(
+            [sys.executable, __file__, "--work", str(work_seconds), "--play", *map(str, troupe)], pass_fds=troupe
+        )
+        for troupe in troupes
     ]
     for _, there in pairs:
         there.close()
@@ -266,13 +288,13 @@ def played(wanted: int) -> Iterator[list[socket.socket]]:
             helper.wait()
 
 
-def measure(wanted: int, steps: int, fan_out: int) -> tuple[dict[str, float], float, float, int]:
+def measure(wanted: int, steps: int, fan_out: int, work_seconds: float) -> tuple[dict[str, float], float, float, int]:
     """Give median seconds of processor time of a step by part, of the clock and of rest, and the number of threads."""
     sampling = Sampling(max_tokens=LENGTH - PROMPT)
     requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
     batch, loss = make_batch(), Spec("x:Y")
     with (
-        played(wanted) as ends,
+        played(wanted, work_seconds) as ends,
         tempfile.TemporaryDirectory() as logs,
         Cluster(Stage(ends), Path(logs), DeadlinesSection(heartbeat=0.0), fan_out=fan_out) as cluster,
     ):
@@ -326,19 +348,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fan-out", type=int, default=FAN_OUT, help="most ranks that are asked one by one")
+    parser.add_argument("--work", type=float, default=0.1, help="seconds that a worker takes to answer")
     parser.add_argument("--play", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if arguments.play:
-        Troupe(arguments.play).run()
+        Troupe(arguments.play, arguments.work).run()
         os._exit(0)
     print(
         f"{'workers':>8} {'driver cpu/step':>16} {'train':>10} {'refit':>10} {'generate':>10} {'clock/step':>12} "
         f"{'at rest':>11} {'threads':>8}"
     )
     for wanted in arguments.workers:
-        spent, clock, resting, threads = measure(wanted, arguments.steps, arguments.fan_out)
+        spent, clock, resting, threads = measure(wanted, arguments.steps, arguments.fan_out, arguments.work)
         parts = " ".join(f"{seconds * 1e3:7.1f} ms" for seconds in spent.values())
         print(
             f"{wanted:8} {sum(spent.values()) * 1e3:13.1f} ms {parts} {clock * 1e3:9.1f} ms "

@@ -1,6 +1,7 @@
 """Backend and generator that give their memory back in turns change no number of a run, whatever happens meanwhile."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -166,6 +167,22 @@ def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sle
     versions = {version for answer in answers for _, version in answer["choices"][0]["weight_versions"]}
     assert len(versions) > 1, "it was asked at one moment alone"
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
+
+
+def test_whoever_asks_at_the_endpoint_does_not_hold_up_what_a_signal_has_saved(tmp_path, sleeping_run):
+    pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    config, metrics = sleeping_run(tmp_path, endpoint={"serve": True}), tmp_path / "run/metrics.jsonl"
+
+    def strike() -> None:
+        while not (metrics.exists() and len(rows(metrics)) > 1):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=strike).start()
+    outcome = compose.run(config, [SLEEPING, "cluster.workers=inline", "run.steps=100000", "run.save_every=0"])
+    assert outcome.stopped_by == signal.SIGTERM
+    events = [row["event"] for row in rows(tmp_path / "run/journal.jsonl")]
+    assert events.index("endpoint closed") < events.index("saved")
 
 
 def test_what_cannot_sleep_is_refused_before_anything_starts(tmp_path, sleeping_run):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from whet.errors import WhetError
-from whet.offload import Offload
+from whet.offload import Offload, Slabs
 
 MIB = 1 << 20
 
@@ -103,3 +103,18 @@ def test_memory_of_a_gpu_is_free_for_others_meanwhile(tmp_path: Path) -> None:
         assert torch.cuda.mem_get_info()[0] - before >= 250 * MIB
         offload.wake()
         assert all(torch.equal(tensor.cpu(), there) for tensor, there in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("slab_bytes", [16, 64, 1 << 20])
+def test_slabs_hold_what_was_taken_wherever_their_borders_fall(slab_bytes: int) -> None:
+    tensors = [torch.arange(n, dtype=torch.uint8) for n in (1, 63, 64, 200, 15)]
+    slabs, storages = Slabs(slab_bytes), [tensor.untyped_storage() for tensor in tensors]
+    for addend in (0, 7):
+        for tensor in tensors:
+            tensor += addend
+        expected = [tensor.clone() for tensor in tensors]
+        slabs.take(storages)
+        for tensor in tensors:
+            tensor.zero_()
+        slabs.give(storages)
+        assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, expected, strict=True))

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
     from whet.endpoint.listener import Listener
+    from whet.endpoint.run import RunEndpoint
     from whet.interfaces.backend import Backend
     from whet.refit.probe import Probe
     from whet.rollout.evaluate import Evaluator
@@ -87,6 +88,7 @@ class Builder:
         self._episodes: EpisodeLoop | None = None
         self._cluster: Cluster | None = None
         self._listening: Listener | None = None
+        self._endpoint: RunEndpoint | None = None
 
     def parts(self, again: bool = False) -> Parts:
         """Build everything. Worker processes start to import while the driver prepares data and environments.
@@ -127,7 +129,7 @@ class Builder:
                     trained.load(saved.part(name))
         stream = self._stream(environments[0], generator, chat, saved)
         evaluate = self._evaluation(environments[1], generator, chat, stream)
-        recorder = self._recorder(trainer, chat)
+        recorder = self._recorder(built["backend"], chat)
         probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
         steps = self._steps(self._saved(backend), stream, recorder, evaluate, done, probe)
         self.closers.append(steps.close)
@@ -388,18 +390,19 @@ class Builder:
         from whet.endpoint.run import serve
 
         self._turns.generation()  # until the first step whoever asks is answered
-        opened = serve(
+        self._endpoint = serve(
             self._loop(), self._listener(), generator, chat, self.config, self.folder,
             gate=stream.gate if stream else None, max_context=self.plan.max_context,
         )  # fmt: skip
-        self.closers.append(opened.close)
+        self.closers.append(self._endpoint.close)
 
     def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
         from whet.rollout.recorder import Recorder
 
+        timed = self._turns.backend("backend", TimedBackend(trainer, self.spans, names={"score": "record"}))
+
         def score(batch: "Batch") -> Any:
-            with self.spans.phase("backend", "record"):
-                return trainer.score(batch, ("logprobs",))["logprobs"]
+            return timed.score(batch, ("logprobs",))["logprobs"]
 
         given = facts_of(self.config.backend, self.prepared.model).outputs_given
         return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
@@ -424,6 +427,8 @@ class Builder:
             return consumed.entry()
 
         def save(step: int) -> None:
+            if steps.stopped_by is not None and self._endpoint is not None:
+                self._endpoint.close()  # or the answers under way would hold up what is to be saved
             state = {**position, "identity": identity}
             saves = {name: partial(_save, handle) for name, handle in trained.items()}
             checkpoint.write(self.folder, step, state, saves)
@@ -439,7 +444,9 @@ class Builder:
             return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}, self._turns.metrics()])
 
         sinks = Sinks(records, evaluate, log, save, gather)
-        return Steps(self.folder, self.config.run, done, self.config.evaluation.every, self.spans, sinks, self._startup)
+        every = self.config.evaluation.every
+        steps = Steps(self.folder, self.config.run, done, every, self.spans, sinks, self._startup)
+        return steps
 
     def _refit(
         self, backend: "Backend", generator: Any, stream: "RolloutStream | None", probe: "Probe | None"

@@ -11,9 +11,9 @@ import ctypes
 import gc
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
@@ -23,7 +23,8 @@ from whet.run_folder import disk_errors
 if TYPE_CHECKING:
     import torch
 
-_DONTNEED = 4
+_SLAB_BYTES: Final = 1 << 26
+_DONTNEED: Final = 4
 """Of Linux: the pages are released, and are read as zeros from then on, or as the file that they were mapped from."""
 
 
@@ -51,6 +52,41 @@ class _OnGpu:
     size: int
 
 
+class Slabs:
+    """Room in the host's memory for the bytes of others, one after another in pieces of one size.
+
+    Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece for each tensor would take up to
+    twice what it holds. The room is kept from one time to the next, for pinning takes long.
+    """
+
+    def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
+        self._slabs: list[torch.Tensor] = []
+
+    def take(self, storages: "Sequence[torch.UntypedStorage]") -> None:
+        """Begin to copy what these hold; it is there when their device has done all that it was asked."""
+        total = sum(one.nbytes() for one in storages)
+        while len(self._slabs) * self._slab_bytes < total:
+            self._slabs.append(_pinned(self._slab_bytes))
+        for there, here in self._pieces(storages):
+            here.copy_(there, non_blocking=True)
+
+    def give(self, storages: "Sequence[torch.UntypedStorage]") -> None:
+        """Copy to these, of the same sizes in the same order, what was taken."""
+        for there, here in self._pieces(storages):
+            there.copy_(here)
+
+    def _pieces(self, storages: "Sequence[torch.UntypedStorage]") -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+        at = 0
+        for one in storages:
+            whole, begin = _bytes(one), 0
+            while begin < one.nbytes():
+                slab, offset = divmod(at, self._slab_bytes)
+                size = min(one.nbytes() - begin, self._slab_bytes - offset)
+                yield whole[begin : begin + size], self._slabs[slab][offset : offset + size]
+                begin, at = begin + size, at + size
+
+
 class Offload:
     """Of one worker. Not for several threads at a time."""
 
@@ -61,8 +97,7 @@ class Offload:
         """Whether memory has ever been given back."""
         self._pages: list[_Pages] = []
         self._on_gpu: list[_OnGpu] = []
-        self._pinned: dict[int, torch.Tensor] = {}
-        """By place in `_on_gpu`; kept from one time to the next, for pinning takes long."""
+        self._host = Slabs()
 
     @property
     def asleep(self) -> bool:
@@ -82,7 +117,11 @@ class Offload:
         if pages:
             self._write(pages)
         on_gpu = [_OnGpu(one, one.nbytes()) for one in storages if one.device.type == "cuda"]
-        self._copy(on_gpu)
+        if on_gpu:
+            import torch
+
+            self._host.take([one.storage for one in on_gpu])
+            torch.cuda.synchronize()
         self._pages, self._on_gpu, self.used = pages, on_gpu, True
         for one in on_gpu:
             one.storage.resize_(0)
@@ -94,10 +133,10 @@ class Offload:
         """Take the memory again. Without `contents` all of it is to be written anew. Once more does nothing."""
         if contents and self._pages:
             self._read()
-        for place, one in enumerate(self._on_gpu):
+        for one in self._on_gpu:
             one.storage.resize_(one.size)
-            if contents:
-                _bytes(one.storage).copy_(self._pinned[place])
+        if contents:
+            self._host.give([one.storage for one in self._on_gpu])
         self._pages, self._on_gpu = [], []
         self.close()
 
@@ -123,20 +162,9 @@ class Offload:
                 if found != one.size:
                     raise WhetError(f"{self._file} ends after {found} of the {one.size} bytes of a tensor")
 
-    def _copy(self, on_gpu: list[_OnGpu]) -> None:
-        import torch
 
-        for place, one in enumerate(on_gpu):
-            held = self._pinned.get(place)
-            if held is None or held.numel() != one.size:
-                held = self._pinned[place] = _host_room(one.size)
-            held.copy_(_bytes(one.storage), non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-
-
-def _host_room(size: int) -> "torch.Tensor":
-    """Make room in the host's memory: pinned, which a GPU reads and writes fast, as long as there is any."""
+def _pinned(size: int) -> "torch.Tensor":
+    """Give memory of the host: pinned as long as there is any."""
     import torch
 
     try:

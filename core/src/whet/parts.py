@@ -3,8 +3,8 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,16 +15,17 @@ from whet.config.build import build_selection
 from whet.refit.link import Link
 from whet.spans import Spans
 from whet.steps import Interrupted
+from whet.wrapped import WrappedBackend, WrappedGenerator
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Give, Pending
+    from whet.cluster.slices import Give
     from whet.config.sections import Config
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
     from whet.data.records import Completion, Request
     from whet.interfaces.algorithm import Algorithm
-    from whet.interfaces.backend import Backend, Weights
+    from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator, Running
     from whet.metrics import Metric
     from whet.refit.probe import Probe, Proof
@@ -64,61 +65,27 @@ class Parts:
         return build_selection(selection)
 
 
-class TimedBackend:
+class TimedBackend(WrappedBackend):
     """A backend whose phases are recorded as spans."""
 
-    def __init__(self, backend: "Backend", spans: Spans, role: str = "backend") -> None:
-        self._backend, self._spans, self._role = backend, spans, role
+    def __init__(
+        self, backend: "Backend", spans: Spans, role: str = "backend",
+        names: Mapping[str, str] = MappingProxyType({"train": "train", "evaluate": "evaluate", "score": "score"}),
+    ) -> None:  # fmt: skip
+        """`names` has the methods that are recorded, and under which names."""
+        super().__init__(backend)
+        self._spans, self._role, self._names = spans, role, names
 
-    def train(self, batch: "Batch", loss: Spec, count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
-        """See `Backend.train`."""
-        with self._spans.phase(self._role, "train"):
-            return self._backend.train(batch, loss, count_over)
-
-    def evaluate(self, batch: "Batch", loss: Spec) -> "Mapping[str, Metric]":
-        """See `Backend.evaluate`."""
-        with self._spans.phase(self._role, "evaluate"):
-            return self._backend.evaluate(batch, loss)
-
-    def score(self, batch: "Batch", outputs: tuple[str, ...], weights: "Weights" = "policy") -> dict[str, Any]:
-        """See `Backend.score`."""
-        with self._spans.phase(self._role, "score"):
-            return self._backend.score(batch, outputs, weights)
-
-    def send_weights(self, link: Link) -> "Pending":
-        """See `Backend.send_weights`."""
-        return self._backend.send_weights(link)
-
-    def save(self, folder: Path) -> "Pending":
-        """See `Backend.save`."""
-        return self._backend.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """See `Backend.load`."""
-        self._backend.load(folder)
-
-    def export(self, folder: Path) -> None:
-        """See `Backend.export`."""
-        self._backend.export(folder)
-
-    def sleep(self) -> int | None:
-        """See `Backend.sleep`."""
-        return self._backend.sleep()
-
-    def wake(self) -> None:
-        """See `Backend.wake`."""
-        self._backend.wake()
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._backend.close()
+    def _around(self, phase: str) -> AbstractContextManager[None]:
+        return self._spans.phase(self._role, self._names[phase]) if phase in self._names else nullcontext()
 
 
-class TimedGenerator:
+class TimedGenerator(WrappedGenerator):
     """A generator whose busy times are recorded as spans: from the first request under way to the last completion."""
 
     def __init__(self, generator: "Generator", spans: Spans) -> None:
-        self._generator, self._spans = generator, spans
+        super().__init__(generator)
+        self._spans = spans
         self._running = 0
         self._busy = ExitStack()
 
@@ -128,27 +95,11 @@ class TimedGenerator:
             self._busy.enter_context(self._spans.phase("generator", "generate"))
         self._running += 1
         try:
-            return await self._generator.generate(request)
+            return await super().generate(request)
         finally:
             self._running -= 1
             if self._running == 0:
                 self._busy.close()
-
-    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "Pending":
-        """See `Generator.receive_weights`."""
-        return self._generator.receive_weights(link, version, running)
-
-    def sleep(self) -> int | None:
-        """See `Generator.sleep`."""
-        return self._generator.sleep()
-
-    def wake(self) -> None:
-        """See `Generator.wake`."""
-        self._generator.wake()
-
-    def close(self) -> None:
-        """See `Generator.close`."""
-        self._generator.close()
 
 
 class TimedRollouts:

@@ -9,10 +9,9 @@ a gate, an environment that asks a further model on the thread that it asks from
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from attrs import define, field
 
@@ -20,13 +19,12 @@ from whet.errors import WhetError
 from whet.metrics import Metric, largest
 from whet.rollout.gate import Gate
 from whet.spans import Spans
+from whet.wrapped import WrappedBackend, WrappedGenerator
 
 if TYPE_CHECKING:
     from whet.cluster.slices import Pending
-    from whet.component import Spec
-    from whet.data.batch import Batch
     from whet.data.records import Completion, Request
-    from whet.interfaces.backend import Backend, Weights
+    from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator, Running
     from whet.refit.link import Link
     from whet.rollout.loop import EpisodeLoop
@@ -170,85 +168,31 @@ class Turns:
                 self._changed.notify_all()
 
 
-class GatedGenerator:
+class GatedGenerator(WrappedGenerator):
     """A generator whose requests wait for its turn."""
 
     def __init__(self, generator: "Generator", turns: Turns) -> None:
-        self._generator, self._turns = generator, turns
+        super().__init__(generator)
+        self._turns = turns
 
     async def generate(self, request: "Request") -> "Completion":
         """See `Generator.generate`."""
         async with self._turns.gate:
-            return await self._generator.generate(request)
+            return await super().generate(request)
 
     def receive_weights(self, link: "Link", version: int, running: "Running" = "drain") -> "Pending":
         """See `Generator.receive_weights`."""
         self._turns.took_weights()
-        return self._generator.receive_weights(link, version, running)
-
-    def sleep(self) -> int | None:
-        """See `Generator.sleep`."""
-        return self._generator.sleep()
-
-    def wake(self) -> None:
-        """See `Generator.wake`."""
-        self._generator.wake()
-
-    def close(self) -> None:
-        """See `Generator.close`."""
-        self._generator.close()
+        return super().receive_weights(link, version, running)
 
 
-class TakingTurns:
+class TakingTurns(WrappedBackend):
     """A backend that is called at its turn."""
 
     def __init__(self, backend: "Backend", turn: Callable[[], AbstractContextManager[None]]) -> None:
         """`turn` is entered when it has come, and lasts until it is left."""
-        self._backend, self._turn = backend, turn
+        super().__init__(backend)
+        self._turn = turn
 
-    def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> Mapping[str, Metric]:
-        """See `Backend.train`."""
-        with self._turn():
-            return self._backend.train(batch, loss, count_over)
-
-    def evaluate(self, batch: "Batch", loss: "Spec") -> Mapping[str, Metric]:
-        """See `Backend.evaluate`."""
-        with self._turn():
-            return self._backend.evaluate(batch, loss)
-
-    def score(self, batch: "Batch", outputs: tuple[str, ...], weights: "Weights" = "policy") -> dict[str, Any]:
-        """See `Backend.score`."""
-        with self._turn():
-            return self._backend.score(batch, outputs, weights)
-
-    def send_weights(self, link: "Link") -> "Pending":
-        """See `Backend.send_weights`."""
-        with self._turn():
-            return self._backend.send_weights(link)
-
-    def save(self, folder: Path) -> "Pending":
-        """See `Backend.save`."""
-        with self._turn():
-            return self._backend.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """See `Backend.load`."""
-        with self._turn():
-            self._backend.load(folder)
-
-    def export(self, folder: Path) -> None:
-        """See `Backend.export`."""
-        with self._turn():
-            self._backend.export(folder)
-
-    def sleep(self) -> int | None:
-        """See `Backend.sleep`."""
-        return self._backend.sleep()
-
-    def wake(self) -> None:
-        """See `Backend.wake`."""
-        self._backend.wake()
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._backend.close()
+    def _around(self, phase: str) -> AbstractContextManager[None]:
+        return self._turn()

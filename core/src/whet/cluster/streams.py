@@ -15,7 +15,7 @@ from typing import Any, Final
 from whet.cluster.call import Call, Terms
 from whet.cluster.connection import Connection
 from whet.cluster.slices import Heard
-from whet.cluster.wire import WireError, encode
+from whet.cluster.wire import WireError, encode, encode_calls
 from whet.errors import WhetError
 
 _PAUSE_SECONDS: Final = 0.005
@@ -83,12 +83,11 @@ class Streams:
             self._cancel(left)
 
     def _ask(self) -> None:
-        for rank, connection in self._connections.items():
-            head = {"do": "stream", "number": self._number, "slot": self._slot, "method": self._method}
-            try:
-                message = encode({**head, "args": self._arguments[rank]})
-            except WireError as error:
-                self._end(rank, None, error)
+        head = {"do": "stream", "number": self._number, "slot": self._slot, "method": self._method}
+        messages = encode_calls(head, [self._arguments[rank] for rank in self._connections])
+        for (rank, connection), message in zip(self._connections.items(), messages, strict=True):
+            if isinstance(message, WireError):
+                self._end(rank, None, message)
             else:
                 connection.ask(self._number, message, self._call(rank))
 

@@ -11,7 +11,8 @@ so that a hundred completions cost a few buffers. Whatever arrives is checked be
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from typing import Any, Final
@@ -71,14 +72,44 @@ def encode(value: Any) -> list[Buffer]:
     """
     writer = _Writer()
     try:
-        tree = writer.tree(value)
-        header = json.dumps({"value": tree, "arrays": writer.arrays}, separators=(",", ":")).encode("ascii")
+        return writer.message(writer.tree(value))
     except _UnsendableError:
         where, what = _find_unsendable(value, "the value") or ("the value", type(value).__name__)
         raise WireError(f"{where} is {what}; {_WANTED}") from None
     except (RecursionError, TypeError, ValueError) as error:
         raise WireError(f"a value cannot cross: {error}") from error
-    return [header, *writer.buffers]
+
+
+def encode_calls(head: Mapping[str, Any], calls: Sequence[tuple[Any, ...]]) -> "list[list[Buffer] | WireError]":
+    """Give for the arguments of each call the buffers of `{**head, "args": arguments}`, or why they cannot cross.
+
+    Where each is a list of records of one kind, as requests are, those are looked at once for all calls.
+    """
+    shares = [arguments[0] for arguments in calls if len(arguments) == 1 and type(arguments[0]) is list]
+    kinds = {type(value) for share in shares for value in share} if len(shares) == len(calls) else set()
+    name = _record_name(kinds.pop()) if len(kinds) == 1 else None
+    if name is not None:
+        with suppress(_UnsendableError, RecursionError, TypeError, ValueError):  # then each says what is wrong with it
+            return list(_encode_rows(head, name, shares))
+    return [_encoded({**head, "args": arguments}) for arguments in calls]
+
+
+def _encode_rows(head: Mapping[str, Any], name: str, shares: Sequence[list[Any]]) -> Iterator[list[Buffer]]:
+    values = [value for share in shares for value in share]
+    columns = [_column([getattr(value, field) for value in values]) for field in _record(name)[1]]
+    begin = 0
+    for share in shares:
+        writer, end = _Writer(), begin + len(share)
+        rows = {TAG: "rows", "of": name, "columns": [write(writer, begin, end) for write in columns]}
+        yield writer.message({**writer.mapping(head), "args": {TAG: "tuple", "of": [rows]}})
+        begin = end
+
+
+def _encoded(value: Any) -> "list[Buffer] | WireError":
+    try:
+        return encode(value)
+    except WireError as error:
+        return error
 
 
 def decode(buffers: Sequence[Buffer], *, records: bool = True) -> Any:
@@ -107,6 +138,11 @@ class _Writer:
         self.arrays: list[list[Any]] = []
         self.buffers: list[Buffer] = []
 
+    def message(self, tree: Any) -> list[Buffer]:
+        """Give all buffers, with the tree in the header."""
+        header = json.dumps({"value": tree, "arrays": self.arrays}, separators=(",", ":")).encode("ascii")
+        return [header, *self.buffers]
+
     def tree(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
@@ -114,7 +150,7 @@ class _Writer:
         write = _WRITERS.get(kind)
         if write is not None:
             return write(self, value)
-        if RECORDS.get(kind.__name__) == kind.__module__:
+        if _record_name(kind) is not None:
             return self.record(value)
         return self.tree(_as_builtin(value))
 
@@ -180,11 +216,24 @@ class _Writer:
                     raise _UnsendableError
                 columns = [self.items([value[key] for value in values]) for key in keys]
                 return {TAG: "rows", "of": "dict", "keys": keys, "columns": columns}
-        elif RECORDS.get(kind.__name__) == kind.__module__:
-            fields = _record(kind.__name__)[1]
-            columns = [self.items([getattr(value, field) for value in values]) for field in fields]
-            return {TAG: "rows", "of": kind.__name__, "columns": columns}
+        elif (name := _record_name(kind)) is not None:
+            columns = [self.items([getattr(value, field) for value in values]) for field in _record(name)[1]]
+            return {TAG: "rows", "of": name, "columns": columns}
         return None
+
+
+def _column(values: list[Any]) -> Callable[[_Writer, int, int], Any]:
+    """Give what writes a part of a column of records."""
+    kinds, first = set(map(type, values)), values[0]
+    if kinds <= _PLAIN:
+        return lambda writer, begin, end: values[begin:end]
+    if kinds == {np.ndarray} and all(value.ndim == 1 and value.dtype == first.dtype for value in values):
+        flat, lengths = np.concatenate(values), list(map(len, values))
+        at = [0, *accumulate(lengths)]
+        return lambda writer, begin, end: {
+            TAG: "ragged", "at": writer.append(flat[at[begin] : at[end]]), "lengths": lengths[begin:end]
+        }  # fmt: skip
+    return lambda writer, begin, end: writer.items(values[begin:end])
 
 
 _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
@@ -283,6 +332,11 @@ def _known_dtype(found: np.dtype[Any]) -> tuple[np.dtype[Any], str]:
     return DTYPES[found.name], found.name
 
 
+def _record_name(kind: type) -> str | None:
+    """Give the name under which a class of records crosses; None for other classes."""
+    return kind.__name__ if RECORDS.get(kind.__name__) == kind.__module__ else None
+
+
 _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
@@ -340,7 +394,7 @@ def _find_unsendable(value: Any, path: str) -> tuple[str, str] | None:
         if bad is not None:
             return path, f"a dict with the key {bad!r:.40}"
         inside = ((f"{path}[{key!r}]", item) for key, item in value.items())
-    elif RECORDS.get(kind.__name__) == kind.__module__:
+    elif _record_name(kind) is not None:
         inside = ((f"{path}.{name}", getattr(value, name)) for name in _record(kind.__name__)[1])
     else:
         try:
