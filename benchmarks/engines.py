@@ -1,7 +1,7 @@
 """What an engine loses on the way through whet, as ratios of one run on one machine.
 
     nox -s 'bench-engines(vllm)'                          by hand against whet, a hand-over against a copy, a step
-    nox -s 'bench-engines(sglang)' -- --rounds 9
+    nox -s 'bench-engines(sglang)' -- --rounds 8          fewer: single rounds differ by a quarter, and more
     python benchmarks/engines.py vllm --hidden 512 --layers 8 --no-step
 
 By hand: the engine's own asynchronous interface in this process, with the same arguments and the same requests.
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=3, help="steps at the beginning that are left out")
     parser.add_argument("--threads", type=int, default=1)
@@ -78,6 +78,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         engine(options, Path(folder))
+    gc.collect()  # else vLLM ends itself once more when the interpreter has half gone
     if not options.no_step:
         step(options)
 
@@ -103,8 +104,6 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
         requests(options, runner, {"by hand": generate, "whet": through})
         hand_over(options, generator, model, folder)
         close()
-        del generate, close  # else vLLM ends itself once more when the interpreter has half gone
-        gc.collect()
         generator.close()
 
 
@@ -257,7 +256,7 @@ def step(options: argparse.Namespace) -> None:
         print(f"TRL with vLLM does not run here: {refused}")
         peer = []
     ratios = []
-    for _ in range(max(1, options.rounds // 3)):
+    for _ in range(max(1, options.rounds // 8)):
         rows, _ = ours(options, f"generator={{use: {options.engine}, cache_gib: 0.5}}")
         own = statistics.median(row["seconds/step"] for row in rows[options.skip :])
         ratios.append(own / statistics.median(trl(options, *peer)[0][options.skip :]))

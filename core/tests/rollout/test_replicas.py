@@ -38,12 +38,12 @@ class Losing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workers, name)
 
-    def start_on(self, rank: int, method: str, *args: Any, **options: Any) -> Any:
-        if rank == 1 and not self.replaced.is_set():
+    def start_each(self, ranks: list[int], method: str, *args: Any, **options: Any) -> Any:
+        if not self.replaced.is_set():
             os.kill(self._workers.start_on(1, "pid").result()[0], signal.SIGKILL)
             self.found_lost()
             self.replaced_before_it_was_asked = self.replaced.wait(1.5)
-        return self._workers.start_on(rank, method, *args, **options)
+        return self._workers.start_each(ranks, method, *args, **options)
 
     def restart(self, rank: int) -> None:
         self.replaced.set()

@@ -63,12 +63,11 @@ class Relayed:
     phase: str
     timeout_seconds: float
     deadline: Deadline
-    places: Mapping[int, int]
-    """Of the ranks that it is for: where their answers belong."""
+    ranks: Sequence[int]
     answered: Callable[[Sequence[int], Sequence[Any]], None]
-    """Called with places and what belongs there."""
+    """Called with ranks and their answers."""
     failed: Callable[[int, Any, WorkerError | None], None]
-    """Called with a place, nothing, and what went wrong there."""
+    """Called with a rank, nothing, and what went wrong there."""
     missed: Callable[[WorkerError], None]
     """Called when the deadline has passed."""
     missing: set[int] = field(init=False)
@@ -79,7 +78,7 @@ class Relayed:
     told: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.missing = set(self.places)
+        self.missing = set(self.ranks)
         self.deadline.wait_for(self)
 
 
@@ -89,7 +88,6 @@ class Branch:
     def __init__(self, id: int, slot: int, role: str, connections: Mapping[int, Connection]) -> None:
         """Make one of the connections of ranks, the leader's first. It is of use once `form` has said so."""
         self.ranks = tuple(connections)
-        self.everyone = {rank: rank for rank in self.ranks}
         self._id, self._slot, self._role, self._connections = id, slot, role, dict(connections)
         self._leader = self.ranks[0]
         self._rank_of = {connection: rank for rank, connection in connections.items()}
@@ -156,7 +154,7 @@ class Branch:
         for call in calls:
             self._settle(call)
             error = WorkerError(self._role, None, call.phase, "the workers were closed")
-            call.failed(min(call.places.values()), None, error)
+            call.failed(self._leader, None, error)
 
     # What follows is for connections.
 
@@ -180,9 +178,9 @@ class Branch:
         self._settle(call)
         if kind == "waits":
             return None
-        ranks = list(call.places) if value["ranks"] is None else value["ranks"]
+        ranks = self.ranks if value["ranks"] is None else value["ranks"]
         values = [*value["values"], *[MERGED] * (len(ranks) - len(value["values"]))]
-        call.answered([call.places[rank] for rank in ranks], values)
+        call.answered(ranks, values)
         return None
 
     def lost(self, connection: Connection) -> list[Call]:
@@ -264,7 +262,7 @@ class Branch:
             over = call.told or not call.missing
         if over:
             self._settle(call)
-        call.failed(call.places.get(rank, min(call.places.values())), None, error)
+        call.failed(rank, None, error)
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._connections[self._leader].tell({**message, "branch": self._id, "slot": self._slot})

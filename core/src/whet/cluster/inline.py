@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -96,6 +96,12 @@ class InlineWorkers:
             return Finished([self._call(rank, method, _crossed(args), phase or method)])
         except WhetError as error:
             return Finished(error=error)
+
+    def start_each(
+        self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
+    ) -> dict[int, Finished]:
+        """Call on each of these ranks, here and now."""
+        return {rank: self.start_on(rank, method, *args, phase=phase) for rank in ranks}
 
     def scatter(
         self,

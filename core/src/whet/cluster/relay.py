@@ -81,8 +81,8 @@ class Leader:
         return name
 
     def relay(self, message: dict[str, Any]) -> None:
-        """Pass a call on to the ranks that it is for: all, where it names none."""
-        number, ranks = message["number"], message.get("ranks", self._ranks)
+        """Pass a call on to all ranks."""
+        number, ranks = message["number"], self._ranks
         head = {"do": "call", "number": number, "slot": message["slot"], "method": message["method"]}
         with self._lock:
             self._calls[number] = _Joining(list(ranks), message["merge"])

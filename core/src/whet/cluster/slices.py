@@ -5,7 +5,7 @@ Driver-side handles of backends and generators see only what is here; launchers 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
@@ -113,6 +113,16 @@ class Workers(Protocol):
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "Pending":
         """Start a call on one rank; its result is a list of one. A missed deadline ends that rank alone."""
+        ...
+
+    def start_each(
+        self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
+    ) -> "Mapping[int, Pending]":
+        """Start a call on each of these ranks as `start_on` does: each stands or falls by itself.
+
+        They may overtake what all ranks are asked, or be overtaken by it, where nobody waits for the one before the
+        other.
+        """
         ...
 
     def scatter(

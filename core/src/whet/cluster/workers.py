@@ -1,7 +1,7 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
     ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
-                     └─ call, scatter of many ranks ──> one `Branch` for each group of them on a node
+                     └─ call, scatter, of many ranks ──> one `Branch` for each group of them on a node
 
 Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call (an
 exception, a death, a deadline) ends it at once for all ranks, with a `WorkerError`.
@@ -10,7 +10,7 @@ exception, a death, a deadline) ends it at once for all ranks, with a `WorkerErr
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -98,13 +98,26 @@ class ConnectedWorkers:
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Gathering:
         """Start a call on every rank. Leave the arguments' arrays as they are until it is done."""
-        return self._start(range(self.size), method, args, None, phase, timeout_seconds)
+        return self._start(method, args, None, phase, timeout_seconds)
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Gathering:
         """Start a call on one rank; its result is a list of one."""
-        return self._start([rank], method, args, None, phase, timeout_seconds)
+        return self.start_each([rank], method, *args, phase=phase, timeout_seconds=timeout_seconds)[rank]
+
+    def start_each(
+        self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
+    ) -> dict[int, Gathering]:
+        """Start a call on each of these ranks over its own connection; no rank's result depends on another."""
+        number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
+        message = encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args})
+        started = {rank: Gathering(1) for rank in ranks}
+        for rank, gathering in started.items():
+            connection = self._connections[rank]
+            done = partial(gathering.finish, 0)
+            connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
+        return started
 
     def scatter(
         self,
@@ -168,11 +181,10 @@ class ConnectedWorkers:
     ) -> list[Any]:
         if len(arguments) != self.size:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
-        return self._start(range(self.size), method, (), arguments, phase, seconds, merge).result()
+        return self._start(method, (), arguments, phase, seconds, merge).result()
 
     def _start(
         self,
-        ranks: Sequence[int],
         method: str,
         args: tuple[Any, ...],
         rows: Sequence[tuple[Any, ...]] | None,
@@ -180,56 +192,53 @@ class ConnectedWorkers:
         timeout_seconds: float | None,
         merge: bool = False,
     ) -> Gathering:
-        """Call a method with the same arguments, or with a row of them for each of the ranks."""
-        asking = self._asking(ranks, phase or method, timeout_seconds)
+        """Call a method with the same arguments, or with a row of them for each rank."""
+        asking = self._asking(range(self.size), phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
-        relay, relayed = {"do": "relay", **head, "args": args, "merge": merge}, []
-        all_ = len(ranks) == self.size
+        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
         branches, alone = self._led
-        everywhere = encode(relay) if branches and rows is None and all_ else None
-        asking.places.update(
-            {rank: rank for rank in alone} if all_ else {rank: place for place, rank in enumerate(ranks)}
-        )
-        for branch in branches:
-            share = branch.everyone if all_ else {r: asking.places.pop(r) for r in branch.ranks if r in asking.places}
-            if share:
-                only = {} if rows is None else {"rows": _rows(rows, list(share.values()))}
-                chosen = {} if all_ else {"ranks": list(share)}
-                relayed.append((branch, share, everywhere or encode({**relay, **chosen, **only})))
+        alone = list(alone)
+        same = encode(relay) if branches and rows is None else []
+        messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
         deadline = Deadline(asking.seconds)
-        for branch, share, buffers in relayed:
-            if not branch.ask(asking.number, buffers, self._relayed(asking, share, deadline)):
-                asking.places.update(share)
+        for branch, buffers in zip(branches, messages, strict=True):
+            if not branch.ask(asking.number, buffers, self._relayed(asking, branch, deadline)):
+                alone += branch.ranks
         each = {"do": "call", **head, "args": args}
-        left = asking.places.values()
-        self._ask(asking, [each] * len(left) if rows is None else [{**each, "args": tuple(rows[at])} for at in left])
-        return asking.gathering
+        calls = [each] * len(alone) if rows is None else [{**each, "args": tuple(rows[rank])} for rank in alone]
+        return self._ask(asking, {rank: rank for rank in alone}, calls)
 
     def _asking(self, ranks: Sequence[int], phase: str, timeout_seconds: float | None) -> "_Asking":
+        number, phase, seconds = self._terms_of(phase, timeout_seconds)
+        asked = [self._connections[rank] for rank in ranks]
+        return _Asking(number, Gathering(len(ranks)), phase, seconds, partial(_missed, asked))
+
+    def _terms_of(self, phase: str, timeout_seconds: float | None) -> tuple[int, str, float]:
+        """Give the number of a call, its phase, and its deadline in seconds. Raises `WorkerError` once closed."""
         if self._closed:
             raise WorkerError(self.role, None, phase, "the workers are closed")
         seconds = self._terms.deadline(phase) if timeout_seconds is None else timeout_seconds
-        asked = list(map(self._connections.__getitem__, ranks))
-        return _Asking(next(self._terms.numbers), Gathering(len(ranks)), {}, phase, seconds, partial(_missed, asked))
+        return next(self._terms.numbers), phase, seconds
 
-    def _relayed(self, asking: "_Asking", share: dict[int, int], deadline: Deadline) -> Relayed:
+    def _relayed(self, asking: "_Asking", branch: Branch, deadline: Deadline) -> Relayed:
         answered, failed = asking.gathering.finish_many, asking.gathering.finish
-        return Relayed(asking.phase, asking.seconds, deadline, share, answered, failed, asking.missed)
+        return Relayed(asking.phase, asking.seconds, deadline, branch.ranks, answered, failed, asking.missed)
 
-    def _ask(self, asking: "_Asking", messages: Sequence[dict[str, Any]]) -> Gathering:
-        """Send one message to each rank that has a place."""
+    def _ask(
+        self, asking: "_Asking", places: Mapping[int, int], messages: Sequence[dict[str, Any]]
+    ) -> Gathering:  # fmt: skip
+        """Send a message to each of these ranks, whose answers belong at such places."""
         same = all(message is messages[0] for message in messages)
         sent = [encode({"number": asking.number, **message}) for message in (messages[:1] if same else messages)]
-        for at, (rank, place) in enumerate(asking.places.items()):
+        for at, (rank, place) in enumerate(places.items()):
             done = partial(asking.gathering.finish, place)
             call = Call(self.role, rank, asking.phase, asking.seconds, done, missed=asking.missed)
             self._connections[rank].ask(asking.number, sent[0 if same else at], call)
         return asking.gathering
 
     def _build(self, ranks: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
-        asking = self._asking(ranks, "start", None)
-        asking.places.update({rank: place for place, rank in enumerate(ranks)})
-        self._ask(asking, messages).result()
+        places = {rank: place for place, rank in enumerate(ranks)}
+        self._ask(self._asking(ranks, "start", None), places, messages).result()
 
     def _form(self, groups: Sequence[Sequence[int]]) -> None:
         """Let the first of each group lead it. A group that cannot be led is asked one by one."""
@@ -259,8 +268,6 @@ class _Asking:
 
     number: int
     gathering: Gathering
-    places: dict[int, int]
-    """Of the ranks that are asked one by one: where their answers belong."""
     phase: str
     seconds: float
     missed: Callable[[WorkerError], None]
@@ -278,11 +285,11 @@ def node_groups(nodes: Sequence[str], most: int) -> list[list[int]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _rows(rows: Sequence[tuple[Any, ...]], places: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-    neighbours = list(places) == list(range(places[0], places[0] + len(places)))
+def _rows(rows: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+    neighbours = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
     if neighbours and isinstance(rows, RankArguments):
-        return rows[places[0] : places[-1] + 1]
-    return [tuple(rows[place]) for place in places]
+        return rows[ranks[0] : ranks[-1] + 1]
+    return [tuple(rows[rank]) for rank in ranks]
 
 
 def _missed(asked: Sequence[Connection], error: WorkerError) -> None:

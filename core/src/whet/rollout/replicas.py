@@ -1,7 +1,7 @@
 """What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,45 +39,38 @@ class Replicas:
 
     def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
         """Start to take new weights on every replica that is there; the others get them when they come back."""
-        return self._started(lambda rank: self._start(rank, link, running))
+        return self._started(
+            "receive_weights", link, link.version, running, phase="refit", seconds=link.timeout_seconds
+        )
 
     def sleep(self) -> int | None:
         """Put every replica to sleep that is there; those that come back meanwhile sleep as well."""
         self._roster.rest(True)
-        given = [count for count in self._started(self._sleeping).answers() if count is not None]
+        given = [count for count in self._started("sleep").answers() if count is not None]
         return sum(given) if given else None
 
     def wake(self) -> None:
         """Wake every replica that is there; those that were lost meanwhile are replaced from now on."""
         self._roster.rest(False)
-        self._started(self._waking).answers()
+        self._started("wake").answers()
 
     def close(self) -> None:
         """End the workers."""
         self._roster.close()
         self.workers.close()
 
-    def _started(self, start: Callable[[int], Pending]) -> "HandOver":
+    def _started(self, method: str, *args: Any, phase: str = "", seconds: float | None = None) -> "HandOver":
         """Start a call on every replica that is there."""
         with self._roster.asking(range(self.workers.size)) as lives:
-            calls = [(rank, life, start(rank)) for rank, life in lives.items()]
-        return HandOver(self._roster, tuple(calls))
-
-    def _sleeping(self, rank: int) -> Pending:
-        return self.workers.start_on(rank, "sleep", phase="sleep")
-
-    def _waking(self, rank: int) -> Pending:
-        return self.workers.start_on(rank, "wake", phase="wake")
+            pending = self.workers.start_each(list(lives), method, *args, phase=phase, timeout_seconds=seconds)
+        return HandOver(self._roster, tuple((rank, life, pending[rank]) for rank, life in lives.items()))
 
     def _rest(self, rank: int, asleep: bool) -> None:
-        (self._sleeping(rank) if asleep else self._waking(rank)).result()
-
-    def _start(self, rank: int, link: Link, running: "Running") -> Pending:
-        ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
-        return ask(rank, "receive_weights", link, link.version, running)
+        self.workers.start_on(rank, "sleep" if asleep else "wake").result()
 
     def _receive(self, rank: int, link: Link, proof: Proof | None) -> None:
-        self._start(rank, link, "drain").result()
+        ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
+        ask(rank, "receive_weights", link, link.version, "drain").result()
         if proof is not None:
             proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))
 
