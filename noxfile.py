@@ -91,9 +91,9 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
 @ENGINES
 def engines(session: nox.Session, engine: str) -> None:
     """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
-    environment = install_engine(session, engine, "pytest-timeout")
+    environment = install_engine(session, engine, "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
-    session.run("pytest", *tests, *session.posargs, env=environment)
+    session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
 
 
 @nox.session(name="two-torches")
