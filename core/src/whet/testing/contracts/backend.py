@@ -37,6 +37,7 @@ TOLERANCE = 1e-4
 class BackendContract(SleepRules):
     """Inherit and override `make`."""
 
+    held = ("backend",)
     transports: tuple[str, ...] = ("disk",)
     """Ways to hand weights over, as in its facts, to a receiver in the test's own process."""
     outputs: tuple[str, ...] = ("logprobs", "entropy")

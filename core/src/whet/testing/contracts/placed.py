@@ -7,7 +7,8 @@ import pytest
 
 from whet.cluster.inline import InlineSlice
 from whet.cluster.local import LocalCluster
-from whet.cluster.slices import Site, Slice
+from whet.cluster.slices import Site, Slice, Workers
+from whet.testing.obedient import TARGET
 from whet.testing.processes import descendants, survivors
 from whet.testing.site import make_site
 
@@ -25,17 +26,28 @@ class Placed:
 
     processes: int = 0
     """Worker processes, a rank for each; 0: one rank in the test's own process, so that a debugger works."""
+    held: tuple[str, ...] = ()
+    """Roles whose processes live on from rule to rule: to start one takes seconds. Where rules kill them, none."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def slices(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slices]:
-        """Share the processes among all rules of a class, for they take seconds to start. None may be left behind."""
+        """Share the cluster among all rules of a class. No process may be left behind."""
         if not cls.processes:
             yield InlineSlice
             return
         before = descendants()
-        with LocalCluster(tmp_path_factory.mktemp("logs")) as cluster:
-            yield lambda role: cluster.slice(role, size=cls.processes)
+        share = [(role, f"{role}-holder") for role in cls.held]
+        with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as cluster:
+            holders: dict[str, Workers] = {}
+
+            def give(role: str) -> Slice:
+                given = cluster.slice(role, size=cls.processes)
+                if role in cls.held and role not in holders:
+                    holders[role] = cluster.slice(f"{role}-holder", size=cls.processes).spawn(TARGET, {})
+                return given
+
+            yield give
         left = survivors(before, patience_seconds=5.0)
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
