@@ -1,7 +1,6 @@
 """Backend and generator that give their memory back in turns change no number of a run, whatever happens meanwhile."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -173,14 +172,14 @@ def test_whoever_asks_at_the_endpoint_does_not_hold_up_what_a_signal_has_saved(t
     pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
     config, metrics = sleeping_run(tmp_path, endpoint={"serve": True}), tmp_path / "run/metrics.jsonl"
 
-    def strike() -> None:
-        while not (metrics.exists() and len(rows(metrics)) > 1):
+    command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
+    command += ["run.steps=100000", "run.save_every=0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 1):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=strike).start()
-    outcome = compose.run(config, [SLEEPING, "cluster.workers=inline", "run.steps=100000", "run.save_every=0"])
-    assert outcome.stopped_by == signal.SIGTERM
+        process.terminate()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, errors
     events = [row["event"] for row in rows(tmp_path / "run/journal.jsonl")]
     assert events.index("endpoint closed") < events.index("saved")
 

@@ -107,11 +107,10 @@ def test_memory_of_a_gpu_is_free_for_others_meanwhile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slab_bytes", [16, 64, 1 << 20])
 def test_slabs_hold_what_was_taken_wherever_their_borders_fall(slab_bytes: int) -> None:
-    tensors = [torch.arange(n, dtype=torch.uint8) for n in (1, 63, 64, 200, 15)]
-    slabs, storages = Slabs(slab_bytes), [tensor.untyped_storage() for tensor in tensors]
-    for addend in (0, 7):
-        for tensor in tensors:
-            tensor += addend
+    slabs = Slabs(slab_bytes)
+    for sizes in ((5, 64), (1, 63, 64, 200, 15), (7,)):
+        tensors = [torch.arange(n, dtype=torch.uint8) + len(sizes) for n in sizes]
+        storages = [tensor.untyped_storage() for tensor in tensors]
         expected = [tensor.clone() for tensor in tensors]
         slabs.take(storages)
         for tensor in tensors:

@@ -1,5 +1,6 @@
 """Build the parts of a run in the order in which they need each other: slices -> handles -> parts."""
 
+import logging
 import os
 import shutil
 import time
@@ -38,6 +39,8 @@ from whet.startup import Startup
 from whet.turns import Turns
 from whet.waits import Waits
 from whet.watchers import Watchers
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from whet.checkpoint import Checkpoint
@@ -396,6 +399,14 @@ class Builder:
         )  # fmt: skip
         self.closers.append(self._endpoint.close)
 
+    def _hang_up(self) -> None:
+        """Where roles take turns, end the answers under way at the endpoint, for which a save would wait."""
+        if self._endpoint is not None and self._turns.sides:
+            try:
+                self._endpoint.close()
+            except Exception:  # it must not cost the checkpoint
+                log.exception("the endpoint could not be closed")
+
     def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
         from whet.rollout.recorder import Recorder
 
@@ -427,8 +438,8 @@ class Builder:
             return consumed.entry()
 
         def save(step: int) -> None:
-            if steps.stopped_by is not None and self._endpoint is not None:
-                self._endpoint.close()  # or the answers under way would hold up what is to be saved
+            if steps.stopped_by is not None:
+                self._hang_up()
             state = {**position, "identity": identity}
             saves = {name: partial(_save, handle) for name, handle in trained.items()}
             checkpoint.write(self.folder, step, state, saves)

@@ -65,9 +65,13 @@ class Slabs:
 
     def take(self, storages: "Sequence[torch.UntypedStorage]") -> None:
         """Begin to copy what these hold; it is there when their device has done all that it was asked."""
-        total = sum(one.nbytes() for one in storages)
-        while len(self._slabs) * self._slab_bytes < total:
-            self._slabs.append(_pinned(self._slab_bytes))
+        whole, rest = divmod(sum(one.nbytes() for one in storages), self._slab_bytes)
+        sizes = [self._slab_bytes] * whole + ([1 << (rest - 1).bit_length()] if rest else [])
+        for place, size in enumerate(sizes):
+            if place == len(self._slabs):
+                self._slabs.append(_pinned(size))
+            elif len(self._slabs[place]) < size:
+                self._slabs[place] = _pinned(size)
         for there, here in self._pieces(storages):
             here.copy_(there, non_blocking=True)
 

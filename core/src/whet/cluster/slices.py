@@ -89,6 +89,9 @@ class Workers(Protocol):
     methods and methods that are async generators run beside them, on one event loop. A worker class with a
     `close()` has it called at the end.
 
+    What single ranks are asked (`start_on`, `start_each`, streams) may overtake a call of all ranks, or be overtaken by
+    it, where nobody waits for the one before the other.
+
     `phase` names the kind of wait, for errors and for the deadline where `timeout_seconds` is None: a field of
     `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`); empty: the method's name. A stream's
     deadline is for each of its items.
@@ -118,11 +121,7 @@ class Workers(Protocol):
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "Mapping[int, Pending]":
-        """Start a call on each of these ranks as `start_on` does: each stands or falls by itself.
-
-        They may overtake what all ranks are asked, or be overtaken by it, where nobody waits for the one before the
-        other.
-        """
+        """Start a call on each of these ranks as `start_on` does: each stands or falls by itself."""
         ...
 
     def scatter(

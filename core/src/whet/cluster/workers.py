@@ -49,6 +49,8 @@ class ConnectedWorkers:
         """Branches, and the ranks of none; replaced as one, for calls begin while branches are formed."""
         self._retired: list[Branch] = []
         """Whose place others have taken, until the calls under way are over."""
+        self._unformed: list[list[int]] = []
+        """Groups with a rank that was restarted: they are formed again when all ranks are called."""
         self._forming = threading.Lock()
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
@@ -90,7 +92,8 @@ class ConnectedWorkers:
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].enter(self._slot)
         self._build([rank], [self._building[rank]])
-        self._form([ranks for ranks in self._groups if rank in ranks])
+        with self._forming:
+            self._unformed += [ranks for ranks in self._groups if rank in ranks and ranks not in self._unformed]
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call on every rank with the same arguments and wait."""
@@ -196,8 +199,9 @@ class ConnectedWorkers:
         asking = self._asking(range(self.size), phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
         relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
-        branches, alone = self._led
-        alone = list(alone)
+        if self._unformed:
+            self._form_again()
+        branches, alone = self._led[0], list(self._led[1])
         same = encode(relay) if branches and rows is None else []
         messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
         deadline = Deadline(asking.seconds)
@@ -224,9 +228,7 @@ class ConnectedWorkers:
         answered, failed = asking.gathering.finish_many, asking.gathering.finish
         return Relayed(asking.phase, asking.seconds, deadline, branch.ranks, answered, failed, asking.missed)
 
-    def _ask(
-        self, asking: "_Asking", places: Mapping[int, int], messages: Sequence[dict[str, Any]]
-    ) -> Gathering:  # fmt: skip
+    def _ask(self, asking: "_Asking", places: Mapping[int, int], messages: Sequence[dict[str, Any]]) -> Gathering:
         """Send a message to each of these ranks, whose answers belong at such places."""
         same = all(message is messages[0] for message in messages)
         sent = [encode({"number": asking.number, **message}) for message in (messages[:1] if same else messages)]
@@ -239,6 +241,11 @@ class ConnectedWorkers:
     def _build(self, ranks: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
         places = {rank: place for place, rank in enumerate(ranks)}
         self._ask(self._asking(ranks, "start", None), places, messages).result()
+
+    def _form_again(self) -> None:
+        with self._forming:
+            groups, self._unformed = self._unformed, []
+        self._form(groups)
 
     def _form(self, groups: Sequence[Sequence[int]]) -> None:
         """Let the first of each group lead it. A group that cannot be led is asked one by one."""

@@ -27,7 +27,9 @@ class Placed:
     processes: int = 0
     """Worker processes, a rank for each; 0: one rank in the test's own process, so that a debugger works."""
     held: tuple[str, ...] = ()
-    """Roles whose processes live on from rule to rule: to start one takes seconds. Where rules kill them, none."""
+    """Roles whose processes live on from rule to rule, for to start one takes seconds: workers that are closed must
+    leave nothing behind in them that others would notice. Where rules kill processes, none.
+    """
 
     @pytest.fixture(scope="class")
     @classmethod
