@@ -168,10 +168,9 @@ def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sle
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
 
 
-def test_whoever_asks_at_the_endpoint_does_not_hold_up_what_a_signal_has_saved(tmp_path, sleeping_run):
+def test_the_endpoint_is_closed_before_what_a_signal_has_saved(tmp_path, sleeping_run):
     pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
     config, metrics = sleeping_run(tmp_path, endpoint={"serve": True}), tmp_path / "run/metrics.jsonl"
-
     command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
     command += ["run.steps=100000", "run.save_every=0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:

@@ -53,7 +53,7 @@ class _OnGpu:
 
 
 class Slabs:
-    """Room in the host's memory for the bytes of others, one after another in pieces of one size.
+    """Room in the host's memory for the bytes of others, one after another in pieces of some size.
 
     Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece for each tensor would take up to
     twice what it holds. The room is kept from one time to the next, for pinning takes long.

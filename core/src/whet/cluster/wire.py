@@ -200,7 +200,7 @@ class _Writer:
         if all(value is first for value in values) and len(values) <= _LONGEST_REPEAT:
             return {TAG: "repeat", "of": self.tree(first), "count": len(values)}
         if kind is np.ndarray:
-            if all(value.ndim == 1 and value.dtype == first.dtype for value in values):
+            if _fit_together(values):
                 return {TAG: "ragged", "at": self.append(np.concatenate(values)), "lengths": list(map(len, values))}
         elif kind is tuple:
             if first and all(len(value) == len(first) for value in values):
@@ -222,12 +222,17 @@ class _Writer:
         return None
 
 
+def _fit_together(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+    """Whether they can cross as one buffer with lengths."""
+    return all(array.ndim == 1 and array.dtype == arrays[0].dtype for array in arrays)
+
+
 def _column(values: list[Any]) -> Callable[[_Writer, int, int], Any]:
     """Give what writes a part of a column of records."""
-    kinds, first = set(map(type, values)), values[0]
+    kinds = set(map(type, values))
     if kinds <= _PLAIN:
         return lambda writer, begin, end: values[begin:end]
-    if kinds == {np.ndarray} and all(value.ndim == 1 and value.dtype == first.dtype for value in values):
+    if kinds == {np.ndarray} and _fit_together(values):
         flat, lengths = np.concatenate(values), list(map(len, values))
         at = [0, *accumulate(lengths)]
         return lambda writer, begin, end: {
