@@ -3,9 +3,10 @@
     python benchmarks/driver_cost.py                      1, 10, 100 and 1000 workers
     python benchmarks/driver_cost.py --fan-out 1000       the same, every rank asked by the driver itself
 
-The work of a step is the same for any N: a batch of 1024 sequences is sharded and trained on, a hand-over of weights
-is begun on all ranks, and 128 groups of 8 requests are spread over the replicas as a run does it, which answer group by
-group. The sockets and messages are those of a run, leaders' among them; helper processes play the workers, and answer
+The work of a step is the same for any N, and all N have a part in all of it: a batch of 1024 sequences is sharded and
+trained on, a hand-over of weights is sent by all ranks and received by all replicas, and 128 groups of 8 requests are
+spread over the replicas as a run does it, which answer group by group. The sockets and messages are those of a run,
+leaders' among them, eight workers to a node (`--per-node`); helper processes play the workers, and answer
 after `--work` seconds: 0 has them compete with the driver for its cores while it is still asking, as no cluster would.
 That workers say again and again that they live costs by the second rather than by the step: `at rest`.
 """
@@ -36,7 +37,7 @@ import numpy as np
 from whet.cluster.call import HostProcess
 from whet.cluster.channel import receive, send
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
-from whet.cluster.relay import Leader
+from whet.cluster.relay import Leader, meet
 from whet.cluster.slices import RankArguments
 from whet.cluster.traffic import Traffic
 from whet.cluster.wire import decode, encode
@@ -46,21 +47,21 @@ from whet.data.batch import Batch, from_sequences
 from whet.data.records import Completion, Request, Sampling
 from whet.metrics import mean
 from whet.refit.link import Link
-from whet.rollout.dispatch import RequestDispatcher
+from whet.rollout.replicas import Replicas
 from whet.spans import Span
 
 SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
 HELPERS, REST_SECONDS = 2, 5.0
+PARTS = ("train", "send", "receive", "generate")
 
 
 class Played:
     """A process that the helper plays: it ends when the helper closes its socket. Keeps `HostProcess`."""
 
     pid = 0
-    node = ""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, end: socket.socket, node: str) -> None:
+        self._end, self.node = end, node
 
     def start(self) -> socket.socket:
         """Give the driver's end."""
@@ -88,12 +89,12 @@ class Played:
 class Stage:
     """Gives each process its socket. Keeps `Launcher`."""
 
-    def __init__(self, ends: Sequence[socket.socket]) -> None:
-        self._ends = list(ends)
+    def __init__(self, ends: Sequence[socket.socket], per_node: int) -> None:
+        self._ends, self._per_node = list(ends), per_node
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> Played:
         """Give the next."""
-        return Played(self._ends.pop())
+        return Played(self._ends.pop(), f"node-{group.index(host) // self._per_node}")
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
         """Fork none."""
@@ -147,9 +148,9 @@ class Player:
                 self._leader = Leader(
                     message["branch"], message["rank"], ranks, self._stage.traffic, self.obey, self._say
                 )
-                self._say(number, "done", self._leader.listen())
+                self._say(number, "done", self._leader.listen(message["far"], "127.0.0.1"))
             case "join":
-                self._stage.join(message["name"], message["rank"], self, lambda: self._say(number, "done", None))
+                self._stage.join(message["place"], message["rank"], self, lambda: self._say(number, "done", None))
             case "relay":
                 assert self._leader is not None
                 self._leader.relay(message)
@@ -225,11 +226,9 @@ class Troupe:
 
         self._later(every * random.uniform(0.0, 2.0), live)
 
-    def join(self, name: str, rank: int, player: Player, ready: Callable[[], None]) -> None:
+    def join(self, place: Mapping[str, Any], rank: int, player: Player, ready: Callable[[], None]) -> None:
         """Bring one to its leader, which may be played by another process."""
-        end = socket.socket(socket.AF_UNIX)
-        end.connect(f"\0{name}")
-        send(end, encode(rank))
+        end = meet(place, rank)
 
         def admitted() -> None:
             receive(end)
@@ -288,7 +287,9 @@ def played(wanted: int, work_seconds: float) -> Iterator[list[socket.socket]]:
             helper.wait()
 
 
-def measure(wanted: int, steps: int, fan_out: int, work_seconds: float) -> tuple[dict[str, float], float, float, int]:
+def measure(
+    wanted: int, steps: int, fan_out: int, per_node: int, work_seconds: float
+) -> tuple[dict[str, float], float, float, int]:
     """Give median seconds of processor time of a step by part, of the clock and of rest, and the number of threads."""
     sampling = Sampling(max_tokens=LENGTH - PROMPT)
     requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
@@ -296,13 +297,14 @@ def measure(wanted: int, steps: int, fan_out: int, work_seconds: float) -> tuple
     with (
         played(wanted, work_seconds) as ends,
         tempfile.TemporaryDirectory() as logs,
-        Cluster(Stage(ends), Path(logs), DeadlinesSection(heartbeat=0.0), fan_out=fan_out) as cluster,
+        Cluster(Stage(ends, per_node), Path(logs), DeadlinesSection(heartbeat=0.0), fan_out=fan_out) as cluster,
+        asyncio.Runner() as runner,
     ):
         workers = cluster.slice("backend", wanted).spawn("x:Y", {})
+        replicas = Replicas(workers, None)
 
         async def generate() -> None:
-            dispatcher = RequestDispatcher(workers)
-            await asyncio.gather(*map(dispatcher.generate, requests))
+            await asyncio.gather(*map(replicas.generate, requests))
 
         def train() -> None:
             workers.scatter_metrics("train", RankArguments((batch.shard(wanted), loss, None)), phase="train")
@@ -310,15 +312,19 @@ def measure(wanted: int, steps: int, fan_out: int, work_seconds: float) -> tuple
         def send_weights(version: int) -> None:
             workers.start("send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="refit").result()
 
-        spent: dict[str, list[float]] = {"train": [], "refit": [], "generate": []}
+        def receive_weights(version: int) -> None:
+            replicas.receive_weights(Link("tcp", "10.0.0.1:1", str(version), version), version).result()
+
+        spent: dict[str, list[float]] = {part: [] for part in PARTS}
 
         def step(version: int) -> None:
-            parts = {
-                "train": train,
-                "refit": lambda: send_weights(version),
-                "generate": lambda: asyncio.run(generate()),
-            }
-            for name, part in parts.items():
+            parts = (
+                train,
+                lambda: send_weights(version),
+                lambda: receive_weights(version),
+                lambda: runner.run(generate()),
+            )
+            for name, part in zip(PARTS, parts, strict=True):
                 begin = time.process_time()
                 part()
                 spent[name].append(time.process_time() - begin)
@@ -348,6 +354,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fan-out", type=int, default=FAN_OUT, help="most ranks that are asked one by one")
+    parser.add_argument("--per-node", type=int, default=8, help="workers on a node")
     parser.add_argument("--work", type=float, default=0.1, help="seconds that a worker takes to answer")
     parser.add_argument("--play", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -357,11 +364,12 @@ def main() -> None:
         Troupe(arguments.play, arguments.work).run()
         os._exit(0)
     print(
-        f"{'workers':>8} {'driver cpu/step':>16} {'train':>10} {'refit':>10} {'generate':>10} {'clock/step':>12} "
+        f"{'workers':>8} {'driver cpu/step':>16} {' '.join(f'{part:>10}' for part in PARTS)} {'clock/step':>12} "
         f"{'at rest':>11} {'threads':>8}"
     )
     for wanted in arguments.workers:
-        spent, clock, resting, threads = measure(wanted, arguments.steps, arguments.fan_out, arguments.work)
+        options = arguments.steps, arguments.fan_out, arguments.per_node, arguments.work
+        spent, clock, resting, threads = measure(wanted, *options)
         parts = " ".join(f"{seconds * 1e3:7.1f} ms" for seconds in spent.values())
         print(
             f"{wanted:8} {sum(spent.values()) * 1e3:13.1f} ms {parts} {clock * 1e3:9.1f} ms "

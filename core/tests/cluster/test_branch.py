@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from whet import metrics
 from whet.cluster.launcher import Cluster
-from whet.cluster.local import LocalCluster
+from whet.cluster.local import LocalCluster, LocalProcess
+from whet.cluster.relay import Routes
 from whet.cluster.slices import RankArguments, Slice, Workers
 from whet.cluster.workers import ConnectedWorkers, node_groups
 from whet.config.sections import DeadlinesSection
@@ -38,6 +40,22 @@ class TestThroughLeaders(ProcessWorkersContract):
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
         with LocalCluster(folder, fan_out=3) as cluster:
             yield cluster.slice
+
+
+class TestThroughLeadersElsewhere(TestThroughLeaders):
+    """The same, with every process on a node of its own."""
+
+    @contextmanager
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+        with nodes_apart(), super().cluster(folder) as make_slice:
+            yield make_slice
+
+
+@contextmanager
+def nodes_apart() -> Iterator[None]:
+    """Have no two processes on one node, as far as anybody knows."""
+    with mock.patch.object(LocalProcess, "node", property(lambda process: process._name)):
+        yield
 
 
 @pytest.fixture
@@ -106,7 +124,18 @@ def test_the_driver_speaks_to_leaders_alone(six: ConnectedWorkers, monkeypatch: 
     assert six.call("add", 1) == [1] * SIX
     assert six.scatter("add", [(rank,) for rank in range(SIX)]) == list(range(SIX))
     assert six.start_on(4, "add", 1).result() == [1]
-    assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-4"]
+    each = six.start_each(range(SIX), "add", 1)
+    assert [each.result(rank) for rank in range(SIX)] == [1] * SIX
+    assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-4", "actor-0", "actor-3"]
+
+
+def test_a_group_that_is_not_asked_as_a_whole_is_asked_one_by_one(
+    six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = messages_to(six, monkeypatch)
+    each = six.start_each([0, 1, 2, 4], "add", 1)
+    assert [each.result(rank) for rank in (0, 1, 2, 4)] == [1] * 4
+    assert sent == ["actor-0", "actor-4"]
 
 
 def test_few_ranks_are_asked_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +165,79 @@ def test_what_each_rank_is_asked_for_itself_does_not_depend_on_its_leader(
 ) -> None:
     os.kill(pids(six)[rank], number)
     started = six.start_each(range(SIX), "add", 1, timeout_seconds=4.0)
-    for one, pending in started.items():
+    for one in range(SIX):
         if one == rank:
             with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in add"):
-                pending.result()
+                started.result(one)
         else:
-            assert pending.result() == [1]
+            assert started.result(one) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [0.0, 3.0])
+def test_what_was_asked_through_a_lost_leader_is_done_once(
+    six: ConnectedWorkers, number: signal.Signals, busy: float
+) -> None:
+    """Its siblings have answered it when it is lost, or are about to."""
+    leader, siblings = LEADERS[1], (4, 5)
+    six.start_on(leader, "hang")
+    for rank in siblings:
+        six.start_on(rank, "hang", busy)
+    started = six.start_each(range(SIX), "remember", "once", timeout_seconds=2.0 + busy)
+    time.sleep(0.5)
+    os.kill(pids_of(six)[leader], number)
+    with pytest.raises(WorkerLost, match=f"actor rank {leader} failed in remember"):
+        started.result(leader)
+    assert [isinstance(started.result(rank), int) for rank in siblings] == [True, True]
+    assert started.done()
+    assert [six.start_on(rank, "state").result()[0]["seen"] for rank in siblings] == [["once"]] * 2
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_of_those_asked_each_for_itself_the_one_that_is_late_is_ended_alone(six: ConnectedWorkers, rank: int) -> None:
+    before = pids_of(six)
+    six.start_on(rank, "hang")
+    started = six.start_each(range(SIX), "remember", "all the same", timeout_seconds=1.0)
+    with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in remember: no answer within 1 s"):
+        started.result(rank)
+    others = [one for one in range(SIX) if one != rank]
+    assert all(started.result(one) for one in others)
+    wait_until(lambda: not alive(before[rank]), "it is ended")
+    assert [six.start_on(one, "state").result()[0]["seen"] for one in others] == [["all the same"]] * len(others)
+    wait_until(lambda: not any(connection.busy() for connection in six._connections), "nothing is waited for")
+
+
+def test_of_those_asked_each_for_itself_one_raises_and_the_leader_is_lost(six: ConnectedWorkers) -> None:
+    six.start_on(3, "hang")
+    started = six.start_each(range(SIX), "fail", (4,))
+    with pytest.raises(WorkerError, match="actor rank 4 failed in fail: ValueError: as told"):
+        started.result(4)
+    os.kill(pids_of(six)[3], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="actor rank 3 failed in fail"):
+        started.result(3)
+    assert [started.result(rank) for rank in (0, 1, 2, 5)] == [0, 1, 2, 5]
+
+
+def test_what_is_asked_of_each_ends_when_the_workers_are_closed(six: ConnectedWorkers) -> None:
+    started = six.start_each(range(SIX), "hang")
+    time.sleep(0.2)
+    six.close()
+    for rank in range(SIX):
+        with pytest.raises(WorkerError, match="failed in hang"):
+            started.result(rank)
+
+
+def test_a_call_that_comes_late_through_a_leader_was_asked_for_again_and_is_dropped() -> None:
+    routes, answers = Routes(), []
+    assert routes.again(7) == (True, None)  # nothing came of it yet: it is done now
+    assert not routes.enter({"number": 7, "each": True}, answers.append)
+    assert routes.leave(7, [b"seven"]) is None
+    assert routes.enter({"number": 8, "each": True}, answers.append)
+    assert routes.again(8) == (False, None)  # it is under way: its answer goes to the driver
+    assert routes.leave(8, [b"eight"]) is None
+    assert routes.enter({"number": 9, "each": True}, answers.append)
+    assert routes.leave(9, [b"nine"]) == answers.append
+    assert routes.again(9) == (False, [b"nine"])
 
 
 @pytest.mark.parametrize("rank", LEADERS)
@@ -266,5 +362,7 @@ def test_a_role_that_leaves_ends_no_process_that_another_one_lives_in(tmp_path: 
 def test_ranks_are_grouped_by_node_and_nearly_equally() -> None:
     assert node_groups(["a"] * 5, 3) == [[0, 1], [2, 3, 4]]
     assert node_groups(["a", "b"] * 3, 3) == [[0, 2, 4], [1, 3, 5]]
-    assert node_groups(["a", "a", "b"], 3) == [[0, 1]]
+    assert node_groups(["a", "b"] * 3, 6) == [[0, 2, 4, 1, 3, 5]]
+    assert node_groups(["a", "a", "b"], 2) == [[0, 1]]
+    assert [len(group) for group in node_groups([str(n // 8) for n in range(1000)], 250)] == [248, 248, 248, 248, 8]
     assert [len(group) for group in node_groups([""] * 1000, 63)] == [62, 63] * 8

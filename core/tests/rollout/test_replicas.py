@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ def test_a_replica_that_is_replaced_while_weights_are_handed_over_gets_them_once
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
         workers = Losing(cluster.slice("generator", 2).spawn(target, {"notes": str(notes)}))
-        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        replicas = Replicas(workers, replacing)
         error = WorkerLost("generator", 1, "generate", "killed by signal 9")
         workers.found_lost = lambda: replicas._roster.lost(1, 0, error)
         replicas.receive_weights(LINK, 7).result()
@@ -89,7 +88,7 @@ def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Pa
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
         workers = cluster.slice("generator", 1).spawn(target, {"notes": str(tmp_path / "notes")})
-        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        replicas = Replicas(workers, replacing)
         (tmp_path / "off").write_text("-1.5")
         replicas._roster.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
         with pytest.raises(WorkerError, match="after the hand-over of version 7 replica 0 of the generator") as caught:
@@ -105,7 +104,7 @@ def test_a_replica_that_is_lost_while_all_sleep_is_restarted_when_they_wake(tmp_
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
         workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
-        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        replicas = Replicas(workers, replacing)
         assert replicas.sleep() == 20
         os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
         replicas.receive_weights(LINK, 7).result()
@@ -129,7 +128,7 @@ def test_a_replica_that_comes_back_when_the_others_sleep_again_sleeps_as_well(tm
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
         workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
-        replicas = Replicas(workers, SimpleNamespace(replacing=replacing))  # type: ignore[arg-type]
+        replicas = Replicas(workers, replacing)
         os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
         replicas.receive_weights(LINK, 7).result()
         replicas.sleep()

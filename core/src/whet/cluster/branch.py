@@ -1,9 +1,10 @@
-"""The driver's end of a group of ranks on one node: calls go to a leader, which passes them on and joins the answers.
+"""The driver's end of a group of ranks: calls go to a leader, which passes them on and joins the answers.
 
     ConnectedWorkers ── Branch ──> the leader's `Connection` ──> Leader ──> siblings        `whet.cluster.relay`
 
 Every process keeps its own `Connection`: streams, failures, signs of life and ends are told there. So that a death or a
 deadline is told of the rank that it befell, a branch lends each connection the calls that this one owes an answer to.
+Where each rank stands or falls by itself, the siblings of a leader that is lost are asked again, one by one.
 """
 
 import math
@@ -68,18 +69,27 @@ class Relayed:
     """Called with ranks and their answers."""
     failed: Callable[[int, Any, WorkerError | None], None]
     """Called with a rank, nothing, and what went wrong there."""
-    missed: Callable[[WorkerError], None]
-    """Called when the deadline has passed."""
+    missed: Callable[[WorkerError], None] | None = None
+    """Called when the deadline has passed. None: who missed it is ended."""
+    orphaned: "Callable[[Mapping[int, Connection]], None] | None" = None
+    """Called with those whose answers are not known when the leader is lost. None: the call fails with the leader."""
     missing: set[int] = field(init=False)
-    """Ranks whose answers are not known to be there."""
+    """Ranks whose answers are not here."""
+    late: set[int] | None = field(default=None, init=False)
+    """Those of them that the leader waits for, once it has said so."""
     began: float = field(factory=time.monotonic, init=False)
     inquired: bool = field(default=False, init=False)
-    """Whether the leader was asked who is missing, and `told`: whether it has said so."""
+    """Whether the leader was asked who is late, and `told`: whether it has said so, or never will."""
     told: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.missing = set(self.ranks)
         self.deadline.wait_for(self)
+
+    @property
+    def owing(self) -> set[int]:
+        """Ranks that are not known to have answered."""
+        return self.missing if self.late is None else self.late
 
 
 class Branch:
@@ -99,6 +109,8 @@ class Branch:
     def form(self, numbers: Iterator[int]) -> "Future[bool]":
         """Let the siblings go to the leader; gives whether all are there."""
         formed, left = Future[bool](), set(self.ranks[1:])
+        node = self._connections[self._leader].process.node
+        far = [rank for rank in self.ranks[1:] if self._connections[rank].process.node != node]
 
         def joined(rank: int, result: Any, error: WorkerError | None) -> None:
             with self._lock:
@@ -107,16 +119,18 @@ class Branch:
                     return
                 formed.set_result(error is None and self._whole)
 
-        def listening(name: Any, error: WorkerError | None) -> None:
+        def listening(places: Any, error: WorkerError | None) -> None:
             if error is not None:
                 formed.set_result(False)
                 return
             for rank in self.ranks[1:]:
-                self._ask(rank, next(numbers), {"do": "join", "rank": rank, "name": name}, partial(joined, rank))
+                message = {"do": "join", "rank": rank, "place": places[rank in far]}
+                self._ask(rank, next(numbers), message, partial(joined, rank))
 
         for connection in self._connections.values():
             connection.join(self)
-        self._ask(self._leader, next(numbers), {"do": "lead", "rank": self._leader, "ranks": self.ranks}, listening)
+        lead = {"do": "lead", "rank": self._leader, "ranks": self.ranks, "far": far}
+        self._ask(self._leader, next(numbers), lead, listening)
         return formed
 
     def ask(self, number: int, buffers: Sequence[Buffer], call: Relayed) -> bool:
@@ -154,7 +168,8 @@ class Branch:
         for call in calls:
             self._settle(call)
             error = WorkerError(self._role, None, call.phase, "the workers were closed")
-            call.failed(self._leader, None, error)
+            for rank in sorted(call.missing):
+                call.failed(rank, None, error)
 
     # What follows is for connections.
 
@@ -171,8 +186,7 @@ class Branch:
             if kind == "failed":
                 return self._lent(number, call, rank)
             if kind == "waits":
-                call.missing &= set(value)
-                call.told = True
+                call.late, call.told = call.missing & set(value), True
             else:
                 del self._calls[number]
         self._settle(call)
@@ -194,6 +208,8 @@ class Branch:
                 self._calls.clear()  # nobody will say more of them
         for call in ended:
             self._settle(call)
+            if call.orphaned is not None:
+                call.orphaned({rank: self._connections[rank] for rank in sorted(call.missing - {self._leader})})
         if rank != self._leader:
             self._tell({"do": "gone", "rank": rank})
         return owed
@@ -241,21 +257,23 @@ class Branch:
         return [self._lent(n, call, rank) for n, call in self._calls.items() if self._owes(rank, call)]
 
     def _owes(self, rank: int, call: Relayed) -> bool:
-        return rank in call.missing or (rank == self._leader and not call.told)
+        return rank in call.owing or (rank == self._leader and not call.told)
 
     def _expiry(self, rank: int, call: Relayed) -> float:
-        return call.deadline.expires if call.inquired or rank == self._leader else math.inf
+        return call.deadline.expires if call.late is not None or rank == self._leader else math.inf
 
     def _lent(self, number: int, call: Relayed, rank: int) -> Call:
         """Give the share of one rank in a call, with the lock held."""
         done, phase = partial(self._end, number, call, rank), call.phase
-        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=call.missed)
+        missed = call.missed or self._connections[rank].kill
+        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=missed)
         lent.began, lent.expires = call.began, self._expiry(rank, call)
         return lent
 
     def _end(self, number: int, call: Relayed, rank: int, result: Any, error: WorkerError | None) -> None:
         with self._lock:
             call.missing.discard(rank)
+            call.owing.discard(rank)
             call.told = call.told or (rank == self._leader and isinstance(error, WorkerLost))
             if not call.missing:
                 self._calls.pop(number, None)

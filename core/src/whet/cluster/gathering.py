@@ -1,7 +1,7 @@
 """The answers of several ranks to one call."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -71,3 +71,46 @@ class Gathering:
     def done(self) -> bool:
         """Whether `result` would return at once."""
         return self._future.done()
+
+
+class Answers:
+    """A call under way on several ranks, each of which stands or falls by itself."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._missing = set(ranks)
+        self._awaited: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._errors: dict[int, WorkerError] = {}
+        self._changed = threading.Condition()
+
+    def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
+        """Take a rank's answer, or why there is none; the first one counts."""
+        with self._changed:
+            if rank in self._missing and error is not None:
+                self._errors[rank] = error
+            self._take([rank], [result])
+
+    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
+        """Take the answers of several ranks."""
+        with self._changed:
+            self._take(ranks, results)
+
+    def _take(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
+        self._results.update((rank, found) for rank, found in zip(ranks, results, strict=True) if rank in self._missing)
+        self._missing.difference_update(ranks)
+        if not self._awaited.isdisjoint(ranks):
+            self._changed.notify_all()
+
+    def result(self, rank: int) -> Any:
+        """Wait for that of a rank; raises `WorkerError`."""
+        with self._changed:
+            self._awaited.add(rank)
+            self._changed.wait_for(lambda: rank not in self._missing)
+            self._awaited.discard(rank)
+            if rank in self._errors:
+                raise self._errors[rank]
+            return self._results[rank]
+
+    def done(self) -> bool:
+        """Whether `result` would return at once for every rank."""
+        return not self._missing

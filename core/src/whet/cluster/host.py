@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
@@ -27,12 +27,12 @@ from typing import Any, NoReturn, TypeVar
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
 from whet.cluster.lookahead import END, next_item
-from whet.cluster.relay import Leader, Route, Sibling
+from whet.cluster.relay import Leader, Route, Routes, Sibling
 from whet.cluster.traffic import Traffic
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
-from whet.cluster.wire import WireError, decode, encode
+from whet.cluster.wire import Buffer, WireError, decode, encode
 from whet.component import resolve
-from whet.errors import in_words
+from whet.errors import WhetError, in_words
 from whet.interpreters import refuse_another_core
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Host:
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
         self._traffic = Traffic()
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
-        self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
+        self._routes = Routes()
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -161,6 +161,8 @@ class Host:
         match message["do"]:
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
+            case "again":
+                self._again(number, message)
             case "stream":
                 steps = self._stream(number, message["slot"], message["method"], message["args"])
                 self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
@@ -182,14 +184,14 @@ class Host:
             case "lead":
                 self._attempt(number, lambda: self._say(number, "done", self._lead(message)))
             case "join":
-                self._attempt(number, lambda: self._join(message))
+                self._join(number, message)
             case "exit":
                 self._compute.shutdown()
 
     def _attempt(self, number: int, work: Callable[[], Any]) -> None:
         try:
             work()
-        except OSError as error:
+        except (OSError, WhetError) as error:
             self._fail(number, error)
 
     def _relay(self, message: dict[str, Any]) -> None:
@@ -206,22 +208,36 @@ class Host:
         elif leader is not None:
             leader.waits(message["number"])
 
-    def _lead(self, message: dict[str, Any]) -> str:
+    def _lead(self, message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
         leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._obey, self._say)
-        name = leader.listen()
+        places = leader.listen(message["far"], _own_address(self._connection))
         for before in leaders.values():
             before.retire()
         leaders[branch] = leader
-        return name
+        return places
 
-    def _join(self, message: dict[str, Any]) -> None:
-        Sibling(message["name"], message["rank"], self._obey, lambda: self._say(message["number"], "done", None))
+    def _join(self, number: int, message: dict[str, Any]) -> None:
+        def joined(error: Exception | None) -> None:
+            if error is None:
+                self._say(number, "done", None)
+            else:
+                self._fail(number, error)
+
+        Sibling(message["place"], message["rank"], self._obey, joined)
 
     def _obey(self, message: dict[str, Any], route: Route) -> None:
         """Do what came through a leader, who gets the answer."""
-        self._routes[message["number"]] = route
-        self._take(message)
+        if self._routes.enter(message, route):
+            self._take(message)
+
+    def _again(self, number: int, message: dict[str, Any]) -> None:
+        """Do what may have come through a leader that was lost, unless it has; the driver gets the answer."""
+        fresh, answer = self._routes.again(number)
+        if fresh:
+            self._take({**message, "do": "call"})
+        elif answer is not None:
+            self._send(answer)
 
     def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -314,17 +330,28 @@ class Host:
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})
-        route = self._routes.pop(number, None) if kind in ("done", "failed") else None
+        route = self._routes.leave(number, buffers) if kind in ("done", "failed") else None
         if route is not None and kind == "done":
             route(buffers)
             return
+        self._send(buffers)
+        if route is not None:  # the driver has heard it first, and the leader waits no longer
+            route(encode({"number": number, "say": "failed", "value": None}))
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
         try:
             with self._sending:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
-        if route is not None:  # the driver has heard it first, and the leader waits no longer
-            route(encode({"number": number, "say": "failed", "value": None}))
+
+
+def _own_address(connection: socket.socket) -> str:
+    """Give the address from which this process reaches the driver: there other nodes reach it, too."""
+    if connection.family == socket.AF_UNIX:
+        return "127.0.0.1"
+    address: str = connection.getsockname()[0]
+    return address
 
 
 def import_from(path: list[str], add: list[str]) -> None:

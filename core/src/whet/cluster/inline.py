@@ -16,6 +16,7 @@ from typing import Any
 from attrs import field, frozen
 
 from whet import metrics
+from whet.cluster.gathering import Answers
 from whet.cluster.slices import Heard, WorkerRank
 from whet.cluster.wire import decode, encode
 from whet.component import resolve
@@ -99,9 +100,15 @@ class InlineWorkers:
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
-    ) -> dict[int, Finished]:
+    ) -> Answers:
         """Call on each of these ranks, here and now."""
-        return {rank: self.start_on(rank, method, *args, phase=phase) for rank in ranks}
+        answers = Answers(ranks)
+        for rank in ranks:
+            try:
+                answers.finish(rank, self._call(rank, method, _crossed(args), phase or method), None)
+            except WorkerError as error:
+                answers.finish(rank, None, error)
+        return answers
 
     def scatter(
         self,

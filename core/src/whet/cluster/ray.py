@@ -282,6 +282,8 @@ class RayProcess:
         """Wait for the keeper's answer, and say what Ray says where none comes."""
         import ray
 
+        assert self._bundle is not None
+        placed = time.monotonic()
         while True:
             try:
                 answer: dict[str, Any] = ray.get(reference, timeout=_STEP_SECONDS)
@@ -294,6 +296,10 @@ class RayProcess:
                         f"node {self._where} did not start it within {self._launcher.start_seconds:.0f} s; Ray's logs "
                         "there (raylet.err) may say why"
                     ) from None
+                if self._bundle.placed:
+                    placed = time.monotonic()
+                else:  # its node was lost, which Ray knew only after it had been asked for a place
+                    self._launcher.places.refuse_hopeless(self._bundle, placed, deadline)
             except ray.exceptions.RayError as error:
                 if "never ran" in str(error) and time.monotonic() < deadline:
                     raise _NeverRan from error

@@ -43,6 +43,13 @@ class Bundle:
             .remote()
         )
 
+    @property
+    def placed(self) -> bool:
+        """Whether it is on a node, as far as Ray knows: one that is lost is noticed after a while."""
+        from ray.util import placement_group_table
+
+        return bool(placement_group_table(self.group).get("state") == "CREATED")
+
     def node(self) -> str:
         """Name the node that it is on."""
         from ray.util import placement_group_table
@@ -71,13 +78,17 @@ class Places:
             bundle = self._bundles[host.name]
         began = time.monotonic()
         while not bundle.group.wait(_STEP_SECONDS):
-            now = time.monotonic()
             if stopped.is_set():
                 raise WhetError("its process was closed while it waited for a place")
-            hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fits(bundle.group)
-            if now > deadline or hopeless:
-                raise WhetError(self._refusal(bundle, now - began, hopeless))
+            self.refuse_hopeless(bundle, began, deadline)
         return bundle
+
+    def refuse_hopeless(self, bundle: Bundle, began: float, deadline: float) -> None:
+        """Raise `WhetError` where a bundle that has no place since then will get none; else wait for the deadline."""
+        now = time.monotonic()
+        hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fits(bundle.group)
+        if now > deadline or hopeless:
+            raise WhetError(self._refusal(bundle, now - began, hopeless))
 
     def close(self) -> None:
         """Give all places back, to a Ray that takes them."""

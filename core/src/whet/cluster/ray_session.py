@@ -222,7 +222,16 @@ class _Connection:
                 f"cluster.address: nobody answers at {self.address} ({error}); is this the address that `ray start "
                 "--head` printed, and does it run?"
             ) from error
-        ray.init(address=self.address, **_quiet(joining=True))
+        try:
+            ray.init(address=self.address, **_quiet(joining=True))
+        except ConnectionError as error:
+            if "InvalidAuthToken" not in str(error.__cause__):
+                raise
+            raise ConfigError(
+                f"cluster.address: Ray at {self.address} wants a token that this process does not show; set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what `ray get-auth-token` says on its head (or copy "
+                "~/.ray/auth_token)"
+            ) from error
 
 
 _lock: Final = threading.Lock()

@@ -1,7 +1,7 @@
-"""Passes calls on between the processes of one node, so that the driver speaks to one of many.
+"""Passes calls on between worker processes, so that the driver speaks to one of many.
 
-    driver ── relay ──> Leader ── call ──> Sibling, ...      over Unix sockets, which only processes of one user pass
-    driver <── joined ─ Leader <── done ── Sibling, ...
+    driver ── relay ──> Leader ── call ──> Sibling, ...      over Unix sockets, which only processes of one user pass;
+    driver <── joined ─ Leader <── done ── Sibling, ...      to those of other nodes over TCP (`whet.cluster.door`)
        ^──────────────── failed, alive ───────┘              over each process's own connection, as ever
 
 See `whet.cluster.branch` for the driver's end.
@@ -11,7 +11,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -20,6 +21,7 @@ from attrs import define, field
 
 from whet import metrics
 from whet.cluster.channel import copied, of_this_user, receive, send
+from whet.cluster.door import Door, DoorError, knock
 from whet.cluster.traffic import Line, Traffic
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError
@@ -27,6 +29,9 @@ from whet.errors import WhetError
 JOIN_SECONDS: Final = 30.0
 """Within which all siblings must have come."""
 _LONGEST_GREETING: Final = 1 << 10
+_LOOK_SECONDS: Final = 0.1
+_ANSWERS_KEPT: Final = 4
+_NUMBERS_KEPT: Final = 16
 
 Route = Callable[[Sequence[Buffer]], None]
 """Where a message about a call goes to."""
@@ -65,25 +70,32 @@ class Leader:
         self._lines: dict[int, Line] = {}
         self._calls: dict[int, _Joining] = {}
         self._lock = threading.Lock()
+        self._complete = threading.Event()
+        """Set when all siblings are there."""
         self._retired, self._closed = False, False
 
-    def listen(self) -> str:
-        """Give the name of a socket to which siblings may come, in the background. Raises `OSError`."""
-        name = f"whet-{secrets.token_hex(16)}"
+    def listen(self, far: Collection[int], address: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Let siblings come, in the background: give the place for those of this node, and that for those `far` away.
+
+        For these it listens at `address`. Raises `OSError` or `WhetError`.
+        """
+        name, token = f"whet-{secrets.token_hex(16)}", secrets.token_bytes(32)
         listening = socket.socket(socket.AF_UNIX)
         try:
             listening.bind(f"\0{name}")  # without a file, which nobody would remove after a kill
             listening.listen(len(self._ranks))
+            door = Door(address, token, self._let_in, purpose="calls that are passed on") if far else None
         except BaseException:
             listening.close()
             raise
-        threading.Thread(target=self._welcome, args=(listening,), name="whet-relay", daemon=True).start()
-        return name
+        threading.Thread(target=self._welcome, args=(listening, door), name="whet-relay", daemon=True).start()
+        return {"name": name}, {"address": list(door.address), "token": token} if door else {}
 
     def relay(self, message: dict[str, Any]) -> None:
         """Pass a call on to all ranks."""
         number, ranks = message["number"], self._ranks
         head = {"do": "call", "number": number, "slot": message["slot"], "method": message["method"]}
+        head["each"] = message["each"]
         with self._lock:
             self._calls[number] = _Joining(list(ranks), message["merge"])
         rows = message.get("rows")
@@ -125,23 +137,38 @@ class Leader:
         for line in list(self._lines.values()):
             line.close()
 
-    def _welcome(self, listening: socket.socket) -> None:
+    def _welcome(self, listening: socket.socket, door: Door | None) -> None:
         deadline = time.monotonic() + JOIN_SECONDS
         # who is not admitted does not say so to the driver, which then does without this leader
         with suppress(OSError, EOFError, WhetError), listening:
-            while len(self._lines) < len(self._ranks) - 1 and not self._closed:
-                listening.settimeout(max(deadline - time.monotonic(), 1e-4))
-                self._admit(listening.accept()[0], deadline)
+            while not (self._complete.is_set() or self._closed) and time.monotonic() < deadline:
+                listening.settimeout(_LOOK_SECONDS)
+                with suppress(TimeoutError):
+                    self._greet(listening.accept()[0], deadline)
+        if door is not None:
+            door.close()
 
-    def _admit(self, sock: socket.socket, deadline: float) -> None:
+    def _greet(self, sock: socket.socket, deadline: float) -> None:
         rank = decode(receive(sock, _LONGEST_GREETING, deadline)) if of_this_user(sock) else None
-        if rank not in self._ranks or rank in self._lines:
+        if not self._admit(rank, sock):
             sock.close()
-            return
-        line = Line(self._traffic, partial(self._take, rank), partial(self._lost, rank))
-        self._lines[rank] = line
+
+    def _let_in(self, name: str, guest: socket.socket) -> None:
+        if not (name.isdecimal() and self._admit(int(name), guest)):
+            raise DoorError(f"{name!r} is none of those that are to come")
+
+    def _admit(self, rank: Any, sock: socket.socket) -> bool:
+        with self._lock:
+            if rank not in self._ranks or rank in self._lines or rank == self._rank:
+                return False
+            line = Line(self._traffic, partial(self._take, rank), partial(self._lost, rank))
+            self._lines[rank] = line
+            complete = len(self._lines) == len(self._ranks) - 1
         line.send(encode("welcome"))
         line.open(sock)
+        if complete:
+            self._complete.set()
+        return True
 
     def _take(self, rank: int, buffers: Sequence[Buffer]) -> None:
         message = decode(buffers)
@@ -173,28 +200,86 @@ class Leader:
 class Sibling:
     """The end of a process that gets its calls from a leader."""
 
-    def __init__(self, name: str, rank: int, obey: Obey, ready: Callable[[], None]) -> None:
-        """Go to a leader; `ready` is called when it is admitted. Raises `OSError`."""
-        self._obey, self._ready = obey, ready
+    def __init__(
+        self, place: Mapping[str, Any], rank: int, obey: Obey, joined: Callable[[Exception | None], None]
+    ) -> None:
+        """Go to a leader, in the background; `joined` is called when it is admitted, or with why it is not."""
+        self._obey, self._joined = obey, joined
         self._sending = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.connect(f"\0{name}")
-            if not of_this_user(self._socket):
-                raise PermissionError("the socket of the leader belongs to another user")
-            send(self._socket, encode(rank))
-        except BaseException:
-            self._socket.close()
-            raise
-        threading.Thread(target=self._read, name="whet-relay", daemon=True).start()
+        threading.Thread(target=self._live, args=(place, rank), name="whet-relay", daemon=True).start()
 
-    def _read(self) -> None:
-        with suppress(EOFError, OSError), self._socket:  # the driver hears of a leader's end by itself
+    def _live(self, place: Mapping[str, Any], rank: int) -> None:
+        try:
+            self._socket = meet(place, rank)
             receive(self._socket)
-            self._ready()
+        except (EOFError, OSError, WhetError) as error:
+            self._joined(error)
+            return
+        self._joined(None)
+        with suppress(EOFError, OSError), self._socket:  # the driver hears of a leader's end by itself
             while True:
                 self._obey(decode(receive(self._socket)), self._answer)
 
     def _answer(self, buffers: Sequence[Buffer]) -> None:
         with suppress(OSError), self._sending:
             send(self._socket, buffers)
+
+
+def meet(place: Mapping[str, Any], rank: int) -> socket.socket:
+    """Give a connection to a leader that knows who came. Raises `OSError`, `EOFError` or `WhetError`."""
+    if "address" in place:
+        host, port = place["address"]
+        return knock((host, port), place["token"], str(rank), JOIN_SECONDS)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(f"\0{place['name']}")
+        if not of_this_user(sock):
+            raise PermissionError("the socket of the leader belongs to another user")
+        send(sock, encode(rank))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Routes:
+    """Where the answers to calls go that came through a leader: to the driver itself, once it asks for them again.
+
+    It does so where the leader was lost, and does not know how far the call has come; it is obeyed once.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[int, tuple[Route, bool]] = {}
+        """By the number of the call; and whether it may be asked for again."""
+        self._answers: deque[tuple[int, Sequence[Buffer]]] = deque(maxlen=_ANSWERS_KEPT)
+        """Last ones of those that may."""
+        self._again: deque[int] = deque(maxlen=_NUMBERS_KEPT)
+        """Calls that the driver asked for before they came through the leader."""
+        self._lock = threading.Lock()
+
+    def enter(self, message: Mapping[str, Any], route: Route) -> bool:
+        """Note where the answer to a call goes; whether that is to be obeyed at all."""
+        number = message["number"]
+        with self._lock:
+            if number in self._again:
+                return False
+            self._routes[number] = route, message.get("each", False)
+            return True
+
+    def leave(self, number: int, answer: Sequence[Buffer]) -> Route | None:
+        """Give where an answer goes; None: to the driver."""
+        with self._lock:
+            route, each = self._routes.pop(number, (None, False))
+            if each:
+                self._answers.append((number, answer))
+            return route
+
+    def again(self, number: int) -> tuple[bool, Sequence[Buffer] | None]:
+        """Let the driver have the answer to a call: whether that is yet to be obeyed, and the answer if it is known."""
+        with self._lock:
+            if self._routes.pop(number, None) is not None:
+                return False, None
+            answer = next((buffers for of, buffers in self._answers if of == number), None)
+            if answer is None:
+                self._again.append(number)
+            return answer is None, answer

@@ -69,6 +69,18 @@ class Pending(Protocol):
         ...
 
 
+class PendingEach(Protocol):
+    """A call under way on several ranks, each of which stands or falls by itself."""
+
+    def result(self, rank: int) -> Any:
+        """Wait for that of a rank; raises `WorkerError` on failure, death or a missed deadline."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `result` would return at once for every rank."""
+        ...
+
+
 class Heard(NamedTuple):
     """What came of one of several streams."""
 
@@ -120,8 +132,8 @@ class Workers(Protocol):
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
-    ) -> "Mapping[int, Pending]":
-        """Start a call on each of these ranks as `start_on` does: each stands or falls by itself."""
+    ) -> "PendingEach":
+        """Start a call on each of these ranks. A missed deadline ends that rank alone."""
         ...
 
     def scatter(

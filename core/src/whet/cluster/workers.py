@@ -1,10 +1,10 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
     ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
-                     └─ call, scatter, of many ranks ──> one `Branch` for each group of them on a node
+                     └─ call, scatter, of many ranks ──> one `Branch` for each group of them
 
-Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call (an
-exception, a death, a deadline) ends it at once for all ranks, with a `WorkerError`.
+Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call of all
+ranks (an exception, a death, a deadline) ends it at once for all of them, with a `WorkerError`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from whet import metrics
 from whet.cluster.branch import MERGED, Branch, Deadline, Relayed
 from whet.cluster.call import Call, HostProcess, Terms
 from whet.cluster.connection import Connection
-from whet.cluster.gathering import Gathering
+from whet.cluster.gathering import Answers, Gathering
 from whet.cluster.slices import Heard, RankArguments
 from whet.cluster.streams import Mailbox, Streams, one_stream
 from whet.cluster.wire import encode
@@ -30,7 +30,7 @@ from whet.errors import WorkerError
 from whet.metrics import Metric
 
 _MOST_LEADERS = 4
-"""Of one node: what more there are would cost the driver, larger groups cost each leader."""
+"""Or nearly: what more there are would cost the driver, larger groups cost each leader."""
 BUSY_GRACE_SECONDS = 0.3
 """Who closes in the middle of a call does not want to wait for it."""
 
@@ -107,20 +107,37 @@ class ConnectedWorkers:
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Gathering:
         """Start a call on one rank; its result is a list of one."""
-        return self.start_each([rank], method, *args, phase=phase, timeout_seconds=timeout_seconds)[rank]
+        number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
+        message = encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args})
+        gathering, connection = Gathering(1), self._connections[rank]
+        done = partial(gathering.finish, 0)
+        connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
+        return gathering
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
-    ) -> dict[int, Gathering]:
-        """Start a call on each of these ranks over its own connection; no rank's result depends on another."""
+    ) -> Answers:
+        """Start a call on each of these ranks; no rank's result depends on another, not even on its leader."""
         number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
-        message = encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args})
-        started = {rank: Gathering(1) for rank in ranks}
-        for rank, gathering in started.items():
-            connection = self._connections[rank]
-            done = partial(gathering.finish, 0)
-            connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
-        return started
+        answers, left = Answers(ranks), set(ranks)
+        head = {"number": number, "slot": self._slot, "method": method, "args": args}
+
+        def ask(do: str, connections: Mapping[int, Connection]) -> None:
+            message = encode({"do": do, **head}) if connections else []
+            for rank, connection in connections.items():
+                done = partial(answers.finish, rank)
+                connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
+
+        branches = [branch for branch in self._formed(left)[0] if left.issuperset(branch.ranks)]
+        message = encode({"do": "relay", **head, "merge": False, "each": True}) if branches else []
+        for branch in branches:
+            deadline = Deadline(seconds)
+            call = Relayed(phase, seconds, deadline, branch.ranks, answers.finish_many, answers.finish)
+            call.orphaned = partial(ask, "again")
+            if branch.ask(number, message, call):
+                left.difference_update(branch.ranks)
+        ask("call", {rank: self._connections[rank] for rank in sorted(left)})
+        return answers
 
     def scatter(
         self,
@@ -198,10 +215,9 @@ class ConnectedWorkers:
         """Call a method with the same arguments, or with a row of them for each rank."""
         asking = self._asking(range(self.size), phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
-        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
-        if self._unformed:
-            self._form_again()
-        branches, alone = self._led[0], list(self._led[1])
+        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge, "each": False}
+        branches, ranks = self._formed(range(self.size))
+        alone = list(ranks)
         same = encode(relay) if branches and rows is None else []
         messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
         deadline = Deadline(asking.seconds)
@@ -242,10 +258,14 @@ class ConnectedWorkers:
         places = {rank: place for place, rank in enumerate(ranks)}
         self._ask(self._asking(ranks, "start", None), places, messages).result()
 
-    def _form_again(self) -> None:
-        with self._forming:
-            groups, self._unformed = self._unformed, []
-        self._form(groups)
+    def _formed(self, ranks: Collection[int]) -> tuple[list[Branch], list[int]]:
+        """Give all branches, and the ranks of none. Those of such ranks alone are formed again where that is due."""
+        if self._unformed:
+            with self._forming:
+                groups = [group for group in self._unformed if set(group) <= set(ranks)]
+                self._unformed = [group for group in self._unformed if group not in groups]
+            self._form(groups)
+        return self._led
 
     def _form(self, groups: Sequence[Sequence[int]]) -> None:
         """Let the first of each group lead it. A group that cannot be led is asked one by one."""
@@ -281,12 +301,15 @@ class _Asking:
 
 
 def node_groups(nodes: Sequence[str], most: int) -> list[list[int]]:
-    """Group ranks, each given by the name of its node, into neighbours of a node: at most so many, and nearly equal."""
+    """Group ranks, each given by the name of its node: at most so many, those of one node together where it can be."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
-    groups = []
+    groups: list[list[int]] = []
     for ranks in by_node.values():
+        if groups and len(groups[-1]) + len(ranks) <= most:
+            groups[-1] += ranks
+            continue
         parts = -(-len(ranks) // most)
         groups += [ranks[len(ranks) * n // parts : len(ranks) * (n + 1) // parts] for n in range(parts)]
     return [group for group in groups if len(group) > 1]

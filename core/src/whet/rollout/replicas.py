@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from whet.cluster.slices import Pending, Workers
+from whet.cluster.slices import Pending, PendingEach, Replacing, Workers
 from whet.data.records import Completion, Request
 from whet.errors import WhetError, WorkerLost
 from whet.refit.link import Link
@@ -25,9 +25,10 @@ class Replicas:
     `receive_weights(link, version, running)`.
     """
 
-    def __init__(self, workers: Workers, site: "Site") -> None:
+    def __init__(self, workers: Workers, replacing: Replacing | None) -> None:
+        """Of these workers; `replacing` says what becomes of one that is lost, None: the generator has failed."""
         self.workers = workers
-        self._roster = Roster(workers, site.replacing, self._receive, self._rest)
+        self._roster = Roster(workers, replacing, self._receive, self._rest)
         self._dispatcher = RequestDispatcher(workers, self._roster)
         self._roster.changed = self._dispatcher.wake
 
@@ -62,8 +63,8 @@ class Replicas:
     def _started(self, method: str, *args: Any, phase: str = "", seconds: float | None = None) -> "HandOver":
         """Start a call on every replica that is there."""
         with self._roster.asking(range(self.workers.size)) as lives:
-            pending = self.workers.start_each(list(lives), method, *args, phase=phase, timeout_seconds=seconds)
-        return HandOver(self._roster, tuple((rank, life, pending[rank]) for rank, life in lives.items()))
+            pending = self.workers.start_each(lives, method, *args, phase=phase, timeout_seconds=seconds)
+        return HandOver(self._roster, lives, pending)
 
     def _rest(self, rank: int, asleep: bool) -> None:
         self.workers.start_on(rank, "sleep" if asleep else "wake").result()
@@ -92,7 +93,7 @@ class ReplicatedGenerator:
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
-        self._replicas = Replicas(site.slice.spawn(target, arguments), site)
+        self._replicas = Replicas(site.slice.spawn(target, arguments), site.replacing)
 
     async def generate(self, request: Request) -> Completion:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
@@ -124,8 +125,9 @@ class HandOver:
     """Calls of replicas, as of weights on their way: those that are lost meanwhile are replaced, and get them then."""
 
     roster: Roster
-    calls: tuple[tuple[int, int, Pending], ...]
-    """Rank, its life, and the call."""
+    lives: Mapping[int, int]
+    """Of each rank that was asked."""
+    pending: PendingEach
 
     def result(self) -> None:
         """Wait for all; raises `WorkerError`."""
@@ -134,9 +136,9 @@ class HandOver:
     def answers(self) -> list[Any]:
         """Wait for all, and give what those say that are not lost. Raises `WorkerError`."""
         found: list[Any] = []
-        for rank, life, pending in self.calls:
+        for rank, life in self.lives.items():
             try:
-                found += pending.result()
+                found.append(self.pending.result(rank))
             except WorkerLost as error:
                 if not self.roster.lost(rank, life, error):
                     raise (self.roster.failure or error) from error
@@ -144,4 +146,4 @@ class HandOver:
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return all(pending.done() for _, _, pending in self.calls)
+        return self.pending.done()

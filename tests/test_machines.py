@@ -1,0 +1,208 @@
+"""Machines of their own, played by network namespaces: no loopback, no Unix sockets and no /dev/shm in common.
+
+Files and processes are seen by all. It takes root and `ip` to make them; elsewhere these tests are skipped.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from attrs import evolve, frozen
+
+from whet.testing.contracts.workers import alive
+
+SMALL = ["--object-store-memory=83886080", "--num-cpus=4"]
+
+
+@frozen
+class Machine:
+    """A network namespace with one address, on a wire between two."""
+
+    name: str
+    address: str
+    environment: dict[str, str]
+
+    def command(self, *words: object) -> list[str]:
+        """Give the command that runs another there."""
+        alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self.name, *alone, *map(str, words)]
+
+    def run(self, *words: object, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+        """Run a command there to its end."""
+        return subprocess.run(
+            self.command(*words), capture_output=True, text=True, timeout=seconds, check=False, env=self.environment
+        )
+
+    def start_ray(self, *words: str) -> None:
+        """Start a node of a Ray cluster there."""
+        ray = sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={self.address}"
+        done = self.run(*ray, *SMALL, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def unplug(self) -> None:
+        """Cut the wire: what was sent and not received is lost, and nobody is told."""
+        subprocess.run(["ip", "-n", self.name, "link", "set", "wire", "down"], check=True)
+
+    def remove(self) -> None:
+        """End everything that runs there, and take it away."""
+        told = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
+        for pid in map(int, told.split()):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", self.name], check=False)
+
+
+@contextmanager
+def wired() -> Iterator[list[Machine]]:
+    """Make two machines, with a Ray cluster of both: its head has the resource `train`, the other `gen`."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces are made by root, with `ip`")
+    run = f"whet{secrets.token_hex(3)}"
+    hasty = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 1000, "failure_threshold": 3}
+    environment = {
+        **os.environ,
+        **{f"RAY_health_check_{name}": str(value) for name, value in hasty.items()},
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+    }
+    made = [Machine(f"{run}-{n}", f"10.214.77.{n}", environment) for n in (1, 2)]
+    folder = Path("/tmp", run)  # Ray's sockets bear no long path
+    try:
+        for machine in made:
+            if subprocess.run(["ip", "netns", "add", machine.name], capture_output=True, check=False).returncode:
+                pytest.skip("this system makes no network namespaces")
+        head, other = made
+        wire = f"link add wire netns {head.name} type veth peer name wire netns {other.name}"
+        subprocess.run(["ip", *wire.split()], check=True)
+        for machine in made:
+            for words in ("link set lo up", "link set wire up", f"addr add {machine.address}/24 dev wire"):
+                subprocess.run(["ip", "-n", machine.name, *words.split()], check=True)
+        own = "--include-dashboard=false", f"--temp-dir={folder}"
+        head.start_ray("--head", "--port=6379", '--resources={"train": 8}', *own)
+        other.start_ray(f"--address={head.address}:6379", '--resources={"gen": 8}')
+        yield made
+    finally:
+        for machine in made:
+            machine.remove()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Machine]]:
+    """Two machines that work."""
+    pytest.importorskip("ray")
+    with wired() as made:
+        yield made
+
+
+def config(folder: Path, model: Path, steps: int, **cluster: object) -> Path:
+    """Write a recipe: GRPO, with one thread for each role."""
+    said = {
+        "run": {"folder": str(folder / "run"), "steps": steps, "seed": 1},
+        "model": {"path": str(model)},
+        "algorithm": {"use": "grpo", "prompts_per_step": 4, "group_size": 4},
+        "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}},
+        "generator": {"use": "hf"},
+        "rollout": {"max_tokens": 8},
+        "environments": [{"use": "even"}],
+        "plugins": [str(Path(__file__).parent / "even_digits.py")],
+        "cluster": {"threads": {"backend": 1, "generator": 1}, "share": [], **cluster},
+        "loggers": [],
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(said))
+    return folder / "run.yaml"
+
+
+def numbers(run: Path) -> list[dict]:
+    """Metrics of each step, timings aside."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in rows]
+
+
+def on_both(machines: list[Machine]) -> dict[str, object]:
+    """Say that the trainer is on the first and generators are on the second."""
+    resources = {"backend": {"train": 1}, "generator": {"gen": 1}}
+    return {"launcher": "ray", "address": f"{machines[0].address}:6379", "resources": resources}
+
+
+def test_a_trainer_on_one_machine_and_generators_on_another_give_the_bits_of_one(tmp_path, tiny_model_folder, machines):
+    here = config(tmp_path / "here", tiny_model_folder, 5)
+    done = subprocess.run([sys.executable, "-m", "whet.cli", "run", here], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    there = config(tmp_path / "there", tiny_model_folder, 5, **on_both(machines))
+    done = machines[0].run(sys.executable, "-m", "whet.cli", "run", there)
+    assert done.returncode == 0, done.stderr
+    assert numbers(there.parent / "run") == numbers(here.parent / "run")
+    assert json.loads((there.parent / "run/plan.json").read_text())["way"]["transport"] == "tcp"
+    model = "run/model/model.safetensors"
+    assert (there.parent / model).read_bytes() == (here.parent / model).read_bytes()
+
+
+LED = """
+import sys
+import time
+from pathlib import Path
+from whet.cluster.ray import RayCluster
+from whet.testing.obedient import TARGET
+
+with RayCluster(Path(sys.argv[1]), address=sys.argv[2], fan_out=5, placement={"w": "spread"}) as cluster:
+    workers = cluster.slice("w", 6, threads=1).spawn(TARGET, {})
+    workers._form([range(6)])
+    (branch,) = workers._branches
+    print(len({process.node for process in workers.processes}), len(branch.ranks))
+    print(workers.call("add", 1))
+    each = workers.start_each(range(6), "add", 2)
+    print([each.result(rank) for rank in range(6)])
+"""
+
+
+def test_a_leader_passes_calls_on_to_another_machine(tmp_path, machines):
+    address = f"{machines[0].address}:6379"
+    done = machines[0].run(sys.executable, "-c", LED, tmp_path, address)
+    assert done.stdout.splitlines() == ["2 6", str([1] * 6), str([2] * 6)], done.stderr
+
+
+def test_a_cluster_that_wants_a_token_says_so(tmp_path, tiny_model_folder, machines):
+    open_ = {name: value for name, value in machines[0].environment.items() if not name.startswith("RAY_AUTH")}
+    there = config(tmp_path / "there", tiny_model_folder, 1, **on_both(machines))
+    done = evolve(machines[0], environment=open_).run(sys.executable, "-m", "whet.cli", "run", there)
+    assert done.returncode == 1
+    address = f"{machines[0].address}:6379"
+    assert f"cluster.address: Ray at {address} wants a token that this process does not show" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_said(tmp_path, tiny_model_folder):
+    pytest.importorskip("ray")
+    with wired() as machines:
+        deadlines = {"start": 40, "heartbeat": 5}
+        there = config(tmp_path / "there", tiny_model_folder, 100_000, deadlines=deadlines, **on_both(machines))
+        metrics = there.parent / "run/metrics.jsonl"
+        command = machines[0].command(sys.executable, "-m", "whet.cli", "run", there)
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(command, env=machines[0].environment, stdout=said, stderr=said)
+        try:
+            while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+                time.sleep(0.05)
+            machines[1].unplug()
+            assert process.wait(120.0) == 1
+        finally:
+            process.kill()
+            process.wait()
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert any("generator rank 0 was lost in" in line and "it is restarted by itself" in line for line in lines)
+    assert lines[-1].startswith("Error: generator rank 0 failed in start:"), lines
+    assert "CPU 4, train 8: no node can hold that" in lines[-1]
