@@ -103,13 +103,14 @@ class Answers:
 
     def result(self, rank: int) -> Any:
         """Wait for that of a rank; raises `WorkerError`."""
-        with self._changed:
-            self._awaited.add(rank)
-            self._changed.wait_for(lambda: rank not in self._missing)
-            self._awaited.discard(rank)
-            if rank in self._errors:
-                raise self._errors[rank]
-            return self._results[rank]
+        if rank in self._missing:
+            with self._changed:
+                self._awaited.add(rank)
+                self._changed.wait_for(lambda: rank not in self._missing)
+                self._awaited.discard(rank)
+        if rank in self._errors:
+            raise self._errors[rank]
+        return self._results[rank]
 
     def done(self) -> bool:
         """Whether `result` would return at once for every rank."""
