@@ -108,7 +108,7 @@ class Cluster:
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
         processes. `python` has the path of the interpreter of each role that does not run in the driver's.
         `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than `fan_out` are
-        called through leaders, each of about so many ranks of its node.
+        called through leaders, each of about so many.
         """
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
