@@ -160,19 +160,17 @@ from whet.testing.obedient import TARGET
 
 with RayCluster(Path(sys.argv[1]), address=sys.argv[2], fan_out=5, placement={"w": "spread"}) as cluster:
     workers = cluster.slice("w", 6, threads=1).spawn(TARGET, {})
-    workers._form([range(6)])
+    workers._unformed = [list(range(6))]
+    print(workers.call("add", 1))
     (branch,) = workers._branches
     print(len({process.node for process in workers.processes}), len(branch.ranks))
-    print(workers.call("add", 1))
-    each = workers.start_each(range(6), "add", 2)
-    print([each.result(rank) for rank in range(6)])
 """
 
 
 def test_a_leader_passes_calls_on_to_another_machine(tmp_path, machines):
     address = f"{machines[0].address}:6379"
     done = machines[0].run(sys.executable, "-c", LED, tmp_path, address)
-    assert done.stdout.splitlines() == ["2 6", str([1] * 6), str([2] * 6)], done.stderr
+    assert done.stdout.splitlines() == [str([1] * 6), "2 6"], done.stderr
 
 
 def test_a_cluster_that_wants_a_token_says_so(tmp_path, tiny_model_folder, machines):

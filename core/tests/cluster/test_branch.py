@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from whet import metrics
+from whet.cluster.branch import Branch
 from whet.cluster.launcher import Cluster
 from whet.cluster.local import LocalCluster, LocalProcess
-from whet.cluster.relay import Routes
 from whet.cluster.slices import RankArguments, Slice, Workers
 from whet.cluster.workers import ConnectedWorkers, node_groups
 from whet.config.sections import DeadlinesSection
@@ -43,7 +43,7 @@ class TestThroughLeaders(ProcessWorkersContract):
 
 
 class TestThroughLeadersElsewhere(TestThroughLeaders):
-    """The same, with every process on a node of its own."""
+    """The same, with every process on a node of its own: a group of three, and one that is alone."""
 
     @contextmanager
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
@@ -120,22 +120,68 @@ def test_answers_are_those_of_ranks_that_are_asked_one_by_one(tmp_path: Path) ->
 
 
 def test_the_driver_speaks_to_leaders_alone(six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    six.call("add", 1)
     sent = messages_to(six, monkeypatch)
     assert six.call("add", 1) == [1] * SIX
     assert six.scatter("add", [(rank,) for rank in range(SIX)]) == list(range(SIX))
     assert six.start_on(4, "add", 1).result() == [1]
+    assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-4"]
+
+
+def test_nobody_leads_where_no_call_is_of_all_ranks(six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = messages_to(six, monkeypatch)
     each = six.start_each(range(SIX), "add", 1)
     assert [each.result(rank) for rank in range(SIX)] == [1] * SIX
-    assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-4", "actor-0", "actor-3"]
+    assert sent == [f"actor-{rank}" for rank in range(SIX)]
+    assert six._branches == []
 
 
-def test_a_group_that_is_not_asked_as_a_whole_is_asked_one_by_one(
+def test_a_group_may_be_of_several_nodes(tmp_path: Path) -> None:
+    with nodes_apart(), LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        assert workers.call("add", 1) == [1] * SIX
+        assert [branch.ranks for branch in workers._branches] == [(0, 1, 2), (3, 4, 5)]
+
+
+@pytest.mark.parametrize("place", [{"address": ["127.0.0.1", 1]}, {"token": b"another one"}])
+def test_a_group_whose_leader_cannot_be_reached_is_asked_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any]
+) -> None:
+    ask = Branch._ask
+
+    def misled(branch: Branch, rank: int, number: int, message: dict[str, Any], done: Any) -> None:
+        if message["do"] == "join" and rank == 4:
+            message = {**message, "place": {**message["place"], **place}}
+        ask(branch, rank, number, message, done)
+
+    monkeypatch.setattr(Branch, "_ask", misled)
+    with nodes_apart(), LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        assert workers.call("add", 1) == [1] * SIX
+        assert [branch.ranks for branch in workers._branches] == [(0, 1, 2)]
+        sent = messages_to(workers, monkeypatch)
+        assert workers.call("add", 2) == [2] * SIX
+        assert sent == ["actor-0", "actor-3", "actor-4", "actor-5"]
+
+
+def test_what_a_rank_failed_with_is_heard_after_all_others_have_answered(
     six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = messages_to(six, monkeypatch)
-    each = six.start_each([0, 1, 2, 4], "add", 1)
-    assert [each.result(rank) for rank in (0, 1, 2, 4)] == [1] * 4
-    assert sent == ["actor-0", "actor-4"]
+    """Its own connection may be slower than that of its leader."""
+    six.call("add", 1)
+    slow, held = six._connections[4], []
+    take = slow._line._take
+    monkeypatch.setattr(slow._line, "_take", held.append)
+    joined = mock.Mock(wraps=six._connections[3]._line._take)
+    monkeypatch.setattr(six._connections[3]._line, "_take", joined)
+    pending = six.start("fail", (4,))
+    wait_until(lambda: joined.called and len(held) > 0, "the leader and the rank have said what there is")
+    assert not pending.done()
+    for buffers in held:
+        take(buffers)
+    with pytest.raises(WorkerError, match="actor rank 4 failed in fail: ValueError: as told"):
+        pending.result()
+    wait_until(lambda: not any(connection.busy() for connection in six._connections), "nothing is waited for")
 
 
 def test_few_ranks_are_asked_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,73 +217,6 @@ def test_what_each_rank_is_asked_for_itself_does_not_depend_on_its_leader(
                 started.result(one)
         else:
             assert started.result(one) == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("busy", [0.0, 3.0])
-def test_what_was_asked_through_a_lost_leader_is_done_once(
-    six: ConnectedWorkers, number: signal.Signals, busy: float
-) -> None:
-    """Its siblings have answered it when it is lost, or are about to."""
-    leader, siblings = LEADERS[1], (4, 5)
-    six.start_on(leader, "hang")
-    for rank in siblings:
-        six.start_on(rank, "hang", busy)
-    started = six.start_each(range(SIX), "remember", "once", timeout_seconds=2.0 + busy)
-    time.sleep(0.5)
-    os.kill(pids_of(six)[leader], number)
-    with pytest.raises(WorkerLost, match=f"actor rank {leader} failed in remember"):
-        started.result(leader)
-    assert [isinstance(started.result(rank), int) for rank in siblings] == [True, True]
-    assert started.done()
-    assert [six.start_on(rank, "state").result()[0]["seen"] for rank in siblings] == [["once"]] * 2
-
-
-@pytest.mark.parametrize("rank", [3, 4])
-def test_of_those_asked_each_for_itself_the_one_that_is_late_is_ended_alone(six: ConnectedWorkers, rank: int) -> None:
-    before = pids_of(six)
-    six.start_on(rank, "hang")
-    started = six.start_each(range(SIX), "remember", "all the same", timeout_seconds=1.0)
-    with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in remember: no answer within 1 s"):
-        started.result(rank)
-    others = [one for one in range(SIX) if one != rank]
-    assert all(started.result(one) for one in others)
-    wait_until(lambda: not alive(before[rank]), "it is ended")
-    assert [six.start_on(one, "state").result()[0]["seen"] for one in others] == [["all the same"]] * len(others)
-    wait_until(lambda: not any(connection.busy() for connection in six._connections), "nothing is waited for")
-
-
-def test_of_those_asked_each_for_itself_one_raises_and_the_leader_is_lost(six: ConnectedWorkers) -> None:
-    six.start_on(3, "hang")
-    started = six.start_each(range(SIX), "fail", (4,))
-    with pytest.raises(WorkerError, match="actor rank 4 failed in fail: ValueError: as told"):
-        started.result(4)
-    os.kill(pids_of(six)[3], signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="actor rank 3 failed in fail"):
-        started.result(3)
-    assert [started.result(rank) for rank in (0, 1, 2, 5)] == [0, 1, 2, 5]
-
-
-def test_what_is_asked_of_each_ends_when_the_workers_are_closed(six: ConnectedWorkers) -> None:
-    started = six.start_each(range(SIX), "hang")
-    time.sleep(0.2)
-    six.close()
-    for rank in range(SIX):
-        with pytest.raises(WorkerError, match="failed in hang"):
-            started.result(rank)
-
-
-def test_a_call_that_comes_late_through_a_leader_was_asked_for_again_and_is_dropped() -> None:
-    routes, answers = Routes(), []
-    assert routes.again(7) == (True, None)  # nothing came of it yet: it is done now
-    assert not routes.enter({"number": 7, "each": True}, answers.append)
-    assert routes.leave(7, [b"seven"]) is None
-    assert routes.enter({"number": 8, "each": True}, answers.append)
-    assert routes.again(8) == (False, None)  # it is under way: its answer goes to the driver
-    assert routes.leave(8, [b"eight"]) is None
-    assert routes.enter({"number": 9, "each": True}, answers.append)
-    assert routes.leave(9, [b"nine"]) == answers.append
-    assert routes.again(9) == (False, [b"nine"])
 
 
 @pytest.mark.parametrize("rank", LEADERS)

@@ -4,7 +4,6 @@
 
 Every process keeps its own `Connection`: streams, failures, signs of life and ends are told there. So that a death or a
 deadline is told of the rank that it befell, a branch lends each connection the calls that this one owes an answer to.
-Where each rank stands or falls by itself, the siblings of a leader that is lost are asked again, one by one.
 """
 
 import math
@@ -69,27 +68,20 @@ class Relayed:
     """Called with ranks and their answers."""
     failed: Callable[[int, Any, WorkerError | None], None]
     """Called with a rank, nothing, and what went wrong there."""
-    missed: Callable[[WorkerError], None] | None = None
-    """Called when the deadline has passed. None: who missed it is ended."""
-    orphaned: "Callable[[Mapping[int, Connection]], None] | None" = None
-    """Called with those whose answers are not known when the leader is lost. None: the call fails with the leader."""
+    missed: Callable[[WorkerError], None]
+    """Called when the deadline has passed."""
     missing: set[int] = field(init=False)
-    """Ranks whose answers are not here."""
-    late: set[int] | None = field(default=None, init=False)
-    """Those of them that the leader waits for, once it has said so."""
+    """Ranks whose answers are not known to be there."""
     began: float = field(factory=time.monotonic, init=False)
     inquired: bool = field(default=False, init=False)
-    """Whether the leader was asked who is late, and `told`: whether it has said so, or never will."""
+    """Whether the leader was asked who is missing, and `told`: whether it has said so."""
+    joined: bool = field(default=False, init=False)
+    """Whether the leader has given all answers that there are."""
     told: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.missing = set(self.ranks)
         self.deadline.wait_for(self)
-
-    @property
-    def owing(self) -> set[int]:
-        """Ranks that are not known to have answered."""
-        return self.missing if self.late is None else self.late
 
 
 class Branch:
@@ -168,8 +160,7 @@ class Branch:
         for call in calls:
             self._settle(call)
             error = WorkerError(self._role, None, call.phase, "the workers were closed")
-            for rank in sorted(call.missing):
-                call.failed(rank, None, error)
+            call.failed(self._leader, None, error)
 
     # What follows is for connections.
 
@@ -185,14 +176,18 @@ class Branch:
                 return None
             if kind == "failed":
                 return self._lent(number, call, rank)
+            call.told = True
             if kind == "waits":
-                call.late, call.told = call.missing & set(value), True
+                call.missing &= set(value)
             else:
-                del self._calls[number]
+                ranks = self.ranks if value["ranks"] is None else value["ranks"]
+                # Those that are left have said that they failed, on other connections, where it may yet be under way.
+                call.missing, call.joined = call.missing.difference(ranks), True
+                if not call.missing:
+                    del self._calls[number]
         self._settle(call)
         if kind == "waits":
             return None
-        ranks = self.ranks if value["ranks"] is None else value["ranks"]
         values = [*value["values"], *[MERGED] * (len(ranks) - len(value["values"]))]
         call.answered(ranks, values)
         return None
@@ -203,13 +198,10 @@ class Branch:
         with self._lock:
             self._whole = False
             owed = self._owed(rank)
-            ended = list(self._calls.values()) if rank == self._leader else []
-            if ended:
-                self._calls.clear()  # nobody will say more of them
-        for call in ended:
+            ended = [n for n, call in self._calls.items() if rank == self._leader and not call.joined]
+            calls = [self._calls.pop(number) for number in ended]  # nobody will say more of them
+        for call in calls:
             self._settle(call)
-            if call.orphaned is not None:
-                call.orphaned({rank: self._connections[rank] for rank in sorted(call.missing - {self._leader})})
         if rank != self._leader:
             self._tell({"do": "gone", "rank": rank})
         return owed
@@ -234,9 +226,10 @@ class Branch:
             for call in due.values():
                 call.inquired = True
                 call.deadline.extend()
+            missing = {number: list(call.missing) for number, call in due.items()}
         for number, call in due.items():
             self._tell({"do": "waits", "number": number})
-            for rank in call.missing:
+            for rank in missing[number]:
                 self._connections[rank].watch(call.deadline.expires)
 
     def _due(self, call: Relayed, latest: float) -> bool:
@@ -257,23 +250,21 @@ class Branch:
         return [self._lent(n, call, rank) for n, call in self._calls.items() if self._owes(rank, call)]
 
     def _owes(self, rank: int, call: Relayed) -> bool:
-        return rank in call.owing or (rank == self._leader and not call.told)
+        return rank in call.missing or (rank == self._leader and not call.told)
 
     def _expiry(self, rank: int, call: Relayed) -> float:
-        return call.deadline.expires if call.late is not None or rank == self._leader else math.inf
+        return call.deadline.expires if call.inquired or rank == self._leader else math.inf
 
     def _lent(self, number: int, call: Relayed, rank: int) -> Call:
         """Give the share of one rank in a call, with the lock held."""
         done, phase = partial(self._end, number, call, rank), call.phase
-        missed = call.missed or self._connections[rank].kill
-        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=missed)
+        lent = Call(self._role, rank, phase, call.timeout_seconds, done, missed=call.missed)
         lent.began, lent.expires = call.began, self._expiry(rank, call)
         return lent
 
     def _end(self, number: int, call: Relayed, rank: int, result: Any, error: WorkerError | None) -> None:
         with self._lock:
             call.missing.discard(rank)
-            call.owing.discard(rank)
             call.told = call.told or (rank == self._leader and isinstance(error, WorkerLost))
             if not call.missing:
                 self._calls.pop(number, None)

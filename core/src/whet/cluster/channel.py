@@ -15,6 +15,8 @@ from whet.cluster.wire import Buffer, WireError
 
 _MAGIC: Final = 0x31544857
 _HEAD: Final = struct.Struct("<II")
+_BARE: Final = struct.Struct("<IIQ")
+"""Of a message of one buffer."""
 _ALIGN: Final = 64
 _PADDING: Final = bytes(_ALIGN)
 _SMALL: Final = 1 << 16
@@ -29,15 +31,21 @@ def of_this_user(sock: socket.socket) -> bool:
     return user == os.geteuid()
 
 
-def frame(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Give the pieces of one message, in order; a small one is a single piece, the others are not copied."""
+class Framed(list[memoryview]):
+    """The pieces of one message, in order."""
+
+
+def frame(buffers: Sequence[Buffer]) -> Framed:
+    """Give the pieces of one message; a small one is a single piece, the others are not copied. Again: the same."""
+    if isinstance(buffers, Framed):
+        return buffers
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
     pieces: list[Buffer] = [_HEAD.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)]
     for buffer, size in zip(buffers, sizes, strict=True):
         pieces += (buffer, _PADDING[: -size % _ALIGN])
     if sum(sizes) <= _SMALL:
-        return [memoryview(b"".join(pieces))]
-    return [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        return Framed([memoryview(b"".join(pieces))])
+    return Framed(memoryview(piece).cast("B") for piece in pieces if len(piece))
 
 
 def copied(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -60,7 +68,7 @@ def send(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
 
 def send_some(sock: socket.socket, pieces: deque[memoryview]) -> None:
     """Send once, and take away what has left. Raises `BlockingIOError` where a non-blocking socket takes nothing."""
-    sent = sock.sendmsg(list(islice(pieces, _MOST_PIECES)))
+    sent = sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(list(islice(pieces, _MOST_PIECES)))
     while pieces and sent >= len(pieces[0]):
         sent -= len(pieces.popleft())
     if sent:
@@ -106,6 +114,12 @@ class Incoming:
             return
         data = scratch[:got]
         while data:
+            if self._shape is None and not self._begin and 0 < (size := _bare_size(data)) <= self._limit:
+                room = _room(size)
+                room[:] = data[_BARE.size : _BARE.size + size]
+                data = data[_BARE.size + size + -size % _ALIGN :]
+                yield [room]
+                continue
             data = self._announce(data) if self._shape is None else self._fill(data)
             yield from self._whole()
 
@@ -149,6 +163,15 @@ class _Shape:
 
     def cut(self, payload: memoryview) -> list[memoryview]:
         return [payload[begin : begin + size] for begin, size in zip(self._begins, self._sizes, strict=False)]
+
+
+def _bare_size(data: memoryview) -> int:
+    """Give the size of the buffer of a message that is all there and has only that one; 0: it is another."""
+    if len(data) < _BARE.size:
+        return 0
+    magic, count, size = _BARE.unpack_from(data)
+    whole = magic == _MAGIC and count == 1 and len(data) >= _BARE.size + size + -size % _ALIGN
+    return int(size) if whole else 0
 
 
 def _count(head: Buffer) -> int:

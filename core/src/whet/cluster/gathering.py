@@ -98,7 +98,7 @@ class Answers:
     def _take(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
         self._results.update((rank, found) for rank, found in zip(ranks, results, strict=True) if rank in self._missing)
         self._missing.difference_update(ranks)
-        if not self._awaited.isdisjoint(ranks):
+        if self._errors or not self._missing or not self._awaited.isdisjoint(ranks):
             self._changed.notify_all()
 
     def result(self, rank: int) -> Any:
@@ -111,6 +111,11 @@ class Answers:
         if rank in self._errors:
             raise self._errors[rank]
         return self._results[rank]
+
+    def wait(self) -> None:
+        """Wait until all have answered, or one has not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._errors or not self._missing)
 
     def done(self) -> bool:
         """Whether `result` would return at once for every rank."""

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
@@ -27,10 +27,10 @@ from typing import Any, NoReturn, TypeVar
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
 from whet.cluster.lookahead import END, next_item
-from whet.cluster.relay import Leader, Route, Routes, Sibling
+from whet.cluster.relay import Leader, Route, Sibling
 from whet.cluster.traffic import Traffic
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
-from whet.cluster.wire import Buffer, WireError, decode, encode
+from whet.cluster.wire import WireError, decode, encode
 from whet.component import resolve
 from whet.errors import WhetError, in_words
 from whet.interpreters import refuse_another_core
@@ -130,7 +130,7 @@ class Host:
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
         self._traffic = Traffic()
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
-        self._routes = Routes()
+        self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -161,8 +161,6 @@ class Host:
         match message["do"]:
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
-            case "again":
-                self._again(number, message)
             case "stream":
                 steps = self._stream(number, message["slot"], message["method"], message["args"])
                 self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
@@ -212,8 +210,10 @@ class Host:
         branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
         leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._obey, self._say)
         places = leader.listen(message["far"], _own_address(self._connection))
-        for before in leaders.values():
+        for id, before in list(leaders.items()):
             before.retire()
+            if before.closed:
+                del leaders[id]
         leaders[branch] = leader
         return places
 
@@ -228,16 +228,8 @@ class Host:
 
     def _obey(self, message: dict[str, Any], route: Route) -> None:
         """Do what came through a leader, who gets the answer."""
-        if self._routes.enter(message, route):
-            self._take(message)
-
-    def _again(self, number: int, message: dict[str, Any]) -> None:
-        """Do what may have come through a leader that was lost, unless it has; the driver gets the answer."""
-        fresh, answer = self._routes.again(number)
-        if fresh:
-            self._take({**message, "do": "call"})
-        elif answer is not None:
-            self._send(answer)
+        self._routes[message["number"]] = route
+        self._take(message)
 
     def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -330,20 +322,17 @@ class Host:
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})
-        route = self._routes.leave(number, buffers) if kind in ("done", "failed") else None
+        route = self._routes.pop(number, None) if kind in ("done", "failed") else None
         if route is not None and kind == "done":
             route(buffers)
             return
-        self._send(buffers)
-        if route is not None:  # the driver has heard it first, and the leader waits no longer
-            route(encode({"number": number, "say": "failed", "value": None}))
-
-    def _send(self, buffers: Sequence[Buffer]) -> None:
         try:
             with self._sending:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
+        if route is not None:  # the driver has heard it first, and the leader waits no longer
+            route(encode({"number": number, "say": "failed", "value": None}))
 
 
 def _own_address(connection: socket.socket) -> str:

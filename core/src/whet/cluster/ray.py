@@ -163,6 +163,8 @@ class RayProcess:
         self._server = server
         self._name = f"{host.name}#{next(launcher.names)}"
         self.pid = 0
+        self.node = ""
+        """Its machine, named by the address from which its keeper came."""
         self._bundle: Bundle | None = None
         self._keeper: Any = None
         self._control: socket.socket | None = None
@@ -171,11 +173,6 @@ class RayProcess:
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
         """What the keeper has not answered, by its number."""
-
-    @property
-    def node(self) -> str:
-        """Name its machine by the address from which its keeper came; empty once it has left."""
-        return "" if self._control is None else str(self._control.getpeername()[0])
 
     def start(self) -> socket.socket:
         """Find it a place, start a keeper there, and let that start it."""
@@ -232,8 +229,7 @@ class RayProcess:
     def meeting_point(self) -> str:
         """Give a URL with a free port of the process's node, once it runs."""
         self._ready.result(self._launcher.start_seconds)
-        assert self._control is not None
-        host, port = self._control.getpeername()[0], self._ask("port", _PATIENCE_FOR_A_PORT)
+        host, port = self.node, self._ask("port", _PATIENCE_FOR_A_PORT)
         if not isinstance(port, int):
             raise WhetError(f"{self._host.name}: its node {self._where} found no port where its ranks can meet: {port}")
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -255,6 +251,7 @@ class RayProcess:
             raise WhetError(f"on node {self._where}: {found['error']}")
         with self._sending:
             self._control = control.result(self._left(deadline))
+        self.node = str(self._control.getpeername()[0])
         if self._killed.is_set():
             self.kill()
         said = decode(receive(self._control))
@@ -296,10 +293,10 @@ class RayProcess:
                         f"node {self._where} did not start it within {self._launcher.start_seconds:.0f} s; Ray's logs "
                         "there (raylet.err) may say why"
                     ) from None
-                if self._bundle.placed:
+                if self._launcher.places.placed(self._bundle):
                     placed = time.monotonic()
                 else:  # its node was lost, which Ray knew only after it had been asked for a place
-                    self._launcher.places.refuse_hopeless(self._bundle, placed, deadline)
+                    self._launcher.places.refuse_hopeless([self._bundle], placed, deadline)
             except ray.exceptions.RayError as error:
                 if "never ran" in str(error) and time.monotonic() < deadline:
                     raise _NeverRan from error

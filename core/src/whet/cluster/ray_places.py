@@ -1,5 +1,6 @@
 """Where Ray puts processes: a placement group for each group of roles, a bundle for each process."""
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ _PATIENCE_FOR_NODES: Final = 30.0
 """How long what no node can hold is waited for: nodes may be about to join."""
 _PATIENCE_FOR_AN_END: Final = 10.0
 _STEP_SECONDS: Final = 0.2
+_LOOK_SECONDS: Final = 5.0
+"""Between two looks at where bundles are: all of them start at one time."""
 
 
 @frozen(eq=False)
@@ -43,13 +46,6 @@ class Bundle:
             .remote()
         )
 
-    @property
-    def placed(self) -> bool:
-        """Whether it is on a node, as far as Ray knows: one that is lost is noticed after a while."""
-        from ray.util import placement_group_table
-
-        return bool(placement_group_table(self.group).get("state") == "CREATED")
-
     def node(self) -> str:
         """Name the node that it is on."""
         from ray.util import placement_group_table
@@ -68,6 +64,8 @@ class Places:
         self._session, self._placement, self._resources = session, placement, resources
         self._bundles: dict[str, Bundle] = {}
         self._groups: list[Any] = []
+        self._looked: dict[int, tuple[float, Mapping[int, str]]] = {}
+        """Of each group: when Ray was asked for the nodes of its bundles, and what it said."""
         self._lock = threading.Lock()
 
     def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
@@ -80,15 +78,29 @@ class Places:
         while not bundle.group.wait(_STEP_SECONDS):
             if stopped.is_set():
                 raise WhetError("its process was closed while it waited for a place")
-            self.refuse_hopeless(bundle, began, deadline)
+            with self._lock:
+                together = [other for other in self._bundles.values() if other.group is bundle.group]
+            self.refuse_hopeless(together, began, deadline)
         return bundle
 
-    def refuse_hopeless(self, bundle: Bundle, began: float, deadline: float) -> None:
-        """Raise `WhetError` where a bundle that has no place since then will get none; else wait for the deadline."""
+    def placed(self, bundle: Bundle) -> bool:
+        """Whether it is on a node, as far as Ray says: a node that is lost is noticed after a while."""
+        from ray.util import placement_group_table
+
+        with self._lock:
+            looked, nodes = self._looked.get(id(bundle.group), (-math.inf, {}))
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                with suppress(Exception):  # Ray is silent, and whoever waits has a deadline
+                    nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
+                self._looked[id(bundle.group)] = time.monotonic(), nodes
+        return bool(nodes.get(bundle.index, "unknown"))
+
+    def refuse_hopeless(self, bundles: Sequence[Bundle], began: float, deadline: float) -> None:
+        """Raise `WhetError` where bundles that have no place since then will get none, or are past the deadline."""
         now = time.monotonic()
-        hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fits(bundle.group)
+        hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fit(bundles)
         if now > deadline or hopeless:
-            raise WhetError(self._refusal(bundle, now - began, hopeless))
+            raise WhetError(self._refusal(bundles, now - began, hopeless))
 
     def close(self) -> None:
         """Give all places back, to a Ray that takes them."""
@@ -120,13 +132,13 @@ class Places:
         asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
         return {**own, **({"GPU": len(host.gpus)} if host.gpus else {}), **asked}
 
-    def _fits(self, group: Any) -> bool:
-        """Whether the nodes that there are could hold a group if they were empty; roughly, for Ray knows best."""
+    def _fit(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether the nodes that there are could hold each if they were empty; roughly, for Ray knows best."""
         nodes = self._session.nodes
-        return all(any(_holds(node, bundle) for node in nodes) for bundle in group.bundle_specs)
+        return all(any(_holds(node, bundle.resources) for node in nodes) for bundle in bundles)
 
-    def _refusal(self, bundle: Bundle, seconds: float, hopeless: bool) -> str:
-        specs = [_listed(spec) for spec in bundle.group.bundle_specs]
+    def _refusal(self, bundles: Sequence[Bundle], seconds: float, hopeless: bool) -> str:
+        specs = [_listed(bundle.resources) for bundle in bundles]
         asked = "; ".join(f"{specs.count(spec)} x {spec}" for spec in dict.fromkeys(specs))
         found = "; ".join(map(str, self._session.nodes)) or "no nodes"
         why = "no node can hold that" if hopeless else "they are in use, or cannot be placed together as asked"

@@ -7,13 +7,13 @@
 See `whet.cluster.branch` for the driver's end.
 """
 
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -24,14 +24,14 @@ from whet.cluster.channel import copied, of_this_user, receive, send
 from whet.cluster.door import Door, DoorError, knock
 from whet.cluster.traffic import Line, Traffic
 from whet.cluster.wire import Buffer, decode, encode
-from whet.errors import WhetError
+from whet.errors import WhetError, in_words
+
+log = logging.getLogger(__name__)
 
 JOIN_SECONDS: Final = 30.0
 """Within which all siblings must have come."""
 _LONGEST_GREETING: Final = 1 << 10
 _LOOK_SECONDS: Final = 0.1
-_ANSWERS_KEPT: Final = 4
-_NUMBERS_KEPT: Final = 16
 
 Route = Callable[[Sequence[Buffer]], None]
 """Where a message about a call goes to."""
@@ -72,7 +72,9 @@ class Leader:
         self._lock = threading.Lock()
         self._complete = threading.Event()
         """Set when all siblings are there."""
-        self._retired, self._closed = False, False
+        self._retired = False
+        self.closed = False
+        """Whether it has parted from all siblings."""
 
     def listen(self, far: Collection[int], address: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Let siblings come, in the background: give the place for those of this node, and that for those `far` away.
@@ -95,7 +97,6 @@ class Leader:
         """Pass a call on to all ranks."""
         number, ranks = message["number"], self._ranks
         head = {"do": "call", "number": number, "slot": message["slot"], "method": message["method"]}
-        head["each"] = message["each"]
         with self._lock:
             self._calls[number] = _Joining(list(ranks), message["merge"])
         rows = message.get("rows")
@@ -133,25 +134,36 @@ class Leader:
 
     def close(self) -> None:
         """Part from all siblings."""
-        self._closed = True
-        for line in list(self._lines.values()):
+        with self._lock:
+            self.closed = True
+            lines = list(self._lines.values())
+        for line in lines:
             line.close()
 
     def _welcome(self, listening: socket.socket, door: Door | None) -> None:
         deadline = time.monotonic() + JOIN_SECONDS
         # who is not admitted does not say so to the driver, which then does without this leader
-        with suppress(OSError, EOFError, WhetError), listening:
-            while not (self._complete.is_set() or self._closed) and time.monotonic() < deadline:
-                listening.settimeout(_LOOK_SECONDS)
-                with suppress(TimeoutError):
+        with ExitStack() as closing:
+            closing.enter_context(listening)
+            if door is not None:
+                closing.callback(door.close)
+            listening.settimeout(_LOOK_SECONDS)
+            while not (self._complete.is_set() or self.closed) and time.monotonic() < deadline:
+                with suppress(OSError):  # nobody came yet
                     self._greet(listening.accept()[0], deadline)
-        if door is not None:
-            door.close()
 
     def _greet(self, sock: socket.socket, deadline: float) -> None:
-        rank = decode(receive(sock, _LONGEST_GREETING, deadline)) if of_this_user(sock) else None
-        if not self._admit(rank, sock):
-            sock.close()
+        admitted = False
+        try:
+            if of_this_user(sock):
+                admitted = self._admit(decode(receive(sock, _LONGEST_GREETING, deadline)), sock)
+        except (OSError, EOFError, WhetError) as error:
+            log.warning(
+                "somebody who came to rank %d to be led by it was not understood: %s", self._rank, in_words(error)
+            )
+        finally:
+            if not admitted:
+                sock.close()
 
     def _let_in(self, name: str, guest: socket.socket) -> None:
         if not (name.isdecimal() and self._admit(int(name), guest)):
@@ -159,7 +171,8 @@ class Leader:
 
     def _admit(self, rank: Any, sock: socket.socket) -> bool:
         with self._lock:
-            if rank not in self._ranks or rank in self._lines or rank == self._rank:
+            known = isinstance(rank, int) and rank in self._ranks and rank != self._rank
+            if not known or rank in self._lines or self.closed:
                 return False
             line = Line(self._traffic, partial(self._take, rank), partial(self._lost, rank))
             self._lines[rank] = line
@@ -193,7 +206,7 @@ class Leader:
 
     def _lost(self, rank: int, cause: str) -> None:
         self._lines[rank].close()
-        if not self._closed:
+        if not self.closed:
             self._say(0, "unreachable", {"branch": self._branch, "rank": rank})
 
 
@@ -240,46 +253,3 @@ def meet(place: Mapping[str, Any], rank: int) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-class Routes:
-    """Where the answers to calls go that came through a leader: to the driver itself, once it asks for them again.
-
-    It does so where the leader was lost, and does not know how far the call has come; it is obeyed once.
-    """
-
-    def __init__(self) -> None:
-        self._routes: dict[int, tuple[Route, bool]] = {}
-        """By the number of the call; and whether it may be asked for again."""
-        self._answers: deque[tuple[int, Sequence[Buffer]]] = deque(maxlen=_ANSWERS_KEPT)
-        """Last ones of those that may."""
-        self._again: deque[int] = deque(maxlen=_NUMBERS_KEPT)
-        """Calls that the driver asked for before they came through the leader."""
-        self._lock = threading.Lock()
-
-    def enter(self, message: Mapping[str, Any], route: Route) -> bool:
-        """Note where the answer to a call goes; whether that is to be obeyed at all."""
-        number = message["number"]
-        with self._lock:
-            if number in self._again:
-                return False
-            self._routes[number] = route, message.get("each", False)
-            return True
-
-    def leave(self, number: int, answer: Sequence[Buffer]) -> Route | None:
-        """Give where an answer goes; None: to the driver."""
-        with self._lock:
-            route, each = self._routes.pop(number, (None, False))
-            if each:
-                self._answers.append((number, answer))
-            return route
-
-    def again(self, number: int) -> tuple[bool, Sequence[Buffer] | None]:
-        """Let the driver have the answer to a call: whether that is yet to be obeyed, and the answer if it is known."""
-        with self._lock:
-            if self._routes.pop(number, None) is not None:
-                return False, None
-            answer = next((buffers for of, buffers in self._answers if of == number), None)
-            if answer is None:
-                self._again.append(number)
-            return answer is None, answer

@@ -76,6 +76,10 @@ class PendingEach(Protocol):
         """Wait for that of a rank; raises `WorkerError` on failure, death or a missed deadline."""
         ...
 
+    def wait(self) -> None:
+        """Wait until all have answered, or one has not."""
+        ...
+
     def done(self) -> bool:
         """Whether `result` would return at once for every rank."""
         ...

@@ -1,6 +1,6 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
-    ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
+    ConnectedWorkers ── call, scatter, start_each, stream ──> one `Connection` for each rank, shared with other roles
                      └─ call, scatter, of many ranks ──> one `Branch` for each group of them
 
 Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call of all
@@ -21,6 +21,7 @@ from attrs import frozen
 from whet import metrics
 from whet.cluster.branch import MERGED, Branch, Deadline, Relayed
 from whet.cluster.call import Call, HostProcess, Terms
+from whet.cluster.channel import frame
 from whet.cluster.connection import Connection
 from whet.cluster.gathering import Answers, Gathering
 from whet.cluster.slices import Heard, RankArguments
@@ -50,7 +51,7 @@ class ConnectedWorkers:
         self._retired: list[Branch] = []
         """Whose place others have taken, until the calls under way are over."""
         self._unformed: list[list[int]] = []
-        """Groups with a rank that was restarted: they are formed again when all ranks are called."""
+        """Groups that nobody leads yet, or that had a rank restarted: they are formed when all ranks are called."""
         self._forming = threading.Lock()
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
@@ -73,7 +74,7 @@ class ConnectedWorkers:
         if self.size > self._terms.fan_out:
             most = max(self._terms.fan_out, -(-self.size // _MOST_LEADERS))
             self._groups = node_groups([process.node for process in self.processes], most)
-            self._form(self._groups)
+            self._unformed = list(self._groups)
 
     @property
     def alone(self) -> bool:
@@ -117,26 +118,13 @@ class ConnectedWorkers:
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Answers:
-        """Start a call on each of these ranks; no rank's result depends on another, not even on its leader."""
+        """Start a call on each of these ranks over its own connection; no rank's result depends on another."""
         number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
-        answers, left = Answers(ranks), set(ranks)
-        head = {"number": number, "slot": self._slot, "method": method, "args": args}
-
-        def ask(do: str, connections: Mapping[int, Connection]) -> None:
-            message = encode({"do": do, **head}) if connections else []
-            for rank, connection in connections.items():
-                done = partial(answers.finish, rank)
-                connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
-
-        branches = [branch for branch in self._formed(left)[0] if left.issuperset(branch.ranks)]
-        message = encode({"do": "relay", **head, "merge": False, "each": True}) if branches else []
-        for branch in branches:
-            deadline = Deadline(seconds)
-            call = Relayed(phase, seconds, deadline, branch.ranks, answers.finish_many, answers.finish)
-            call.orphaned = partial(ask, "again")
-            if branch.ask(number, message, call):
-                left.difference_update(branch.ranks)
-        ask("call", {rank: self._connections[rank] for rank in sorted(left)})
+        message = frame(encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args}))
+        answers = Answers(ranks)
+        for rank in ranks:
+            connection, done = self._connections[rank], partial(answers.finish, rank)
+            connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
         return answers
 
     def scatter(
@@ -215,9 +203,10 @@ class ConnectedWorkers:
         """Call a method with the same arguments, or with a row of them for each rank."""
         asking = self._asking(range(self.size), phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
-        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge, "each": False}
-        branches, ranks = self._formed(range(self.size))
-        alone = list(ranks)
+        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
+        if self._unformed:
+            self._form_due()
+        branches, alone = self._led[0], list(self._led[1])
         same = encode(relay) if branches and rows is None else []
         messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
         deadline = Deadline(asking.seconds)
@@ -258,14 +247,10 @@ class ConnectedWorkers:
         places = {rank: place for place, rank in enumerate(ranks)}
         self._ask(self._asking(ranks, "start", None), places, messages).result()
 
-    def _formed(self, ranks: Collection[int]) -> tuple[list[Branch], list[int]]:
-        """Give all branches, and the ranks of none. Those of such ranks alone are formed again where that is due."""
-        if self._unformed:
-            with self._forming:
-                groups = [group for group in self._unformed if set(group) <= set(ranks)]
-                self._unformed = [group for group in self._unformed if group not in groups]
-            self._form(groups)
-        return self._led
+    def _form_due(self) -> None:
+        with self._forming:
+            groups, self._unformed = self._unformed, []
+        self._form(groups)
 
     def _form(self, groups: Sequence[Sequence[int]]) -> None:
         """Let the first of each group lead it. A group that cannot be led is asked one by one."""

@@ -136,6 +136,7 @@ class HandOver:
     def answers(self) -> list[Any]:
         """Wait for all, and give what those say that are not lost. Raises `WorkerError`."""
         found: list[Any] = []
+        self.pending.wait()
         for rank, life in self.lives.items():
             try:
                 found.append(self.pending.result(rank))
