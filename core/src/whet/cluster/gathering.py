@@ -86,20 +86,15 @@ class Answers:
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
         """Take a rank's answer, or why there is none; the first one counts."""
         with self._changed:
-            if rank in self._missing and error is not None:
+            if rank not in self._missing:
+                return
+            if error is None:
+                self._results[rank] = result
+            else:
                 self._errors[rank] = error
-            self._take([rank], [result])
-
-    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
-        """Take the answers of several ranks."""
-        with self._changed:
-            self._take(ranks, results)
-
-    def _take(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
-        self._results.update((rank, found) for rank, found in zip(ranks, results, strict=True) if rank in self._missing)
-        self._missing.difference_update(ranks)
-        if self._errors or not self._missing or not self._awaited.isdisjoint(ranks):
-            self._changed.notify_all()
+            self._missing.discard(rank)
+            if error is not None or not self._missing or rank in self._awaited:
+                self._changed.notify_all()
 
     def result(self, rank: int) -> Any:
         """Wait for that of a rank; raises `WorkerError`."""
