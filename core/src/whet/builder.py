@@ -29,7 +29,7 @@ from whet.plan import facts_of
 from whet.prepare import Prepared
 from whet.recovery import Recovery
 from whet.refit.handover import MEETING
-from whet.refit.link import Link
+from whet.refit.link import Link, Places
 from whet.refit.probe import make_probe
 from whet.roles import needed_roles, role_path, role_selection
 from whet.run_folder import RunFolder
@@ -464,9 +464,10 @@ class Builder:
     ) -> Callable[..., None]:
         if generator is None:
             return lambda version: None
+        link, places = self._link()
         refit = Refit(
-            backend, generator, self._link(), self.spans, stream.set_version if stream else lambda version: None,
-            self.config.rollout.running, probe,
+            backend, generator, link, self.spans, stream.set_version if stream else lambda version: None,
+            self.config.rollout.running, probe, places,
         )  # fmt: skip
         if self.recovery is not None:
             self.recovery.hand_over_again = refit.again
@@ -477,21 +478,22 @@ class Builder:
 
         return hand_over
 
-    def _link(self) -> Link:
-        """Give what all hand-overs have in common."""
+    def _link(self) -> "tuple[Link, Callable[[], Places]]":
+        """Give what all hand-overs have in common, and how to find out where senders were at the last one."""
         way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.refit, self.config.cluster.recovery
         assert way is not None  # there is a generator
         if way.transport not in MEETING:
             folder = str(self.folder.scratch.resolve() / "weights")
-            return Link(way.transport, folder, "", 0, timeout_seconds=seconds)
+            return Link(way.transport, folder, "", 0, timeout_seconds=seconds), tuple
         from whet.refit.exchange import Exchange
 
         exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
         self.closers.append(exchange.close)
-        return Link(
+        link = Link(
             way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
             timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
         )  # fmt: skip
+        return link, exchange.places
 
 
 def _save(handle: "Backend", folder: Path) -> None:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from whet.component import Selection, Spec
 from whet.config.build import build_selection
-from whet.refit.link import Link
+from whet.refit.link import Link, Places
 from whet.spans import Spans
 from whet.steps import Interrupted
 from whet.wrapped import WrappedBackend, WrappedGenerator
@@ -135,12 +135,13 @@ class Refit:
     def __init__(
         self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
         running: "Running" = "drain", probe: "Probe | None" = None,
+        places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
-        """Take a link that says all but session and version."""
+        """Take a link that says all but session, version, and the `places` of senders."""
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
         self._template, self._running, self._count = link, running, itertools.count()
         self._last: Link | None = None
-        self._probe = probe
+        self._probe, self._places = probe, places
         self._proof: Proof | None = None
         self._changing = threading.Lock()
 
@@ -173,7 +174,8 @@ class Refit:
             end.result()
 
     def _link(self, version: int) -> Link:
-        return attrs.evolve(self._template, session=f"{version}-{next(self._count)}", version=version)
+        session = f"{version}-{next(self._count)}"
+        return attrs.evolve(self._template, session=session, version=version, places=self._places())
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Where senders and receivers of weights find each other: the driver's part of the transport `tcp`.
 
-sender    "sender/SESSION/0"      {"version": 7, "address": [host, port]}  ->  exchange
+sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  ->  exchange
 receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}         ->  exchange; it answers once all are there
 <-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...]}]}
+
+Receivers ask at the first hand-over. Later links tell them (`Link.places`), so that a thousand of them do not come to
+the driver every time; they ask again where a sender is not where it was.
 """
 
 import secrets
@@ -15,6 +18,7 @@ from typing import Any
 from whet.cluster.channel import receive, send
 from whet.cluster.door import Door, DoorError
 from whet.cluster.wire import decode, encode
+from whet.refit.link import Places
 
 _MESSAGE_SECONDS = 10.0
 _LARGEST_MESSAGE = 1 << 20
@@ -33,6 +37,14 @@ class Exchange:
     def address(self) -> str:
         """As a link says it."""
         return f"{self._door.address[0]}:{self._door.address[1]}"
+
+    def places(self) -> Places:
+        """Give what each sender said last of where it is: they stay there for all hand-overs of a run."""
+        with self._changed:
+            return tuple(
+                {name: self._senders[sender][name] for name in ("sender", "address", "place")}
+                for sender in sorted(self._senders)
+            )
 
     def close(self) -> None:
         """Listen no longer."""

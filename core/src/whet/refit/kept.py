@@ -9,6 +9,7 @@ The last word of a receiver's connection names the session again: bytes that a n
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ _ALIGN = 64
 _GROW = 16 << 20
 _HELLO_SECONDS = 10.0
 _LARGEST_HELLO = 1 << 16
+_SESSIONS_KNOWN = 256
 
 
 @attrs.frozen
@@ -46,6 +48,8 @@ class KeptCopy:
         self._buffer: torch.Tensor | None = None
         self._end = 0
         self._session, self._timeout = "", 0.0
+        self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
+        """Sessions that have begun, for receivers may come sooner."""
         self._manifest: Manifest | None = None
         self._guests: list[Guest] | None = None
         """Of the session that has begun; None: it takes no more."""
@@ -56,6 +60,7 @@ class KeptCopy:
         """Forget what was published, and say whether receivers may come while this session is sent."""
         with self._changed:
             self._session, self._timeout, self._manifest = link.session, link.timeout_seconds, None
+            self._begun.append(link.session)
             self._guests = [] if lane else None
             self._end = 0
             self._changed.notify_all()
@@ -111,6 +116,7 @@ class KeptCopy:
         said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
         with self._changed:
             guest.settimeout(self._timeout)
+            self._changed.wait_for(lambda: session in self._begun, self._timeout)
             if self._session == session and self._guests is not None:
                 self._guests.append(Guest(guest, said))
                 self._changed.notify_all()
@@ -122,7 +128,10 @@ class KeptCopy:
         """Give a receiver what there is of its session; where that is under way, all of it."""
         with self._changed:
             guest.settimeout(self._timeout)
-            self._changed.wait_for(lambda: self._session != session or self._manifest is not None, self._timeout)
+            self._changed.wait_for(
+                lambda: session in self._begun and (self._session != session or self._manifest is not None),
+                self._timeout,
+            )
             manifest, buffer = self._manifest, self._buffer
         if manifest is None or manifest.session != session:
             found = "none that is complete" if manifest is None else f"session {manifest.session}"

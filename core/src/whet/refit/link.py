@@ -7,7 +7,13 @@ Senders and receivers meet through the driver, which makes a `Link` per hand-ove
     generator receive_weights(link) -> whet.refit.TRANSPORT.receive(link) gives (name, tensor), checked
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from attrs import field, frozen
+
+Places = tuple[Mapping[str, Any], ...]
+"""What each sender said of where it is: `sender`, `address`, `place`."""
 
 
 @frozen
@@ -33,5 +39,7 @@ class Link:
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
     """Of what goes by the exchange: what both ends must know, in hexadecimal digits."""
+    places: Places = ()
+    """Of what goes by the exchange: where senders were at the hand-over before; empty: receivers ask."""
     kept: bool = True
     """Of broadcast and cuda-ipc: whether senders keep a copy for receivers that come late."""

@@ -2,7 +2,7 @@
 
 sender     copies its tensors to a buffer of its own, kept from session to session (`whet.refit.kept`), and tells
            the exchange (`whet.refit.exchange`, on the driver) where it serves them
-receiver   asks the exchange, connects, and takes manifest, bytes and a last word
+receiver   asks the exchange where the link does not say it, connects, and takes manifest, bytes and a last word
 """
 
 import socket
@@ -10,6 +10,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from whet.cluster.channel import receive as receive_message
 from whet.cluster.channel import receive_exactly
@@ -27,7 +29,11 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 5.0
 """Beyond a deadline, for whoever keeps it to say so."""
 Offer = dict[str, Any]
-"""What a sender said of itself: `sender`, `session`, `version`, `address`, `place`."""
+"""What a sender said of itself: `sender`, `address`, `place`, and what it sent last: `session`, `version`."""
+
+
+class UnreachableError(RefitError):
+    """A sender, or the exchange, cannot be reached."""
 
 
 def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
@@ -49,7 +55,12 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor. Raises `RefitError` for a missing, stale, contradictory or damaged hand-over."""
     deadline = time.monotonic() + link.timeout_seconds
-    yield from take(link, receiver, offers(link, receiver, deadline), deadline)
+    try:
+        yield from take(link, receiver, offers(link, receiver, deadline), deadline)
+    except UnreachableError:
+        if not link.places:
+            raise
+        yield from take(link, receiver, offers(evolve(link, places=()), receiver, deadline), deadline)
 
 
 def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
@@ -60,7 +71,9 @@ def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
 
 
 def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
-    """Wait until all senders of a session have said where they are. Raises `RefitError`."""
+    """Give where the link says that the senders are, or wait until all have said so. Raises `RefitError`."""
+    if len(link.places) == link.senders:
+        return [dict(place) for place in link.places]
     with closing(connect(link, link.address, f"receiver/{link.session}/{receiver}")) as exchange:
         seconds = deadline - time.monotonic()
         send_message(exchange, encode({"senders": link.senders, "seconds": seconds}))
@@ -102,12 +115,12 @@ def take(
 
 
 def connect(link: Link, address: str, name: str) -> socket.socket:
-    """Connect to the exchange or a sender under a name. Raises `RefitError`."""
+    """Connect to the exchange or a sender under a name. Raises `UnreachableError`."""
     host, _, port = address.rpartition(":")
     try:
         connection = knock((host, int(port)), bytes.fromhex(link.token), name)
     except (OSError, EOFError, WhetError, ValueError) as error:
-        raise RefitError(f"{title(link)}: no connection to {address}: {in_words(error)}") from error
+        raise UnreachableError(f"{title(link)}: no connection to {address}: {in_words(error)}") from error
     connection.settimeout(link.timeout_seconds)
     return connection
 

@@ -152,6 +152,7 @@ class WeightRules:
         if transport in handover.MEETING:
             address, token = _exchange().address, _exchange().token
             more = {"token": token, "receivers": self.receivers or max(1, self.processes)}
+            more["places"] = _exchange().places()
         else:
             folder = subject.scratch / f"refit-{transport}"
             folder.mkdir(exist_ok=True)
