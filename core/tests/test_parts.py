@@ -45,6 +45,18 @@ def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
     assert [span.phase for span in spans.drain()] == ["refit", "refit"]
 
 
+def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None:
+    spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
+    generator = TimedGenerator(Noting(), spans)
+    hand_over = refit(
+        generator, TimedBackend(backend, spans), spans, after=lambda version: None, places=lambda: tuple(known)
+    )
+    hand_over(version=1)
+    known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
+    hand_over(version=2)
+    assert [link.places for link in backend.sent] == [(), tuple(known)]
+
+
 def test_a_generator_is_busy_from_the_first_request_to_the_last_answer_whatever_steps_end_meanwhile() -> None:
     spans = Spans()
     generator = TimedGenerator(FakeGenerator("a", delay_seconds=0.05), spans)

@@ -1,5 +1,6 @@
-"""Receivers that are told where the senders are do not ask the driver."""
+"""Receivers by `tcp` that are told where the senders are do not ask the driver."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -10,12 +11,12 @@ import attrs
 import pytest
 import torch
 
+from whet.cluster.wire import decode, encode
+from whet.errors import RefitError
 from whet.refit import kept
 from whet.refit.exchange import Exchange
 from whet.refit.handover import receive, send
 from whet.refit.link import Link, Places
-
-TRANSPORTS = ("tcp", "broadcast")
 
 
 class Noted(Exchange):
@@ -31,15 +32,16 @@ class Noted(Exchange):
 
 
 @pytest.fixture
-def exchange() -> Iterator[Noted]:
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    monkeypatch.setattr(kept, "_copies", {})
     made = Noted()
     yield made
     made.close()
 
 
-def make_link(exchange: Exchange, transport: str, version: int, places: Places, **options: Any) -> Link:
-    usual = {"timeout_seconds": 20.0, "token": exchange.token, "receivers": 2, "places": places, **options}
-    return Link(transport, exchange.address, uuid.uuid4().hex, version, **usual)
+def make_link(exchange: Exchange, version: int, places: Places = (), **options: Any) -> Link:
+    usual = {"timeout_seconds": 20.0, "token": exchange.token, "places": places, **options}
+    return Link("tcp", exchange.address, uuid.uuid4().hex, version, **usual)
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -47,12 +49,12 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def begin(pool: ThreadPoolExecutor, link: Link) -> list["Future[dict[str, float]]"]:
-    """Let all receivers come."""
+    """Let two receivers come."""
 
     def taken(receiver: int) -> dict[str, float]:
         return {name: float(tensor.mean()) for name, tensor in receive(link, receiver)}
 
-    return [pool.submit(taken, receiver) for receiver in range(link.receivers)]
+    return [pool.submit(taken, receiver) for receiver in range(2)]
 
 
 def check(receivers: list["Future[dict[str, float]]"], version: int) -> None:
@@ -60,41 +62,27 @@ def check(receivers: list["Future[dict[str, float]]"], version: int) -> None:
         assert receiver.result(30) == {name: float(tensor.mean()) for name, tensor in weights(version)}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_they_come_to_the_exchange_at_the_first_hand_over_alone(exchange: Noted, transport: str) -> None:
+def move(sender: int) -> None:
+    """Let a sender be elsewhere from now on, as after a restart of its process."""
+    (key,) = (key for key in kept._copies if key[1] == sender)
+    kept._copies.pop(key).door.close()
+
+
+def test_they_come_to_the_exchange_at_the_first_hand_over_alone(exchange: Noted) -> None:
     assert exchange.places() == ()
     with ThreadPoolExecutor() as pool:
         for version in (1, 2, 3):
-            link = make_link(exchange, transport, version, exchange.places())
+            link = make_link(exchange, version, exchange.places())
+            assert len(link.places) == (version > 1)
             receivers = begin(pool, link)
             send(link, weights(version))
             check(receivers, version)
     assert sorted(exchange.came) == ["receiver", "receiver", "sender", "sender", "sender"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_senders_are_all_known_or_none_is(exchange: Noted, transport: str) -> None:
-    parts = [weights(1)[:2], weights(1)[2:]]
-    with ThreadPoolExecutor() as pool:
-        for places in ((), exchange.places):
-            link = make_link(exchange, transport, 1, places() if callable(places) else places, senders=2)
-            receivers = begin(pool, link)
-            sent = [pool.submit(send, link, part, n) for n, part in enumerate(parts)]
-            check(receivers, 1)
-            assert [future.result(30) for future in sent] == [None, None]
-        assert exchange.came.count("receiver") == 2
-        link = attrs.evolve(link, session="another", places=link.places[:1])
-        receivers = begin(pool, link)
-        for n, part in enumerate(parts):
-            pool.submit(send, link, part, n)
-        check(receivers, 1)
-        assert exchange.came.count("receiver") == 4
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_who_comes_before_the_sender_has_begun_waits_for_it(exchange: Noted, transport: str) -> None:
-    send(make_link(exchange, transport, 1, (), receivers=0), weights(1))
-    link = make_link(exchange, transport, 2, exchange.places())
+def test_who_comes_before_the_sender_has_begun_waits_for_it(exchange: Noted) -> None:
+    send(make_link(exchange, 1), weights(1))
+    link = make_link(exchange, 2, exchange.places())
     with ThreadPoolExecutor() as pool:
         receivers = begin(pool, link)
         time.sleep(0.3)
@@ -104,21 +92,64 @@ def test_who_comes_before_the_sender_has_begun_waits_for_it(exchange: Noted, tra
     assert exchange.came == ["sender", "sender"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_sender_that_is_elsewhere_is_asked_for_at_the_exchange(
-    exchange: Noted, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a restart of its process."""
-    send(make_link(exchange, transport, 1, (), receivers=0), weights(1))
-    places = exchange.places()
-    (copy,) = (copy for copy in kept._copies.values() if copy.token == exchange.token)
-    copy.door.close()
-    monkeypatch.setattr(kept, "_copies", {})
-    link = make_link(exchange, transport, 2, places)
+def test_who_waits_for_a_session_that_is_passed_over_is_refused_at_once(exchange: Noted) -> None:
+    send(make_link(exchange, 1), weights(1))
+    link = make_link(exchange, 2, exchange.places())
     with ThreadPoolExecutor() as pool:
         receivers = begin(pool, link)
-        time.sleep(0.2)
-        send(link, weights(2))
-        check(receivers, 2)
+        time.sleep(0.3)
+        later = make_link(exchange, 3)
+        begun = time.monotonic()
+        send(later, weights(3))
+        for receiver in receivers:
+            with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {later.session}"):
+                receiver.result(10)
+    assert time.monotonic() - begun < 5.0
+
+
+def test_who_waits_for_a_sender_that_never_begins_is_told_what_that_holds(exchange: Noted) -> None:
+    before = make_link(exchange, 1, timeout_seconds=1.0)
+    send(before, weights(1))
+    link = make_link(exchange, 2, exchange.places(), timeout_seconds=1.0)
+    with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {before.session}"):
+        list(receive(link))
+
+
+def test_a_session_that_is_over_is_refused_at_once(exchange: Noted) -> None:
+    old = make_link(exchange, 1)
+    send(old, weights(1))
+    send(make_link(exchange, 2), weights(2))
+    with pytest.raises(RefitError, match="sender 0 refused it: it holds session"):
+        list(receive(attrs.evolve(old, places=exchange.places())))
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_senders_that_are_elsewhere_are_asked_for_at_the_exchange(exchange: Noted, moved: int) -> None:
+    def hand_over(link: Link, version: int) -> None:
+        with ThreadPoolExecutor() as pool:
+            receivers = begin(pool, link)
+            parts = enumerate([weights(version)[:2], weights(version)[2:]])
+            for sent in [pool.submit(send, link, part, n) for n, part in parts]:
+                sent.result(30)
+            check(receivers, version)
+
+    hand_over(make_link(exchange, 1, senders=2), 1)
+    places = exchange.places()
+    assert [place["sender"] for place in places] == [0, 1]
+    hand_over(make_link(exchange, 2, places, senders=2), 2)
     assert exchange.came.count("receiver") == 2
-    assert exchange.places() != places
+    move(moved)
+    hand_over(make_link(exchange, 3, places, senders=2), 3)
+    assert exchange.came.count("receiver") == 4
+    hand_over(make_link(exchange, 4, places[:1], senders=2), 4)  # not all are known
+    assert exchange.came.count("receiver") == 6
+
+
+def test_a_link_with_places_crosses(exchange: Noted) -> None:
+    send(make_link(exchange, 1), weights(1))
+    link = make_link(exchange, 2, exchange.places())
+    assert hash(link) == hash(decode(encode(link)))
+    for crossed in (decode(encode(link)), Link(**json.loads(json.dumps(attrs.asdict(link))))):
+        send(link, weights(2))
+        assert [name for name, _ in receive(crossed)] == [name for name, _ in weights(2)]
+    assert "receiver" not in exchange.came

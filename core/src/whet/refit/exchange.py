@@ -1,11 +1,11 @@
 """Where senders and receivers of weights find each other: the driver's part of the transport `tcp`.
 
-sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  ->  exchange
+sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  ->  exchange, and it says so
 receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}         ->  exchange; it answers once all are there
-<-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...]}]}
+<-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
 
-Receivers ask at the first hand-over. Later links tell them (`Link.places`), so that a thousand of them do not come to
-the driver every time; they ask again where a sender is not where it was.
+Receivers by `tcp` ask at the first hand-over. Later links tell them (`Link.places`), so that a thousand of them do not
+come to the driver every time; they ask again where a sender cannot be reached.
 """
 
 import secrets
@@ -59,6 +59,7 @@ class Exchange:
                 with self._changed:
                     self._senders[offer["sender"]] = offer
                     self._changed.notify_all()
+                send(guest, encode({"noted": session}))
             elif kind == "receiver":
                 guest.settimeout(_MESSAGE_SECONDS)
                 send(guest, encode({"found": self._await(session, said["senders"], said["seconds"])}))

@@ -1,6 +1,7 @@
 """The copy of what a sender sent last, kept in memory until its next session, and the door at which receivers ask.
 
-    "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}
+    "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; who comes before its
+                           session has begun waits for the next that does
     "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet.refit.lane`
 
 The last word of a receiver's connection names the session again: bytes that a newer one wrote over are refused.
@@ -49,7 +50,7 @@ class KeptCopy:
         self._end = 0
         self._session, self._timeout = "", 0.0
         self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
-        """Sessions that have begun, for receivers may come sooner."""
+        """Sessions that have begun: a receiver that names another has come before its own."""
         self._manifest: Manifest | None = None
         self._guests: list[Guest] | None = None
         """Of the session that has begun; None: it takes no more."""
@@ -116,7 +117,6 @@ class KeptCopy:
         said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
         with self._changed:
             guest.settimeout(self._timeout)
-            self._changed.wait_for(lambda: session in self._begun, self._timeout)
             if self._session == session and self._guests is not None:
                 self._guests.append(Guest(guest, said))
                 self._changed.notify_all()
@@ -127,14 +127,16 @@ class KeptCopy:
     def _give(self, session: str, guest: socket.socket) -> None:
         """Give a receiver what there is of its session; where that is under way, all of it."""
         with self._changed:
+            before, until = self._session, time.monotonic() + self._timeout
+            if session not in self._begun:
+                self._changed.wait_for(lambda: self._session != before, self._timeout)
             guest.settimeout(self._timeout)
             self._changed.wait_for(
-                lambda: session in self._begun and (self._session != session or self._manifest is not None),
-                self._timeout,
+                lambda: self._session != session or self._manifest is not None, max(0.0, until - time.monotonic())
             )
-            manifest, buffer = self._manifest, self._buffer
+            held, manifest, buffer = self._session, self._manifest, self._buffer
         if manifest is None or manifest.session != session:
-            found = "none that is complete" if manifest is None else f"session {manifest.session}"
+            found = f"session {held}" if manifest else f"session {held}, which is not complete"
             send_message(guest, encode({"refused": f"it holds {found}"}))
             return
         send_message(guest, encode({"manifest": {**attrs.asdict(manifest), "entries": plain(manifest.entries)}}))

@@ -4,7 +4,7 @@
     sender    waits a while for all of them; from then on nobody else takes part
               <- {"meet": {...}}                           where that is needed
               <- {"bucket": [entries], "bytes": n, ...}    and the bytes by whatever the lane is made of
-              <- {"end": SESSION, "version": 7, "failed": ""}
+              <- {"end": SESSION}
 
 What it is made of moves the bytes of a bucket: `whet.refit.broadcast`, `whet.refit.cuda_ipc`. A receiver that comes too
 late, and those whose lane breaks, take what is left from the sender's kept copy, as by the transport `tcp`.
@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import evolve
-
 from whet.cluster.channel import receive as receive_message
 from whet.cluster.channel import send as send_message
 from whet.cluster.wire import decode, encode
@@ -27,7 +25,7 @@ from whet.errors import RefitError, WhetError, in_words
 from whet.refit.kept import Guest, KeptCopy, kept_copy, plain
 from whet.refit.link import Link
 from whet.refit.manifest import Entry, Manifest, byte_count, check, checksum, dtype_name, title
-from whet.refit.tcp import Offer, UnreachableError, address, announce, connect, entries_of, offers, take
+from whet.refit.tcp import Offer, address, announce, connect, entries_of, offers, take
 
 if TYPE_CHECKING:
     import torch
@@ -123,10 +121,6 @@ def receive(link: Link, receiver: int, plane: Receiving) -> "Iterator[tuple[str,
     except Broken as error:
         log.warning("%s goes on by connections: %s", title(link), error)
         yield from take(link, receiver, plane.copies(found), deadline, given)
-    except UnreachableError:
-        if not link.places:
-            raise
-        yield from receive(evolve(link, places=()), receiver, plane)
 
 
 def tell(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -187,7 +181,7 @@ class _Lane:
         """Say that this was all, or why not."""
         for guest in self._guests if self._open else ():
             with suppress(Broken):  # it will say so itself
-                tell(guest.connection, {"end": self._link.session, "version": self._link.version, "failed": failed})
+                tell(guest.connection, {"end": self._link.session, "failed": failed})
         with suppress(Broken):
             self._plane.finish()
 
@@ -202,8 +196,7 @@ def _lanes(
             connection = connect(link, address(offer), f"lane/{link.session}/{receiver}")
             connections.append(open_until_the_end.enter_context(closing(connection)))
             tell(connection, plane.hello(offer["sender"]))
-        versions = [offer.get("version", link.version) for offer in senders]
-        manifests = [Manifest(link.session, v, o["sender"], ()) for v, o in zip(versions, senders, strict=True)]
+        manifests = [Manifest(link.session, offer["version"], offer["sender"], ()) for offer in senders]
         check(link, manifests)
         for place, (offer, connection) in enumerate(zip(senders, connections, strict=True)):
             entries: list[Entry] = []
@@ -214,7 +207,7 @@ def _lanes(
                     yield entry.name, tensor
                     entries.append(entry)
             manifests[place] = Manifest(
-                link.session, head["version"], offer["sender"], tuple(entries), head.get("failed", "")
+                link.session, offer["version"], offer["sender"], tuple(entries), head.get("failed", "")
             )
             check(link, manifests)
 

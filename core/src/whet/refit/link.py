@@ -39,7 +39,7 @@ class Link:
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
     """Of what goes by the exchange: what both ends must know, in hexadecimal digits."""
-    places: Places = ()
-    """Of what goes by the exchange: where senders were at the hand-over before; empty: receivers ask."""
+    places: Places = field(default=(), hash=False)
+    """Of tcp: where senders were at the hand-over before. If they are not all there, receivers ask the exchange."""
     kept: bool = True
     """Of broadcast and cuda-ipc: whether senders keep a copy for receivers that come late."""

@@ -2,7 +2,8 @@
 
 sender     copies its tensors to a buffer of its own, kept from session to session (`whet.refit.kept`), and tells
            the exchange (`whet.refit.exchange`, on the driver) where it serves them
-receiver   asks the exchange where the link does not say it, connects, and takes manifest, bytes and a last word
+receiver   asks the exchange where the link does not say it, connects, perhaps before the sender has begun, and takes
+           manifest, bytes and a last word
 """
 
 import socket
@@ -10,8 +11,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
-
-from attrs import evolve
 
 from whet.cluster.channel import receive as receive_message
 from whet.cluster.channel import receive_exactly
@@ -55,25 +54,25 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor. Raises `RefitError` for a missing, stale, contradictory or damaged hand-over."""
     deadline = time.monotonic() + link.timeout_seconds
-    try:
-        yield from take(link, receiver, offers(link, receiver, deadline), deadline)
-    except UnreachableError:
-        if not link.places:
-            raise
-        yield from take(link, receiver, offers(evolve(link, places=()), receiver, deadline), deadline)
+    if len(link.places) == link.senders:
+        try:
+            yield from take(link, receiver, [dict(place) for place in link.places], deadline)
+            return
+        except UnreachableError:
+            pass  # it is elsewhere now, and nothing was given yet
+    yield from take(link, receiver, offers(link, receiver, deadline), deadline)
 
 
 def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
     """Tell the exchange where a sender is; `place`: its GPU."""
     with closing(connect(link, link.address, f"sender/{link.session}/{sender}")) as exchange:
-        said = {"version": link.version, "address": list(copy.door.address), "place": place}
-        send_message(exchange, encode(said))
+        words = {"version": link.version, "address": list(copy.door.address), "place": place}
+        send_message(exchange, encode(words))
+        said(link, exchange, time.monotonic() + link.timeout_seconds)
 
 
 def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
-    """Give where the link says that the senders are, or wait until all have said so. Raises `RefitError`."""
-    if len(link.places) == link.senders:
-        return [dict(place) for place in link.places]
+    """Wait until all senders of a session have said where they are. Raises `RefitError`."""
     with closing(connect(link, link.address, f"receiver/{link.session}/{receiver}")) as exchange:
         seconds = deadline - time.monotonic()
         send_message(exchange, encode({"senders": link.senders, "seconds": seconds}))
@@ -101,7 +100,8 @@ def take(
         for offer in senders:
             connection = connect(link, address(offer), f"receiver/{link.session}/{receiver}")
             connections.append(open_until_the_end.enter_context(closing(connection)))
-            manifests.append(_manifest(link, offer["sender"], said(link, connection, deadline)))
+            first = said(link, connection, deadline + _PATIENCE_SECONDS)
+            manifests.append(_manifest(link, offer["sender"], first))
         check(link, manifests)
         for connection, manifest in zip(connections, manifests, strict=True):
             for entry in manifest.entries:
