@@ -298,7 +298,8 @@ class RayProcess:
                 else:  # its node was lost, which Ray knew only after it had been asked for a place
                     self._launcher.places.refuse_hopeless([self._bundle], placed, deadline)
             except ray.exceptions.RayError as error:
-                if "never ran" in str(error) and time.monotonic() < deadline:
+                lost = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_NODE)
+                if lost and time.monotonic() < deadline:
                     raise _NeverRan from error
                 raise WhetError(
                     f"node {self._where} cannot run it: {_ray_cause(error)}; wanted there: {_listed(versions())}"
@@ -384,8 +385,11 @@ class RayProcess:
             return "?"
 
 
+_SIGNS_OF_A_LOST_NODE: Final = ("never ran", "marked dead")
+
+
 class _NeverRan(WhetError):  # noqa: N818 - it says what happened
-    """An actor was cancelled before it began."""
+    """An actor was cancelled before it began, or its node was lost meanwhile."""
 
 
 def _same_versions(found: Mapping[str, Any], where: str) -> None:
@@ -404,6 +408,7 @@ def _ray_cause(error: BaseException) -> str:
     text = str(error)
     _, found, cause = text.partition("The actor is dead because ")
     if found:
-        return cause.partition(" Some common causes include")[0].strip().rstrip(".")
+        sentence = cause.partition(" Some common causes include")[0].partition(" This can happen when")[0]
+        return sentence.strip().rstrip(".")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
