@@ -1,6 +1,7 @@
 """Requests reach replicas in few messages, spread by load; whatever happens there reaches those who wait."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whet.cluster.gathering import Answers
 from whet.cluster.inline import InlineSlice, merged
 from whet.cluster.slices import Heard
 from whet.data.records import Completion, Request, Sampling
@@ -60,6 +62,10 @@ def make_request(id_: str, prefix: str = "", length: int = 3, max_tokens: int = 
 def dispatcher_over(size: int, answer: Any = echo) -> tuple[RequestDispatcher, Replicas]:
     replicas = Replicas(size, answer)
     return RequestDispatcher(replicas), replicas  # type: ignore[arg-type]
+
+
+LIVES = {0: 0, 1: 0}
+"""Of replicas that were never lost."""
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -217,3 +223,79 @@ def test_completions_cross_the_wire_of_real_workers(monkeypatch: pytest.MonkeyPa
     workers = InlineSlice("generator", size=2).spawn("echo_worker_of_dispatch:EchoWorker", {})
     found = run(gather(RequestDispatcher(workers), [make_request(str(i), length=i + 1) for i in range(5)]))
     assert [(c.id, c.tokens.tolist()) for c in found] == [(str(i), list(range(1, i + 2))) for i in range(5)]
+
+
+def test_what_comes_while_a_replica_takes_weights_waits_for_that_one_alone() -> None:
+    dispatcher, replicas = dispatcher_over(2)
+
+    async def ask() -> list[Completion]:
+        taking = Answers([0, 1])
+        dispatcher.hold(taking, LIVES)
+        first = asyncio.gather(*(dispatcher.generate(make_request(str(i), prefix=f"p{i % 2}")) for i in range(4)))
+        await asyncio.sleep(0.02)
+        assert replicas.messages == []
+        taking.finish(1, None, None)
+        await asyncio.sleep(0.02)
+        assert [(rank, len(ids)) for rank, ids in replicas.messages] == [(1, 2)]
+        later = asyncio.create_task(dispatcher.generate(make_request("later", prefix="p0")))
+        await asyncio.sleep(0.02)
+        assert len(replicas.messages) == 1
+        taking.finish_many([0], [None])
+        return [*await first, await later]
+
+    found = run(ask())
+    assert [completion.id for completion in found] == ["0", "1", "2", "3", "later"]
+    assert [rank for rank, _ in replicas.messages] == [1, 0], "what was held goes in one message"
+    assert dispatcher.outstanding == [0, 0]
+
+
+def test_what_a_replica_has_said_from_another_thread_reaches_the_loop() -> None:
+    dispatcher, replicas = dispatcher_over(1)
+
+    async def ask() -> list[Any]:
+        found = []
+        for version in range(50):
+            taking = Answers([0])
+            dispatcher.hold(taking, LIVES)
+            asked = asyncio.create_task(dispatcher.generate(make_request(str(version))))
+            thread = threading.Thread(target=taking.finish, args=(0, None, None))
+            await asyncio.sleep(0.0002 * (version % 5))
+            thread.start()
+            found.append(await asked)
+            thread.join()
+        return found
+
+    assert len(run(ask())) == len(replicas.messages) == 50
+
+
+def test_who_gives_up_while_it_is_held_is_never_asked_for() -> None:
+    dispatcher, replicas = dispatcher_over(1)
+
+    async def ask() -> None:
+        taking = Answers([0])
+        dispatcher.hold(taking, LIVES)
+        tasks = [asyncio.create_task(dispatcher.generate(make_request(id_, prefix="p"))) for id_ in ("a", "b")]
+        await asyncio.sleep(0.02)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        taking.finish(0, None, None)
+        await tasks[1]
+
+    run(ask())
+    assert replicas.messages == [(0, ["b"])]
+    assert dispatcher.outstanding == [0]
+    assert dispatcher._prefixes == {}
+
+
+def test_what_is_held_for_a_replica_that_fails_to_take_its_weights_is_not_forgotten() -> None:
+    dispatcher, _ = dispatcher_over(1)
+
+    async def ask() -> Completion:
+        taking = Answers([0])
+        dispatcher.hold(taking, LIVES)
+        asked = asyncio.create_task(dispatcher.generate(make_request("a")))
+        await asyncio.sleep(0.02)
+        taking.finish(0, None, WorkerError("generator", 0, "refit", "it was told to"))
+        return await asked
+
+    assert run(ask()).id == "a"

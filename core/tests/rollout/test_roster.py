@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whet.cluster.gathering import Answers
 from whet.cluster.inline import merged
 from whet.cluster.slices import Give, Heard
 from whet.data.records import Completion, Request, Sampling
@@ -190,6 +191,27 @@ def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -
     assert roster.lost(0, life + 1, error)
     assert came_back.wait(10)
     assert len(granting.asked) == 2
+
+
+def test_what_waits_for_weights_that_a_replica_dies_of_goes_to_another_and_is_not_blamed() -> None:
+    workers = Mortal(2, lambda rank, message: False)
+    workers.holds[1].clear()  # it does not come back meanwhile
+    dispatcher, granting, _ = made(workers)
+
+    async def scene() -> list[Completion]:
+        taking, asked = Answers([0, 1]), requests(4)
+        dispatcher.hold(taking, {0: 0, 1: 0})
+        answers = [asyncio.create_task(dispatcher.generate(request)) for request in asked]
+        await asyncio.sleep(0.02)
+        taking.finish(1, None, WorkerLost("generator", 1, "refit", "killed by signal 9"))
+        taking.finish(0, None, None)
+        return await asyncio.gather(*answers)
+
+    assert [completion.id for completion in run(scene())] == [request.id for request in requests(4)]
+    workers.holds[1].set()
+    assert {rank for rank, _ in workers.messages} == {0}
+    assert len(granting.asked) == 1
+    assert granting.losses == {}
 
 
 def test_what_names_the_only_replica_is_refused_while_that_is_away_whoever_else_waits_for_it() -> None:

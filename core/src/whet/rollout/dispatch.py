@@ -6,19 +6,24 @@
 The worker's side is an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or
 `(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early.
 
+While a replica takes new weights, what is for it waits here until it has said that it has them.
+
 A request whose replica is lost goes to another one, or waits until there is one, with its id and seed as they were.
 One that was there at two losses is a suspect. Suspects are served a prompt at a time: where a replica is lost with one,
 that one is given up, and not those that were only near it.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from attrs import Factory, define, field
 
 from whet.cluster.inline import close_stream
-from whet.cluster.slices import Heard, Workers
+from whet.cluster.slices import Heard, PendingEach, Workers
 from whet.data.records import Completion, Request
 from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
 from whet.rollout.loads import Loads
@@ -83,6 +88,12 @@ class RequestDispatcher:
     """Wait for those on trial."""
     _on_trial: list[_Waiting] = field(factory=list, init=False)
     """Suspects that are being served: all of one prompt."""
+    _taking: list[tuple[PendingEach, Mapping[int, int]]] = field(factory=list, init=False)
+    """Hand-overs of weights that may not be over, and the life of each replica that takes part."""
+    _held: dict[int, list[_Waiting]] = field(factory=dict, init=False)
+    """By replica: what waits until that has taken weights."""
+    _ready: deque[tuple[int, int, WorkerError | None]] = field(factory=deque, init=False)
+    """Replicas that have, or why they have not, until the loop looks: rank, life, error."""
     _cancelled: dict[int, list[str]] = field(factory=dict, init=False)
     """By replica: requests whose waiting task was cancelled in this turn of the loop."""
 
@@ -111,8 +122,19 @@ class RequestDispatcher:
 
     def wake(self) -> None:
         """Look again who is there. May be called from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: self._flush(len(self._outbox)))
+        self._soon(lambda: self._flush(len(self._outbox)))
+
+    def hold(self, taking: PendingEach, lives: Mapping[int, int]) -> None:
+        """Hold what comes from now on for a replica until it has answered there; `lives` as of `Roster.asking`.
+
+        May be called from any thread.
+        """
+        self._taking = [*(one for one in self._taking if not one[0].done()), (taking, lives)]
+
+    def _soon(self, do: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(do)
 
     @property
     def outstanding(self) -> list[int]:
@@ -146,9 +168,45 @@ class RequestDispatcher:
         for waiting in self._hold_suspects(outbox):
             waiting.rank = self._place(waiting, present)
             messages.setdefault(waiting.rank, []).append(waiting)
+        return self._send(messages)
+
+    def _send(self, messages: dict[int, list[_Waiting]]) -> None:
+        """Send to replicas what is for them, or hold it until they have taken weights."""
+        for rank in list(messages):
+            if rank in self._held:
+                self._held[rank] += messages.pop(rank)
+                self._soon(self._release)  # it may have been held by a loop that was closed
+            elif any(taking.when(rank, partial(self._has_taken, rank, lives)) for taking, lives in self._taking):
+                self._held[rank] = messages.pop(rank)
         if messages:
             self._spawn(self._serve(messages))
-        return None
+
+    def _has_taken(self, rank: int, lives: Mapping[int, int], error: WorkerError | None) -> None:
+        self._ready.append((rank, lives[rank], error))
+        self._soon(self._release)
+
+    def _release(self) -> None:
+        """Send what was held for replicas that have their weights now: many by the time of this turn of the loop.
+
+        Where one was lost instead, others serve it, and it is not to blame: it never was there.
+        """
+        messages: dict[int, list[_Waiting]] = {}
+        while self._ready:
+            rank, life, error = self._ready.popleft()
+            if rank in self._held and (held := self._no_longer_held(rank)):
+                if isinstance(error, WorkerLost):
+                    self._serve_elsewhere(rank, life, held, error)
+                else:
+                    messages[rank] = held
+        self._send(messages)
+
+    def _no_longer_held(self, rank: int) -> list[_Waiting]:
+        """Give what nobody has given up meanwhile."""
+        held = self._held.pop(rank)
+        for waiting in held:
+            if waiting.future.done():
+                self._leave(waiting)
+        return [waiting for waiting in held if waiting.rank >= 0]
 
     def _refuse_absent(self, there: frozenset[int]) -> None:
         """Refuse what names a replica that is away: nobody else is to answer it, and nobody waits for that one."""
@@ -245,18 +303,18 @@ class RequestDispatcher:
                 error = WorkerError("generator", batch.rank, "generate", repr(error))
             return self._fail(left, error)
         self.roster.losses.update(id_ for id_, waiting in batch.open.items() if not waiting.future.done())
-        if self.roster.lost(batch.rank, batch.life, error):
-            return self._serve_again(left, error)
-        cause = self.roster.failure or error
-        held, self._suspects = self._suspects, []  # they only waited: they must not be blamed for a dead process
-        return self._fail([*held, *left], cause)
+        return self._serve_elsewhere(batch.rank, batch.life, left, error)
 
-    def _serve_again(self, batch: list[_Waiting], cause: BaseException) -> None:
-        for waiting in batch:
+    def _serve_elsewhere(self, rank: int, life: int, left: list[_Waiting], cause: WorkerLost) -> None:
+        """Have others serve what was for a replica that is lost, or let it fail."""
+        if not self.roster.lost(rank, life, cause):
+            suspects, self._suspects = self._suspects, []  # they only waited: no dead process may be laid to them
+            return self._fail([*suspects, *left], self.roster.failure or cause)
+        for waiting in left:
             self._leave(waiting)
             if self.roster.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
                 waiting.future.set_exception(self._given_up(waiting.request, f"; the last: {cause}"))
-        self._send_again(batch)
+        return self._send_again(left)
 
     def _send_again(self, batch: list[_Waiting]) -> None:
         for waiting in batch:

@@ -39,10 +39,14 @@ class Replicas:
         return await self._dispatcher.generate(request)
 
     def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
-        """Start to take new weights on every replica that is there; the others get them when they come back."""
-        return self._started(
-            "receive_weights", link, link.version, running, phase="refit", seconds=link.timeout_seconds
-        )
+        """Start to take new weights on every replica that is there; the others get them when they come back.
+
+        Each serves what is asked from now on when it has them.
+        """
+        seconds = link.timeout_seconds
+        taking = self._started("receive_weights", link, link.version, running, phase="refit", seconds=seconds)
+        self._dispatcher.hold(taking.pending, taking.lives)
+        return taking
 
     def sleep(self) -> int | None:
         """Put every replica to sleep that is there; those that come back meanwhile sleep as well."""
