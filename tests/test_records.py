@@ -3,15 +3,11 @@
 import numpy as np
 
 from whet.run_folder import read_rows
+from whet.testing.runs import numbers
 
 
 def rollouts(run):
     return [row for file in sorted(run.glob("rollouts/*")) for row in read_rows(file)]
-
-
-def numbers(run):
-    rows = read_rows(run / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in rows]
 
 
 def test_recording_every_token_changes_no_bit(tmp_path, small_run, whet):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from whet.testing.runs import numbers
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
 HERE = Path(__file__).parent
@@ -16,14 +18,6 @@ STEPS, QUESTIONS = 4, 16
 
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def numbers(run: Path) -> list[dict]:
-    """Metrics of each step, but for times, and for probes, of which every sitting begins with two."""
-    return [
-        {k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))}
-        for row in rows(run / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,7 @@ GAP = ("logprob_gap/mean", "logprob_gap/max")
 
 
 def same(run: Path, whole: Path) -> None:
-    for row, expected in zip(numbers(run), numbers(whole), strict=True):
+    for row, expected in zip(numbers(run, "probe/"), numbers(whole, "probe/"), strict=True):
         assert {name: row.pop(name) for name in GAP} == pytest.approx({n: expected.pop(n) for n in GAP}, abs=1e-6)
         assert row == expected
     assert [row["step"] for row in rows(run / "log.jsonl")] == list(range(1, STEPS + 1))
@@ -155,8 +149,8 @@ def test_a_prompt_that_kills_the_engine_every_time_costs_its_group_and_not_the_r
     done = whet("run", config)
     assert done.code == 0, done.errors
     run = tmp_path / "run"
-    dropped = sum(row["groups/dropped"] for row in numbers(run))
-    assert dropped == sum(row["episodes/infrastructure"] > 0 for row in numbers(run)) == 1
+    dropped = sum(row["groups/dropped"] for row in numbers(run, "probe/"))
+    assert dropped == sum(row["episodes/infrastructure"] > 0 for row in numbers(run, "probe/")) == 1
     lost = events(run, "run restarted" if shared else "replica restarted")
     assert [event["phase"] for event in lost] == ["generate"] * 3
     trained = Counter(row["group"] for step in range(1, 5) for row in rows(run / f"rollouts/step-{step:06d}.jsonl"))

@@ -15,6 +15,7 @@ import yaml
 
 import whet
 from whet.rollout.journal import check
+from whet.testing.runs import numbers
 
 STEPS = 12
 CONFIG = {
@@ -50,12 +51,6 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def numbers(run: Path) -> list[dict]:
-    """Metrics of each step, but for times, and for probes, of which every sitting begins with two."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))} for row in rows]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, tiny_model_folder):
     folder = tmp_path_factory.mktemp("whole")
@@ -64,7 +59,7 @@ def uninterrupted(tmp_path_factory, tiny_model_folder):
 
 
 def same(run: Path, whole: Path) -> None:
-    assert numbers(run) == numbers(whole)
+    assert numbers(run, "probe/") == numbers(whole, "probe/")  # every sitting begins with two probes
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     for step in range(1, STEPS + 1):
         name = f"rollouts/step-{step:06d}.jsonl"
@@ -72,7 +67,7 @@ def same(run: Path, whole: Path) -> None:
 
 
 def test_training_moves(uninterrupted):
-    rows = numbers(uninterrupted)
+    rows = numbers(uninterrupted, "probe/")
     assert len(rows) == STEPS
     assert all(row["grad_norm"] > 0 for row in rows)
 
@@ -122,7 +117,7 @@ def test_with_staleness_no_kill_loses_a_group_or_trains_one_twice(
     last = max(int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*[0-9]"))
     finish(start(config, *overrides, f"run.steps={last + 4}"))
     assert check(run) == []
-    rows = numbers(run)
+    rows = numbers(run, "probe/")
     assert [row["step"] for row in rows] == list(range(1, last + 5))
     assert 0 < max(row["staleness/max"] for row in rows) <= staleness
     assert not any(row["episodes/failed"] or row["groups/dropped"] for row in rows)

@@ -15,6 +15,7 @@ from whet import compose
 from whet import open as whet_open
 from whet.errors import ConfigError
 from whet.prepare import prepare
+from whet.testing.runs import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
@@ -57,20 +58,16 @@ def awake(tmp_path_factory, sleeping_run) -> Path:
     return config.parent / "run"
 
 
+LEFT_OUT = "probe/", "given_back_mib/"
+"""Metrics of probes, with which a sitting begins, and of what was given back."""
+
+
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def numbers(run: Path) -> list[dict]:
-    """Metrics of each step, but for times, for what was given back, and for probes, with which a sitting begins."""
-    apart = ("seconds/", "probe/", "given_back_mib/")
-    return [
-        {k: v for k, v in row.items() if k != "time" and not k.startswith(apart)} for row in rows(run / "metrics.jsonl")
-    ]
-
-
 def same(run: Path, whole: Path) -> None:
-    assert numbers(run) == numbers(whole)
+    assert numbers(run, *LEFT_OUT) == numbers(whole, *LEFT_OUT)
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     for step in range(1, STEPS + 1):
         name = f"rollouts/step-{step:06d}.jsonl"

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from whet.testing.environments import make_environment
+from whet.testing.runs import numbers
 
 
 def train(folder: Path, model: Path, driver: object = sys.executable, **cluster: object) -> Path:
@@ -32,12 +33,6 @@ def train(folder: Path, model: Path, driver: object = sys.executable, **cluster:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "run"
-
-
-def numbers(run: Path) -> list[dict]:
-    """Metrics of each step, timings aside."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("seconds/")} for row in rows]
 
 
 @pytest.fixture(scope="module")

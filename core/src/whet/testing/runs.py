@@ -1,0 +1,13 @@
+"""What a run has left behind, for tests that compare runs."""
+
+from pathlib import Path
+from typing import Any
+
+from whet.run_folder import read_rows
+
+
+def numbers(run: Path, *apart: str) -> list[dict[str, Any]]:
+    """Give the metrics of each step, but for timings and what else begins with one of these words."""
+    left_out = ("seconds/", *apart)
+    rows = read_rows(run / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(left_out)} for row in rows]
