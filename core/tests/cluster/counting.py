@@ -1,11 +1,20 @@
-"""Workers that say what they were given, for `test_branch.py`."""
+"""Workers that say what they were given, and what they have done, for `test_branch.py`."""
 
+import asyncio
+import gc
+import socket
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from whet.cluster.relay import Leader
 from whet.cluster.slices import WorkerRank
 from whet.data.batch import Batch
 from whet.metrics import Metric, largest, mean, total
+from whet.testing.obedient import ObedientWorker
 
 
 class CountingWorker:
@@ -34,3 +43,42 @@ class CountingWorker:
     async def count_up(self, numbers: int) -> AsyncIterator[int]:
         for number in range(numbers):
             yield number
+
+
+class NotingWorker(ObedientWorker):
+    def __init__(self, rank: WorkerRank, slow: str = "", **arguments: Any) -> None:
+        """Where there is a file `slow`, this takes a while."""
+        super().__init__(rank, **arguments)
+        if slow and Path(slow).exists():
+            time.sleep(2.0)
+
+    def note_slowly(self, value: Any, seconds: list[float]) -> None:
+        """Note a value, and take as long as it says for this rank."""
+        self.note(value, seconds[self.rank.rank])
+
+    async def outlive_cancelling(self, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.15)
+
+    def close(self) -> None:
+        """Take longer than that."""
+        time.sleep(0.25)
+
+    def give(self, count: int, seconds: float) -> Any:
+        time.sleep(seconds)
+        return np.zeros(count, np.uint8)
+
+    def note(self, value: Any, seconds: float = 0.0, rank: int | None = None) -> None:
+        """Note a value, and take so long for it; where a rank is named, only that one does."""
+        self.seen.append(value)
+        if rank in (None, self.rank.rank):
+            time.sleep(seconds)
+
+    def cut(self, rank: int) -> None:
+        """Break this leader's connection to a sibling."""
+        for leader in [found for found in gc.get_objects() if isinstance(found, Leader) and rank in found._lines]:
+            sock = leader._lines[rank]._socket
+            assert sock is not None
+            sock.shutdown(socket.SHUT_RDWR)

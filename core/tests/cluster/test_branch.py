@@ -1,10 +1,12 @@
 """Calls through leaders: the ranks of a role in groups, played at a size of a few processes."""
 
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +16,11 @@ import pytest
 
 from whet import metrics
 from whet.cluster.branch import Branch
+from whet.cluster.groups import node_groups
 from whet.cluster.launcher import Cluster
 from whet.cluster.local import LocalCluster, LocalProcess
 from whet.cluster.slices import RankArguments, Slice, Workers
-from whet.cluster.workers import ConnectedWorkers, node_groups
+from whet.cluster.workers import ConnectedWorkers
 from whet.config.sections import DeadlinesSection
 from whet.data.batch import Batch, from_sequences
 from whet.errors import WorkerError, WorkerLost
@@ -27,6 +30,7 @@ from whet.testing.obedient import TARGET
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 COUNTING = f"file:{Path(__file__).with_name('counting.py')}:CountingWorker"
+NOTING = f"file:{Path(__file__).with_name('counting.py')}:NotingWorker"
 SIX, LEADERS = 6, (0, 3)
 """Ranks, in two groups of three, and who leads those."""
 
@@ -40,6 +44,13 @@ class TestThroughLeaders(ProcessWorkersContract):
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
         with LocalCluster(folder, fan_out=3) as cluster:
             yield cluster.slice
+
+    def test_they_are_led(self, tmp_path: Path) -> None:
+        with self.cluster(tmp_path) as make_slice:
+            workers = make_slice("actor", self.ranks).spawn(TARGET, {})
+            assert workers.call("add", 1) == [1] * self.ranks
+            assert isinstance(workers, ConnectedWorkers)
+            assert workers._groups.led[0]
 
 
 class TestThroughLeadersElsewhere(TestThroughLeaders):
@@ -61,7 +72,7 @@ def nodes_apart() -> Iterator[None]:
 @pytest.fixture
 def six(tmp_path: Path) -> Iterator[ConnectedWorkers]:
     with LocalCluster(tmp_path, fan_out=3) as cluster:
-        yield cluster.slice("actor", SIX).spawn(TARGET, {})
+        yield cluster.slice("actor", SIX).spawn(NOTING, {})
 
 
 def pids(workers: Workers) -> list[int]:
@@ -128,19 +139,60 @@ def test_the_driver_speaks_to_leaders_alone(six: ConnectedWorkers, monkeypatch: 
     assert sent == ["actor-0", "actor-3", "actor-0", "actor-3", "actor-4"]
 
 
-def test_nobody_leads_where_no_call_is_of_all_ranks(six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_leads_where_streams_are_all_that_is_asked_for(six: ConnectedWorkers) -> None:
+    assert collect(six.stream(4, "count", 2)) == [(4, 0), (4, 1)]
+    assert six._groups.led == ([], list(range(SIX)))
+
+
+def each(workers: ConnectedWorkers, method: str, *args: Any, seconds: float = 20.0) -> list[Any]:
+    started = workers.start_each(range(SIX), method, *args, timeout_seconds=seconds)
+    return [started.result(rank) for rank in range(SIX)]
+
+
+def whole(workers: ConnectedWorkers) -> int:
+    """How many groups are led."""
+    return sum(branch._whole for branch in workers._groups.led[0])
+
+
+@pytest.fixture
+def formed(six: ConnectedWorkers) -> ConnectedWorkers:
+    """Six whose groups are formed by calls of each."""
+    assert each(six, "add", 1) == [1] * SIX
+    wait_until(lambda: whole(six) == 2, "groups are formed in the background")
+    return six
+
+
+def test_each_is_asked_directly_until_groups_are_formed_and_through_leaders_from_then_on(
+    six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(six._groups, "form_soon", lambda: None)
     sent = messages_to(six, monkeypatch)
-    each = six.start_each(range(SIX), "add", 1)
-    assert [each.result(rank) for rank in range(SIX)] == [1] * SIX
+    assert each(six, "add", 1) == [1] * SIX
     assert sent == [f"actor-{rank}" for rank in range(SIX)]
-    assert six._branches == []
+    six._groups.form()
+    sent.clear()
+    assert each(six, "add", 1) == [1] * SIX
+    assert sent == ["actor-0", "actor-3"]
+    sent.clear()
+    started = six.start_each([0, 1, 2, 4], "add", 1)
+    assert [started.result(rank) for rank in (0, 1, 2, 4)] == [1] * 4
+    assert sent == ["actor-0", "actor-4"], "a group of which not all are asked"
+
+
+def test_an_answer_of_each_does_not_wait_for_that_of_a_sibling(formed: ConnectedWorkers) -> None:
+    started = formed.start_each(range(SIX), "note", "once", 2.0, 4)
+    begun = time.monotonic()
+    assert [started.result(rank) for rank in (0, 1, 2, 3, 5)] == [None] * 5
+    assert not started.done()
+    assert time.monotonic() - begun < 1.5
+    assert started.result(4) is None
 
 
 def test_a_group_may_be_of_several_nodes(tmp_path: Path) -> None:
     with nodes_apart(), LocalCluster(tmp_path, fan_out=3) as cluster:
         workers = cluster.slice("actor", SIX).spawn(TARGET, {})
         assert workers.call("add", 1) == [1] * SIX
-        assert [branch.ranks for branch in workers._branches] == [(0, 1, 2), (3, 4, 5)]
+        assert [branch.ranks for branch in workers._groups.led[0]] == [(0, 1, 2), (3, 4, 5)]
 
 
 @pytest.mark.parametrize("place", [{"address": ["127.0.0.1", 1]}, {"token": b"another one"}])
@@ -158,7 +210,7 @@ def test_a_group_whose_leader_cannot_be_reached_is_asked_one_by_one(
     with nodes_apart(), LocalCluster(tmp_path, fan_out=3) as cluster:
         workers = cluster.slice("actor", SIX).spawn(TARGET, {})
         assert workers.call("add", 1) == [1] * SIX
-        assert [branch.ranks for branch in workers._branches] == [(0, 1, 2)]
+        assert [branch.ranks for branch in workers._groups.led[0]] == [(0, 1, 2)]
         sent = messages_to(workers, monkeypatch)
         assert workers.call("add", 2) == [2] * SIX
         assert sent == ["actor-0", "actor-3", "actor-4", "actor-5"]
@@ -205,18 +257,104 @@ def test_a_killed_process_fails_the_call_under_way_and_is_named(six: ConnectedWo
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", LEADERS)
+@pytest.mark.parametrize("rank", [0, 3, 4])
 def test_what_each_rank_is_asked_for_itself_does_not_depend_on_its_leader(
-    six: ConnectedWorkers, rank: int, number: signal.Signals
+    formed: ConnectedWorkers, rank: int, number: signal.Signals
 ) -> None:
-    os.kill(pids(six)[rank], number)
-    started = six.start_each(range(SIX), "add", 1, timeout_seconds=4.0)
-    for one in range(SIX):
-        if one == rank:
-            with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in add"):
-                started.result(one)
-        else:
-            assert started.result(one) == 1
+    os.kill(pids_of(formed)[rank], number)
+    started = formed.start_each(range(SIX), "note", "once", timeout_seconds=4.0)
+    others = [one for one in range(SIX) if one != rank]
+    assert [started.result(one) for one in others] == [None] * (SIX - 1)
+    with pytest.raises(WorkerLost, match=rf"actor rank {rank} failed in note") as caught:
+        started.result(rank)
+    assert (number == signal.SIGKILL) or "no answer within 4 s; its process is stopped" in str(caught.value)
+    assert [formed.start_on(one, "state").result()[0]["seen"] for one in others] == [["once"]] * (SIX - 1)
+    formed.restart(rank)
+    assert each(formed, "add", 1) == [1] * SIX
+    wait_until(lambda: whole(formed) == 2, "the group is formed again")
+
+
+def test_a_leader_that_is_slow_itself_is_asked_directly_as_well(formed: ConnectedWorkers) -> None:
+    before = pids_of(formed)
+    slow = [0.0, 0.0, 0.0, 1.8, 1.3, 0.0]  # it passes on what a sibling says while it owes an answer itself
+    started = formed.start_each(range(SIX), "note_slowly", "once", slow, timeout_seconds=2.0)
+    assert [started.result(rank) for rank in range(SIX)] == [None] * SIX
+    assert [state["seen"] for state in each(formed, "state")] == [["once"]] * SIX
+    assert pids_of(formed) == before
+
+
+@pytest.mark.parametrize("count", [10, 4_000_000])
+def test_who_has_a_leader_that_stands_still_has_all_the_time_that_there_is(
+    formed: ConnectedWorkers, count: int
+) -> None:
+    """However large the answer is, which that leader does not take."""
+    os.kill(pids_of(formed)[3], signal.SIGSTOP)
+    started = formed.start_each(range(SIX), "give", count, 1.4, timeout_seconds=2.0)
+    assert [len(started.result(rank)) for rank in (0, 1, 2, 4, 5)] == [count] * 5
+    with pytest.raises(WorkerLost, match="actor rank 3 failed in give: no answer within 2 s; its process is stopped"):
+        started.result(3)
+
+
+def test_an_answer_is_given_to_the_driver_even_if_a_leader_takes_none(formed: ConnectedWorkers) -> None:
+    started = formed.start_each(range(SIX), "give", 4_000_000, 1.4, timeout_seconds=2.0)
+    time.sleep(0.3)
+    os.kill(pids_of(formed)[3], signal.SIGSTOP)
+    assert [len(started.result(rank)) for rank in (0, 1, 2, 4, 5)] == [4_000_000] * 5
+
+
+def test_a_group_that_is_formed_again_passes_on_nothing_before_all_are_there(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    with LocalCluster(tmp_path, fan_out=3) as cluster:
+        workers = cluster.slice("actor", SIX).spawn(NOTING, {"slow": str(slow)})
+        assert each(workers, "add", 1) == [1] * SIX
+        wait_until(lambda: whole(workers) == 2, "groups are formed in the background")
+        slow.touch()
+        os.kill(pids_of(workers)[4], signal.SIGKILL)
+        wait_until(lambda: workers._connections[4].dead, "its loss is known")
+        workers._groups.renew(4)  # as where its leader says so first
+        restarting = threading.Thread(target=workers.restart, args=(4,))
+        restarting.start()
+        time.sleep(1.0)  # its process is there, and its worker is being built
+        others = [0, 1, 2, 3, 5]
+        started = workers.start_each(others, "add", 1)
+        assert [started.result(rank) for rank in others] == [1] * 5
+        restarting.join()
+        for _ in range(5):
+            begun = time.monotonic()
+            assert each(workers, "add", 1, seconds=8.0) == [1] * SIX
+            assert time.monotonic() - begun < 3.0, "half of the time was waited for somebody"
+        assert workers.call("add", 1) == [1] * SIX
+
+
+@pytest.mark.parametrize("when", ["before", "under way", "over"])
+def test_what_a_leader_has_passed_on_when_it_dies_is_done_once(formed: ConnectedWorkers, when: str) -> None:
+    """And its answer is heard, whether it was given to that leader or not."""
+    seconds = {"before": 0.0, "under way": 1.0, "over": 0.3}[when]
+    started = formed.start_each(range(SIX), "note", "once", seconds)
+    if when == "over":
+        formed._connections[3]._line._take = lambda buffers: None  # it answers, and is not heard
+    if when != "before":
+        time.sleep(0.6)
+    os.kill(pids_of(formed)[3], signal.SIGKILL)
+    others = [0, 1, 2, 4, 5]
+    assert [started.result(rank) for rank in others] == [None] * 5
+    assert [formed.start_on(rank, "state").result()[0]["seen"] for rank in others] == [["once"]] * 5
+
+
+def test_a_rank_that_loses_its_leader_and_lives_is_asked_directly_and_the_group_is_formed_again(
+    formed: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pids_of(formed)
+    started = formed.start_each(range(SIX), "note", "once", 0.5)
+    time.sleep(0.2)
+    formed.start_on(3, "cut", 4).result()
+    assert [started.result(rank) for rank in range(SIX)] == [None] * SIX
+    assert each(formed, "add", 1) == [1] * SIX
+    wait_until(lambda: whole(formed) == 2, "the group is formed again")
+    sent = messages_to(formed, monkeypatch)
+    assert [state["seen"] for state in each(formed, "state")] == [["once"]] * SIX
+    assert sent == ["actor-0", "actor-3"]
+    assert pids_of(formed) == before
 
 
 @pytest.mark.parametrize("rank", LEADERS)
@@ -313,6 +451,47 @@ def test_a_rank_that_died_is_named_rather_than_those_that_noticed(six: Connected
     with pytest.raises(WorkerLost, match=r"rank [1-5] failed in fail_or_die: its process exited with code 3") as caught:
         six.call("fail_or_die", 0)
     assert "rank 0 failed in fail_or_die: ConnectionError" in str(caught.value.__cause__)
+
+
+def test_a_leader_that_leads_for_two_roles_says_of_which_it_lost_a_rank(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, share=[["backend", "generator"]], fan_out=3) as cluster:
+        sizes = {"backend": 8, "generator": SIX}
+        slices = [cluster.slice(role, size) for role, size in sizes.items()]
+        more, fewer = (part.spawn(NOTING, {}) for part in slices)
+        assert more.call("add", 1) + fewer.call("add", 1) == [1] * (8 + SIX)
+        before = pids(more)
+        leader = more._groups.led[0][-1].ranks[0]
+        more.start_on(leader, "cut", 7).result()  # a rank that the other role has not
+        wait_until(lambda: bool(more._groups._unformed), "the leader has said that it lost a rank")
+        assert more.call("add", 1) + fewer.call("add", 1) == [1] * (8 + SIX)
+        assert pids(more) == before
+
+
+def test_a_role_that_closes_while_its_ranks_are_asked_ends_no_process_of_another(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, share=[["backend", "generator"]], fan_out=3) as cluster:
+        one, two = [cluster.slice(role, SIX).spawn(NOTING, {}) for role in ("backend", "generator")]
+        two._groups.form()
+        before = pids(one)
+        started = two.start_each(range(SIX), "outlive_cancelling", 60.0)
+        time.sleep(0.3)
+        two.close()
+        for rank in range(SIX):
+            with suppress(WorkerError):  # it may have answered before it closed
+                started.result(rank)
+        time.sleep(0.5)
+        assert pids(one) == before
+        assert not any(math.isfinite(connection._deaf_until) for connection in one._connections)
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_a_rank_whose_answer_to_a_call_of_all_is_cut_off_is_ended_and_named(six: ConnectedWorkers, rank: int) -> None:
+    six.call("add", 1)
+    pending = six.start("later", "something", 2.0, phase="train")
+    six.start_on(3, "cut", rank).result()
+    with pytest.raises(WorkerLost, match=f"actor rank {rank} failed in train: .* closed the connection to rank 3"):
+        pending.result()
+    six.restart(rank)
+    assert six.call("add", 1) == [1] * SIX
 
 
 def test_what_a_leader_does_to_its_arguments_is_not_for_its_siblings(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_ranks_of_a_node_are_called_through_leaders(own_ray: None, tmp_path: Pat
     with RayCluster(tmp_path, fan_out=2) as cluster:
         workers = cluster.slice("actor", 4).spawn(TARGET, {})
         pids = [state["pid"] for state in workers.call("state")]
-        assert [branch.ranks for branch in workers._branches] == [(0, 1), (2, 3)]
+        assert [branch.ranks for branch in workers._groups.led[0]] == [(0, 1), (2, 3)]
         assert len(set(pids)) == 4
         pending = workers.start("hang", phase="train")
         os.kill(pids[2], signal.SIGKILL)

@@ -57,6 +57,18 @@ def begin(pool: ThreadPoolExecutor, link: Link) -> list["Future[dict[str, float]
     return [pool.submit(taken, receiver) for receiver in range(2)]
 
 
+@pytest.fixture
+def early(exchange: Noted) -> Iterator[tuple[Link, list["Future[dict[str, float]]"]]]:
+    """Of version 2: its link, and receivers that came before its sender has begun."""
+    send(make_link(exchange, 1), weights(1))
+    link = make_link(exchange, 2, exchange.places())
+    with ThreadPoolExecutor() as pool:
+        receivers = begin(pool, link)
+        time.sleep(0.3)
+        assert not any(receiver.done() for receiver in receivers)
+        yield link, receivers
+
+
 def check(receivers: list["Future[dict[str, float]]"], version: int) -> None:
     for receiver in receivers:
         assert receiver.result(30) == {name: float(tensor.mean()) for name, tensor in weights(version)}
@@ -80,30 +92,20 @@ def test_they_come_to_the_exchange_at_the_first_hand_over_alone(exchange: Noted)
     assert sorted(exchange.came) == ["receiver", "receiver", "sender", "sender", "sender"]
 
 
-def test_who_comes_before_the_sender_has_begun_waits_for_it(exchange: Noted) -> None:
-    send(make_link(exchange, 1), weights(1))
-    link = make_link(exchange, 2, exchange.places())
-    with ThreadPoolExecutor() as pool:
-        receivers = begin(pool, link)
-        time.sleep(0.3)
-        assert not any(receiver.done() for receiver in receivers)
-        send(link, weights(2))
-        check(receivers, 2)
+def test_who_comes_before_the_sender_has_begun_waits_for_it(exchange: Noted, early: Any) -> None:
+    link, receivers = early
+    send(link, weights(2))
+    check(receivers, 2)
     assert exchange.came == ["sender", "sender"]
 
 
-def test_who_waits_for_a_session_that_is_passed_over_is_refused_at_once(exchange: Noted) -> None:
-    send(make_link(exchange, 1), weights(1))
-    link = make_link(exchange, 2, exchange.places())
-    with ThreadPoolExecutor() as pool:
-        receivers = begin(pool, link)
-        time.sleep(0.3)
-        later = make_link(exchange, 3)
-        begun = time.monotonic()
-        send(later, weights(3))
-        for receiver in receivers:
-            with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {later.session}"):
-                receiver.result(10)
+def test_who_waits_for_a_session_that_is_passed_over_is_refused_at_once(exchange: Noted, early: Any) -> None:
+    _, receivers = early
+    later, begun = make_link(exchange, 3), time.monotonic()
+    send(later, weights(3))
+    for receiver in receivers:
+        with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {later.session}"):
+            receiver.result(10)
     assert time.monotonic() - begun < 5.0
 
 

@@ -4,12 +4,15 @@
 
 Every process keeps its own `Connection`: streams, failures, signs of life and ends are told there. So that a death or a
 deadline is told of the rank that it befell, a branch lends each connection the calls that this one owes an answer to.
+
+A call of each of several ranks (`whet.cluster.each`) is over for a rank when its leader tells the answer. Who is late,
+or has no leader any more, is asked directly, and is no business of the branch from then on.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
@@ -18,6 +21,7 @@ from attrs import define, field
 
 from whet.cluster.call import Call
 from whet.cluster.connection import Connection
+from whet.cluster.each import EachAsking, PassedOn
 from whet.cluster.relay import JOIN_SECONDS
 from whet.cluster.wire import Buffer, encode
 from whet.errors import WorkerError, WorkerLost
@@ -87,16 +91,23 @@ class Relayed:
 class Branch:
     """One leader and its siblings, of one spawn."""
 
-    def __init__(self, id: int, slot: int, role: str, connections: Mapping[int, Connection]) -> None:
-        """Make one of the connections of ranks, the leader's first. It is of use once `form` has said so."""
+    def __init__(
+        self, id: int, slot: int, role: str, connections: Mapping[int, Connection], parted: Callable[[int], None]
+    ) -> None:
+        """Make one of the connections of ranks, the leader's first. It is of use once `form` has said so.
+
+        `parted` is called with a rank that is gone from its leader, though its process may live: form another one.
+        """
         self.ranks = tuple(connections)
         self._id, self._slot, self._role, self._connections = id, slot, role, dict(connections)
         self._leader = self.ranks[0]
         self._rank_of = {connection: rank for rank, connection in connections.items()}
+        self._parted = parted
         self._calls: dict[int, Relayed] = {}
+        self._each: dict[int, PassedOn] = {}
         self._lock = threading.Lock()
         self._whole = True
-        """Whether no rank was lost; those that are left are asked one by one."""
+        """Whether calls are passed on: no rank was lost or cut off, and no other branch has taken this one's place."""
 
     def form(self, numbers: Iterator[int]) -> "Future[bool]":
         """Let the siblings go to the leader; gives whether all are there."""
@@ -139,6 +150,17 @@ class Branch:
             self._settle(call)
         return whole
 
+    def ask_each(self, buffers: Sequence[Buffer], asking: EachAsking) -> bool:
+        """Send a call of each rank for the leader to pass on; say whether it was, or they must be asked directly."""
+        leader = self._connections[self._leader]
+        with self._lock:
+            if not self._whole:
+                return False
+            self._each[asking.number] = PassedOn(asking, set(self.ranks))
+            leader.send(buffers)
+        leader.watch(asking.halfway)
+        return True
+
     def retire(self) -> None:
         """Pass on nothing more."""
         with self._lock:
@@ -148,19 +170,24 @@ class Branch:
     def idle(self) -> bool:
         """Whether nothing is under way."""
         with self._lock:
-            return not self._calls
+            return not (self._calls or self._each)
 
     def close(self) -> None:
         """Be of no use any more; what is still under way fails."""
         with self._lock:
             self._whole = False
             calls, self._calls = list(self._calls.values()), {}
+            each, self._each = [(one.asking, set(one.missing)) for one in self._each.values()], {}
         for connection in self._connections.values():
             connection.part(self)
         for call in calls:
             self._settle(call)
             error = WorkerError(self._role, None, call.phase, "the workers were closed")
             call.failed(self._leader, None, error)
+        for asking, missing in each:
+            for rank in missing:
+                error = WorkerError(self._role, rank, asking.phase, "the workers were closed")
+                asking.answers.finish(rank, None, error)
 
     # What follows is for connections.
 
@@ -168,12 +195,14 @@ class Branch:
         """Take what a process said about a call; give the call where it failed."""
         rank = self._rank_of[connection]
         if kind == "unreachable":
-            self._doubt(value)
+            self._cut_off(value)
             return None
+        if (share := self._each.get(number)) is not None:
+            return self._take_each(share, rank, kind, value)
         with self._lock:
             call = self._calls.get(number)
-            if call is None:
-                return None
+            if call is None or kind not in ("failed", "waits", "joined"):
+                return None  # over, or said by who was closed meanwhile, and heeds no leader any more
             if kind == "failed":
                 return self._lent(number, call, rank)
             call.told = True
@@ -200,8 +229,13 @@ class Branch:
             owed = self._owed(rank)
             ended = [n for n, call in self._calls.items() if rank == self._leader and not call.joined]
             calls = [self._calls.pop(number) for number in ended]  # nobody will say more of them
+            each = list(self._each.values()) if rank == self._leader else []
+            for share in each:
+                share.missing.discard(rank)
         for call in calls:
             self._settle(call)
+        for share in each:
+            self._ask_directly(share, self.ranks)
         if rank != self._leader:
             self._tell({"do": "gone", "rank": rank})
         return owed
@@ -215,13 +249,20 @@ class Branch:
         """Give the first deadline of the calls that a process owes an answer to."""
         rank = self._rank_of[connection]
         with self._lock:
-            return min((self._expiry(rank, c) for c in self._calls.values() if self._owes(rank, c)), default=math.inf)
+            expires = [self._expiry(rank, call) for call in self._calls.values() if self._owes(rank, call)]
+            if rank == self._leader:
+                expires += [share.asking.halfway for share in self._each.values()]
+            return min(expires, default=math.inf)
 
     def inquire(self, connection: Connection, latest: float) -> None:
-        """Where deadlines of calls through this process have passed, ask it who is missing."""
+        """Where deadlines of calls through this process have passed, ask it who is missing.
+
+        Of calls of each rank those are asked that are, when half of the time is over.
+        """
         if self._rank_of[connection] != self._leader:
             return
         with self._lock:
+            each = [share for share in self._each.values() if share.asking.halfway <= latest]
             due = {n: c for n, c in self._calls.items() if not c.inquired and self._due(c, latest)}
             for call in due.values():
                 call.inquired = True
@@ -231,6 +272,8 @@ class Branch:
             self._tell({"do": "waits", "number": number})
             for rank in missing[number]:
                 self._connections[rank].watch(call.deadline.expires)
+        for share in each:
+            self._ask_directly(share, self.ranks)
 
     def _due(self, call: Relayed, latest: float) -> bool:
         return call.deadline.passed or call.deadline.expires <= latest
@@ -239,15 +282,59 @@ class Branch:
         if call.deadline.settle(call):
             self._connections[self._leader].watch(call.deadline.expires)
 
-    def _doubt(self, value: Mapping[str, Any]) -> None:
-        """A rank is gone from its leader: if its process is not about to end, it is ended."""
+    def _cut_off(self, value: Mapping[str, Any]) -> None:
+        """A rank is gone from its leader. Where all wait for its answer there, it is ended unless it ends."""
+        if value["branch"] != self._id:
+            return
+        rank = value["rank"]
         with self._lock:
-            closed = not self._whole
-        if value["branch"] == self._id and not closed:
-            self._connections[value["rank"]].doubt(f"its process closed the connection to rank {self._leader}")
+            before, awaited = self._whole, any(rank in call.missing for call in self._calls.values())
+            self._whole = before and awaited
+            each = [share for share in self._each.values() if rank in share.missing]
+        if awaited and before:
+            self._connections[rank].doubt(f"its process closed the connection to rank {self._leader}")
+        for share in each:
+            self._ask_directly(share, [rank])
+        if not awaited:
+            self._tell({"do": "gone", "rank": rank})
+            if before:
+                self._parted(rank)
+
+    def _ask_directly(self, share: PassedOn, ranks: Collection[int]) -> None:
+        """Ask those of these whose answers are missing, and wait no longer for what the leader says of them."""
+        with self._lock:
+            missing = sorted(share.missing.intersection(ranks))
+            self._settle_each(share, missing)
+        share.asking.directly({rank: self._connections[rank] for rank in missing})
+
+    def _take_each(self, share: PassedOn, rank: int, kind: str, value: Any) -> Call | None:
+        if kind == "failed":
+            return self._lent_each(share, rank)
+        if kind != "joined":
+            return None
+        ranks = self.ranks if value["ranks"] is None else value["ranks"]
+        with self._lock:
+            self._settle_each(share, ranks)
+        share.asking.answers.finish_many(ranks, value["values"])
+        return None
+
+    def _lent_each(self, share: PassedOn, rank: int) -> Call:
+        return share.asking.call(rank, self._connections[rank], partial(self._end_each, share))
+
+    def _end_each(self, share: PassedOn, rank: int, result: Any, error: WorkerError | None) -> None:
+        with self._lock:
+            self._settle_each(share, [rank])
+        share.asking.answers.finish(rank, result, error)
+
+    def _settle_each(self, share: PassedOn, ranks: Collection[int]) -> None:
+        """Wait for these no longer, with the lock held."""
+        share.missing.difference_update(ranks)
+        if not share.missing:
+            self._each.pop(share.asking.number, None)
 
     def _owed(self, rank: int) -> list[Call]:
-        return [self._lent(n, call, rank) for n, call in self._calls.items() if self._owes(rank, call)]
+        each = [self._lent_each(share, rank) for share in self._each.values() if rank in share.missing]
+        return [self._lent(n, call, rank) for n, call in self._calls.items() if self._owes(rank, call)] + each
 
     def _owes(self, rank: int, call: Relayed) -> bool:
         return rank in call.missing or (rank == self._leader and not call.told)

@@ -70,7 +70,7 @@ class Lender(Protocol):
         ...
 
     def inquire(self, connection: "Connection", latest: float) -> None:
-        """Find out about those whose deadlines are not later than that time."""
+        """Find out about those whose deadlines are not later than that time, or ask again."""
         ...
 
 

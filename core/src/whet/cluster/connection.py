@@ -27,6 +27,8 @@ _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a
 _SLOWEST_BEAT_SECONDS = 5.0
 _MOST_BEATS_A_SECOND = 32
 """Of all processes together, where their deadline allows that."""
+_OVER = ("done", "last", "failed")
+"""What ends a call of the process itself; what else it says is for a lender, which may have the same number."""
 _IDLE = ("cluster/channel.py", "/selectors.py", "cluster/host.py")
 """Where a thread of a worker process waits for something to do."""
 
@@ -322,8 +324,12 @@ class Connection:
         if kind == "alive":
             self._said = value["doing"], now - value["seconds"]
             return
+        call = None
         with self._lock:
-            call = self._calls.get(number) if kind == "part" else self._calls.pop(number, None)
+            if kind in _OVER:
+                call = self._calls.pop(number, None)
+            elif kind == "part":
+                call = self._calls.get(number)
         if call is None:
             shares = (lender.take(self, number, kind, value) for lender in self._lenders)
             call = next((share for share in shares if share is not None), None)

@@ -1,7 +1,7 @@
 """The answers of several ranks to one call."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -81,20 +81,49 @@ class Answers:
         self._awaited: set[int] = set()
         self._results: dict[int, Any] = {}
         self._errors: dict[int, WorkerError] = {}
+        self._heeding: dict[int, list[Callable[[WorkerError | None], None]]] = {}
         self._changed = threading.Condition()
 
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
         """Take a rank's answer, or why there is none; the first one counts."""
+        if error is None:
+            self.finish_many([rank], [result])
+            return
         with self._changed:
-            if rank not in self._missing:
-                return
-            if error is None:
-                self._results[rank] = result
-            else:
+            if rank in self._missing:
                 self._errors[rank] = error
-            self._missing.discard(rank)
-            if error is not None or not self._missing or rank in self._awaited:
-                self._changed.notify_all()
+            heeding = self._note([rank])
+        for call in heeding:
+            call(error)
+
+    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
+        """Take the answers of several ranks; the first one of each counts."""
+        with self._changed:
+            self._results.update(
+                (rank, found) for rank, found in zip(ranks, results, strict=True) if rank in self._missing
+            )
+            heeding = self._note(ranks)
+        for call in heeding:
+            call(None)
+
+    def _note(self, ranks: Sequence[int]) -> list[Callable[[WorkerError | None], None]]:
+        """Note that these have answered, or will not; give what is to be called then."""
+        before = len(self._missing)
+        self._missing.difference_update(ranks)
+        if before != len(self._missing) and (self._errors or not self._missing or not self._awaited.isdisjoint(ranks)):
+            self._changed.notify_all()
+        return [call for rank in ranks for call in self._heeding.pop(rank, ())] if self._heeding else []
+
+    def when(self, rank: int, call: Callable[[WorkerError | None], None]) -> bool:
+        """Call this once a rank has answered, or with why it has not; False: that was before, or it was not asked.
+
+        It is called by threads that serve all calls, so it may not wait.
+        """
+        with self._changed:
+            if rank in self._missing:
+                self._heeding.setdefault(rank, []).append(call)
+                return True
+            return False
 
     def result(self, rank: int) -> Any:
         """Wait for that of a rank; raises `WorkerError`."""

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn, TypeVar
@@ -27,10 +27,11 @@ from typing import Any, NoReturn, TypeVar
 from whet.cluster.channel import receive, send
 from whet.cluster.inline import public_method
 from whet.cluster.lookahead import END, next_item
-from whet.cluster.relay import Leader, Route, Sibling
+from whet.cluster.relay import Leader, Sibling
 from whet.cluster.traffic import Traffic
 from whet.cluster.watchdog import die_with, leave_signals_to_driver
-from whet.cluster.wire import WireError, decode, encode
+from whet.cluster.ways import Route, Ways
+from whet.cluster.wire import Buffer, WireError, decode, encode
 from whet.component import resolve
 from whet.errors import WhetError, in_words
 from whet.interpreters import refuse_another_core
@@ -130,7 +131,7 @@ class Host:
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
         self._traffic = Traffic()
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
-        self._routes: dict[int, Route] = {}  # of calls that came through a leader, by number
+        self._ways = Ways(self._tell)
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -156,11 +157,13 @@ class Host:
             traceback.print_exc()
             _end_all()
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any], route: Route | None = None) -> None:
+        """Do as a message says; where it came through a leader, a route leads there."""
         number = message.get("number", 0)
         match message["do"]:
             case "call":
-                self._call(number, message["slot"], message["method"], message["args"])
+                if self._ways.admit(message, route):
+                    self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
                 steps = self._stream(number, message["slot"], message["method"], message["args"])
                 self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
@@ -195,7 +198,7 @@ class Host:
     def _relay(self, message: dict[str, Any]) -> None:
         leaders = self._leaders.get(message["slot"])
         if leaders:
-            leaders[max(leaders)].relay(message)
+            leaders[max(leaders)].relay(message)  # the driver lets no older one pass on what it sends after `lead`
         else:
             self._fail(message["number"], RuntimeError("the worker is closed"))
 
@@ -208,7 +211,7 @@ class Host:
 
     def _lead(self, message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
-        leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._obey, self._say)
+        leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._take, self._say)
         places = leader.listen(message["far"], _own_address(self._connection))
         for id, before in list(leaders.items()):
             before.retire()
@@ -224,12 +227,7 @@ class Host:
             else:
                 self._fail(number, error)
 
-        Sibling(message["place"], message["rank"], self._obey, joined)
-
-    def _obey(self, message: dict[str, Any], route: Route) -> None:
-        """Do what came through a leader, who gets the answer."""
-        self._routes[message["number"]] = route
-        self._take(message)
+        Sibling(message["place"], message["rank"], self._take, joined)
 
     def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -259,6 +257,7 @@ class Host:
 
     def _close(self, slot: int) -> None:
         worker = self._workers.pop(slot, None)
+        self._ways.close(slot)
         for leader in self._leaders.pop(slot, {}).values():
             leader.close()
         if hasattr(worker, "close"):
@@ -322,17 +321,17 @@ class Host:
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})
-        route = self._routes.pop(number, None) if kind in ("done", "failed") else None
-        if route is not None and kind == "done":
-            route(buffers)
-            return
+        if kind in ("done", "failed"):
+            self._ways.answer(number, kind == "done", buffers)
+        else:
+            self._tell(buffers)
+
+    def _tell(self, buffers: Sequence[Buffer]) -> None:
         try:
             with self._sending:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
-        if route is not None:  # the driver has heard it first, and the leader waits no longer
-            route(encode({"number": number, "say": "failed", "value": None}))
 
 
 def _own_address(connection: socket.socket) -> str:

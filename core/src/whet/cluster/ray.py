@@ -41,6 +41,8 @@ _PATIENCE_FOR_A_STATE: Final = 0.5
 _PATIENCE_FOR_A_KILL: Final = 3.0
 _PATIENCE_FOR_A_PORT: Final = 10.0
 _STEP_SECONDS: Final = 0.2
+_SIGNS_OF_A_LOST_NODE: Final = ("never ran", "marked dead")
+"""In what Ray says of an actor that could be started elsewhere."""
 
 
 class RayCluster(Cluster):
@@ -383,9 +385,6 @@ class RayProcess:
             return "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
         except WhetError:
             return "?"
-
-
-_SIGNS_OF_A_LOST_NODE: Final = ("never ran", "marked dead")
 
 
 class _NeverRan(WhetError):  # noqa: N818 - it says what happened

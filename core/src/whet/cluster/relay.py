@@ -23,6 +23,7 @@ from whet import metrics
 from whet.cluster.channel import copied, of_this_user, receive, send
 from whet.cluster.door import Door, DoorError, knock
 from whet.cluster.traffic import Line, Traffic
+from whet.cluster.ways import Route
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError, in_words
 
@@ -31,10 +32,13 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS: Final = 30.0
 """Within which all siblings must have come."""
 _LONGEST_GREETING: Final = 1 << 10
+_HEAD: Final = ("number", "slot", "method", "once")
+"""What a call has in common with the message that it came in."""
+_SO_FAR_SECONDS: Final = 0.02
+"""Between the first answer of a call of each rank and telling the driver what there is so far."""
 _LOOK_SECONDS: Final = 0.1
+"""Between two looks whether all siblings are there, some of which come by another way."""
 
-Route = Callable[[Sequence[Buffer]], None]
-"""Where a message about a call goes to."""
 Obey = Callable[[dict[str, Any], Route], None]
 """Do what a message says, and give the answer to the route."""
 
@@ -45,8 +49,11 @@ class _Joining:
 
     ranks: list[int]
     merge: bool
+    each: bool
+    """Whether an answer is of use before all are there."""
     missing: set[int] = field(init=False)
     values: dict[int, Any] = field(factory=dict, init=False)
+    """Those that the driver was not told yet."""
 
     def __attrs_post_init__(self) -> None:
         self.missing = set(self.ranks)
@@ -96,9 +103,10 @@ class Leader:
     def relay(self, message: dict[str, Any]) -> None:
         """Pass a call on to all ranks."""
         number, ranks = message["number"], self._ranks
-        head = {"do": "call", "number": number, "slot": message["slot"], "method": message["method"]}
+        head: dict[str, Any] = {name: message[name] for name in _HEAD if name in message}
+        head["do"] = "call"
         with self._lock:
-            self._calls[number] = _Joining(list(ranks), message["merge"])
+            self._calls[number] = _Joining(list(ranks), message.get("merge", False), "once" in message)
         rows = message.get("rows")
         same = encode({**head, "args": message["args"]}) if rows is None else []
         own: Sequence[Buffer] = []
@@ -195,8 +203,11 @@ class Leader:
             if call is None:
                 return
             call.missing.discard(rank)
+            first = not call.values
             call.values.update(values)
             if call.missing:
+                if call.each and first and values:
+                    self._tell_soon(number)
                 return
             del self._calls[number]
             over = self._retired and not self._calls
@@ -204,10 +215,30 @@ class Leader:
         if over:
             self.close()
 
+    def _tell_soon(self, number: int) -> None:
+        """Tell the driver in a moment what there is of a call of each rank, unless that is all."""
+
+        def tell() -> None:
+            with self._lock:
+                call = self._calls.get(number)
+                if call is None:
+                    return
+                told, call.values = call.joined(), {}
+            self._say(number, "joined", told)
+
+        timer = threading.Timer(_SO_FAR_SECONDS, tell)
+        timer.daemon = True
+        with suppress(RuntimeError):  # no thread more: then it is told with the last answer
+            timer.start()
+
     def _lost(self, rank: int, cause: str) -> None:
         self._lines[rank].close()
         if not self.closed:
             self._say(0, "unreachable", {"branch": self._branch, "rank": rank})
+        with self._lock:
+            each = [number for number, call in self._calls.items() if call.each and rank in call.missing]
+        for number in each:  # the driver asks it directly
+            self._note(number, rank, {})
 
 
 class Sibling:

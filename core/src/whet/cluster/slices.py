@@ -16,7 +16,7 @@ from whet.data.batch import Shards
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from whet.errors import WorkerLost
+    from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
     from whet.metrics import Metric
     from whet.model import ModelInfo
@@ -80,6 +80,13 @@ class PendingEach(Protocol):
         """Wait until all have answered, or one has not."""
         ...
 
+    def when(self, rank: int, call: "Callable[[WorkerError | None], None]") -> bool:
+        """Call this once a rank has answered, or with why it has not; False: that was before, or it was not asked.
+
+        It may be called by any thread, and may not wait.
+        """
+        ...
+
     def done(self) -> bool:
         """Whether `result` would return at once for every rank."""
         ...
@@ -105,8 +112,8 @@ class Workers(Protocol):
     methods and methods that are async generators run beside them, on one event loop. A worker class with a
     `close()` has it called at the end.
 
-    What single ranks are asked (`start_on`, `start_each`, streams) may overtake a call of all ranks, or be overtaken by
-    it, where nobody waits for the one before the other.
+    What single ranks are asked (`start_on`, streams) may overtake a call of all ranks or of each of several, or be
+    overtaken by it, where nobody waits for the one before the other.
 
     `phase` names the kind of wait, for errors and for the deadline where `timeout_seconds` is None: a field of
     `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`); empty: the method's name. A stream's

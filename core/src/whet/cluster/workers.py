@@ -1,7 +1,7 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
-    ConnectedWorkers ── call, scatter, start_each, stream ──> one `Connection` for each rank, shared with other roles
-                     └─ call, scatter, of many ranks ──> one `Branch` for each group of them
+    ConnectedWorkers ── start_on, stream, calls of few ranks ──> one `Connection` for each rank, shared with other roles
+                     └─ calls of many ranks ──> `Groups` of them, one `Branch` for each
 
 Numbered messages go to `whet.cluster.host`; an answer whose call is over is dropped. Whatever ends a call of all
 ranks (an exception, a death, a deadline) ends it at once for all of them, with a `WorkerError`.
@@ -23,15 +23,15 @@ from whet.cluster.branch import MERGED, Branch, Deadline, Relayed
 from whet.cluster.call import Call, HostProcess, Terms
 from whet.cluster.channel import frame
 from whet.cluster.connection import Connection
+from whet.cluster.each import EachAsking
 from whet.cluster.gathering import Answers, Gathering
+from whet.cluster.groups import Groups
 from whet.cluster.slices import Heard, RankArguments
 from whet.cluster.streams import Mailbox, Streams, one_stream
 from whet.cluster.wire import encode
 from whet.errors import WorkerError
 from whet.metrics import Metric
 
-_MOST_LEADERS = 4
-"""Or nearly: what more there are would cost the driver, larger groups cost each leader."""
 BUSY_GRACE_SECONDS = 0.3
 """Who closes in the middle of a call does not want to wait for it."""
 
@@ -45,22 +45,14 @@ class ConnectedWorkers:
         self._slot, self._connect, self._terms = slot, list(connect), terms
         self._connections = [process() for process in connect]
         self._building: list[dict[str, Any]] = []
-        self._groups: list[list[int]] = []
-        self._led: tuple[list[Branch], list[int]] = [], list(range(self.size))
-        """Branches, and the ranks of none; replaced as one, for calls begin while branches are formed."""
-        self._retired: list[Branch] = []
-        """Whose place others have taken, until the calls under way are over."""
-        self._unformed: list[list[int]] = []
-        """Groups that nobody leads yet, or that had a rank restarted: they are formed when all ranks are called."""
-        self._forming = threading.Lock()
+        self._groups = Groups(role, slot, self._connections, terms)
+        self._each: list[tuple[int, Answers]] = []
+        """Calls of each of several ranks that were made last, and their numbers."""
+        self._lock = threading.Lock()
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
         for connection in self._connections:
             connection.enter(slot)
-
-    @property
-    def _branches(self) -> list[Branch]:
-        return self._led[0]
 
     @property
     def processes(self) -> list[HostProcess]:
@@ -71,10 +63,7 @@ class ConnectedWorkers:
         """Have one worker built on each rank, and wait for them under the deadline `start`."""
         self._building = list(messages)
         self._build(range(self.size), messages)
-        if self.size > self._terms.fan_out:
-            most = max(self._terms.fan_out, -(-self.size // _MOST_LEADERS))
-            self._groups = node_groups([process.node for process in self.processes], most)
-            self._unformed = list(self._groups)
+        self._groups.arrange()
 
     @property
     def alone(self) -> bool:
@@ -93,8 +82,7 @@ class ConnectedWorkers:
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].enter(self._slot)
         self._build([rank], [self._building[rank]])
-        with self._forming:
-            self._unformed += [ranks for ranks in self._groups if rank in ranks and ranks not in self._unformed]
+        self._groups.renew(rank)
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call on every rank with the same arguments and wait."""
@@ -118,13 +106,25 @@ class ConnectedWorkers:
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Answers:
-        """Start a call on each of these ranks over its own connection; no rank's result depends on another."""
-        number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
-        message = frame(encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args}))
-        answers = Answers(ranks)
-        for rank in ranks:
-            connection, done = self._connections[rank], partial(answers.finish, rank)
-            connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
+        """Start a call on each of these ranks; no rank's result depends on another.
+
+        Through leaders, where there are some. Who has not answered when its leader is gone, or after half of the time,
+        is asked directly: a call that it has had already it does not do again.
+        """
+        answers, left = Answers(ranks), {rank: self._connections[rank] for rank in ranks}
+        with self._lock:
+            number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
+            open_ = [(earlier, one) for earlier, one in self._each if not one.done()] + [(number, answers)]
+            head = {"number": number, "slot": self._slot, "method": method, "args": args, "once": open_[0][0]}
+            message, relay = [frame(encode({"do": do, **head})) for do in ("call", "relay")]
+            self._each = open_
+        asking = EachAsking(self.role, number, phase, seconds, answers, message)
+        self._groups.form_soon()
+        for branch in self._groups.led[0]:
+            if left.keys() >= set(branch.ranks) and branch.ask_each(relay, asking):
+                for rank in branch.ranks:
+                    del left[rank]
+        asking.directly(left)
         return answers
 
     def scatter(
@@ -168,8 +168,7 @@ class ConnectedWorkers:
         if self._closed:
             return
         self._closed = True
-        for branch in self._branches:
-            branch.retire()
+        self._groups.retire()
         busy = any(connection.busy(self.role) for connection in self._connections)
         grace = BUSY_GRACE_SECONDS if busy else self._terms.grace_seconds
         deadline, closing, number = time.monotonic() + grace, Gathering(self.size), next(self._terms.numbers)
@@ -181,8 +180,7 @@ class ConnectedWorkers:
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
         for connection in ending:
             connection.end(deadline)
-        for branch in [*self._branches, *self._retired]:
-            branch.close()
+        self._groups.close()
 
     def _scatter(
         self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str, seconds: float | None, merge: bool
@@ -204,9 +202,9 @@ class ConnectedWorkers:
         asking = self._asking(range(self.size), phase or method, timeout_seconds)
         head = {"number": asking.number, "slot": self._slot, "method": method}
         relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
-        if self._unformed:
-            self._form_due()
-        branches, alone = self._led[0], list(self._led[1])
+        self._groups.form()
+        branches, others = self._groups.led
+        alone = list(others)
         same = encode(relay) if branches and rows is None else []
         messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
         deadline = Deadline(asking.seconds)
@@ -247,32 +245,6 @@ class ConnectedWorkers:
         places = {rank: place for place, rank in enumerate(ranks)}
         self._ask(self._asking(ranks, "start", None), places, messages).result()
 
-    def _form_due(self) -> None:
-        with self._forming:
-            groups, self._unformed = self._unformed, []
-        self._form(groups)
-
-    def _form(self, groups: Sequence[Sequence[int]]) -> None:
-        """Let the first of each group lead it. A group that cannot be led is asked one by one."""
-        with self._forming:
-            made, numbers = [], self._terms.numbers
-            for ranks in groups:
-                connections = {rank: self._connections[rank] for rank in ranks}
-                branch = Branch(next(numbers), self._slot, self.role, connections)
-                made.append((branch, branch.form(numbers)))
-            formed = [branch for branch, future in made if future.result()]
-            again = {rank for ranks in groups for rank in ranks}
-            kept = [branch for branch in self._branches if again.isdisjoint(branch.ranks)]
-            self._retired += {*self._branches, *(branch for branch, _ in made)} - {*kept, *formed}
-            branches = sorted([*kept, *formed], key=lambda branch: branch.ranks)
-            led = {rank for branch in branches for rank in branch.ranks}
-            self._led = branches, [rank for rank in range(self.size) if rank not in led]
-            for branch in self._retired:
-                branch.retire()
-            for branch in [branch for branch in self._retired if branch.idle]:
-                branch.close()
-                self._retired.remove(branch)
-
 
 @frozen
 class _Asking:
@@ -283,21 +255,6 @@ class _Asking:
     phase: str
     seconds: float
     missed: Callable[[WorkerError], None]
-
-
-def node_groups(nodes: Sequence[str], most: int) -> list[list[int]]:
-    """Group ranks, each given by the name of its node: at most so many, those of one node together where it can be."""
-    by_node: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    groups: list[list[int]] = []
-    for ranks in by_node.values():
-        if groups and len(groups[-1]) + len(ranks) <= most:
-            groups[-1] += ranks
-            continue
-        parts = -(-len(ranks) // most)
-        groups += [ranks[len(ranks) * n // parts : len(ranks) * (n + 1) // parts] for n in range(parts)]
-    return [group for group in groups if len(group) > 1]
 
 
 def _rows(rows: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> Sequence[tuple[Any, ...]]:

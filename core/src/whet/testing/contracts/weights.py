@@ -151,8 +151,8 @@ class WeightRules:
         more: dict[str, Any] = {}
         if transport in handover.MEETING:
             address, token = _exchange().address, _exchange().token
-            more = {"token": token, "receivers": self.receivers or max(1, self.processes)}
-            more["places"] = _exchange().places()
+            receivers = self.receivers or max(1, self.processes)
+            more = {"token": token, "receivers": receivers, "places": _exchange().places()}
         else:
             folder = subject.scratch / f"refit-{transport}"
             folder.mkdir(exist_ok=True)

@@ -12,11 +12,13 @@ The rules are those of `whet.cluster.slices`, whatever the workers are.
 import asyncio
 import math
 import os
+import queue
 import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -271,6 +273,23 @@ class WorkersContract:
             started.result(1)
         assert started.result(0) == 0
         assert started.done()
+
+    def test_when_a_rank_that_was_asked_for_itself_has_answered_or_failed_is_told(
+        self, shared_workers: Workers
+    ) -> None:
+        told = queue.SimpleQueue[tuple[int, bool]]()
+
+        def tell(rank: int, error: WorkerError | None) -> None:
+            told.put((rank, error is None))
+
+        for method, arguments in (("hang", (0.3,)), ("fail", ((0, 1),))):
+            started = shared_workers.start_each([0, 1], method, *arguments)
+            waits = [rank for rank in range(3) if started.when(rank, partial(tell, rank))]
+            assert 2 not in waits, "it was not asked"
+            heard = sorted(told.get(timeout=SOON_SECONDS) for _ in waits)
+            assert heard == [(rank, method == "hang") for rank in waits]
+            assert not any(started.when(rank, partial(tell, rank)) for rank in range(2)), "it is over"
+        assert told.empty()
 
     def test_a_rank_is_restarted_as_it_was_at_first_and_the_others_stay(self, own_workers: Workers) -> None:
         assert own_workers.alone
