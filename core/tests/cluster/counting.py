@@ -70,11 +70,15 @@ class NotingWorker(ObedientWorker):
         time.sleep(seconds)
         return np.zeros(count, np.uint8)
 
-    def note(self, value: Any, seconds: float = 0.0, rank: int | None = None) -> None:
-        """Note a value, and take so long for it; where a rank is named, only that one does."""
+    def note(self, value: Any, seconds: float = 0.0) -> None:
+        """Note a value, and take so long for it."""
         self.seen.append(value)
-        if rank in (None, self.rank.rank):
-            time.sleep(seconds)
+        time.sleep(seconds)
+
+    def await_file(self, path: str, rank: int) -> None:
+        """Wait, where this is that rank, until there is such a file."""
+        while self.rank.rank == rank and not Path(path).exists():
+            time.sleep(0.01)
 
     def cut(self, rank: int) -> None:
         """Break this leader's connection to a sibling."""

@@ -41,6 +41,12 @@ class Replicas:
         return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
 
 
+async def turns(number: int = 50) -> None:
+    """Let the event loop go round often enough for whatever does not wait for anybody."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
 async def echo(replicas: Replicas, rank: int, requests: list[Request]) -> AsyncIterator[Any]:
     await asyncio.sleep(0)
     yield [completion(request) for request in requests]
@@ -84,14 +90,13 @@ def test_requests_made_together_travel_in_one_message_per_replica() -> None:
 
 
 def test_requests_made_a_few_turns_of_the_loop_apart_still_travel_together() -> None:
-    async def later(dispatcher: RequestDispatcher, id_: str, turns: int) -> Completion:
-        for _ in range(turns):
-            await asyncio.sleep(0)
+    async def later(dispatcher: RequestDispatcher, id_: str, after: int) -> Completion:
+        await turns(after)
         return await dispatcher.generate(make_request(id_))
 
     async def episodes(dispatcher: RequestDispatcher) -> None:
         await asyncio.gather(
-            *(later(dispatcher, id_, turns) for id_, turns in {"a": 1, "b": 1, "c": 2, "d": 3}.items())
+            *(later(dispatcher, id_, after) for id_, after in {"a": 1, "b": 1, "c": 2, "d": 3}.items())
         )
 
     dispatcher, replicas = dispatcher_over(1)
@@ -232,13 +237,13 @@ def test_what_comes_while_a_replica_takes_weights_waits_for_that_one_alone() -> 
         taking = Answers([0, 1])
         dispatcher.hold(taking, LIVES)
         first = asyncio.gather(*(dispatcher.generate(make_request(str(i), prefix=f"p{i % 2}")) for i in range(4)))
-        await asyncio.sleep(0.02)
+        await turns()
         assert replicas.messages == []
         taking.finish(1, None, None)
-        await asyncio.sleep(0.02)
+        await turns()
         assert [(rank, len(ids)) for rank, ids in replicas.messages] == [(1, 2)]
         later = asyncio.create_task(dispatcher.generate(make_request("later", prefix="p0")))
-        await asyncio.sleep(0.02)
+        await turns()
         assert len(replicas.messages) == 1
         taking.finish_many([0], [None])
         return [*await first, await later]
@@ -275,7 +280,7 @@ def test_who_gives_up_while_it_is_held_is_never_asked_for() -> None:
         taking = Answers([0])
         dispatcher.hold(taking, LIVES)
         tasks = [asyncio.create_task(dispatcher.generate(make_request(id_, prefix="p"))) for id_ in ("a", "b")]
-        await asyncio.sleep(0.02)
+        await turns()
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
         taking.finish(0, None, None)
@@ -294,7 +299,7 @@ def test_what_is_held_for_a_replica_that_fails_to_take_its_weights_is_not_forgot
         taking = Answers([0])
         dispatcher.hold(taking, LIVES)
         asked = asyncio.create_task(dispatcher.generate(make_request("a")))
-        await asyncio.sleep(0.02)
+        await turns()
         taking.finish(0, None, WorkerError("generator", 0, "refit", "it was told to"))
         return await asked
 

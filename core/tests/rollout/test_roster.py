@@ -202,7 +202,8 @@ def test_what_waits_for_weights_that_a_replica_dies_of_goes_to_another_and_is_no
         taking, asked = Answers([0, 1]), requests(4)
         dispatcher.hold(taking, {0: 0, 1: 0})
         answers = [asyncio.create_task(dispatcher.generate(request)) for request in asked]
-        await asyncio.sleep(0.02)
+        for _ in range(50):  # turns of the loop, until all are held
+            await asyncio.sleep(0)
         taking.finish(1, None, WorkerLost("generator", 1, "refit", "killed by signal 9"))
         taking.finish(0, None, None)
         return await asyncio.gather(*answers)
