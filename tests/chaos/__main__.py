@@ -24,7 +24,7 @@ from judge import ended_faults, judge
 from scenarios import SCENARIOS
 from sitting import LAYOUTS, SLOWNESS, Sitting, Subject
 from strikes import Struck, carry_out, draw
-from victims import FORK_SERVER, RAY_AGENTS
+from victims import FORK_SERVER
 
 from whet.testing.models import make_model, make_tokenizer
 from whet.testing.processes import adopting_orphans, end, survivors
@@ -154,8 +154,8 @@ class Chaos:
 
     def _orphans(self, subject: Subject) -> list[str]:
         """Check that no process outlived a sitting, nor a temporary file; end what did."""
-        left = {p for p in survivors(self.before, patience_seconds=8.0) if not RAY_AGENTS.search(p.command)}
-        end(frozenset(left))
+        left = survivors(self.before, patience_seconds=8.0)
+        end(left)
         faults = [f"outlived the run: {', '.join(map(str, sorted(left)))}"] if left else []
         deadline = time.monotonic() + 2.0
         while (files := list(subject.temporary.glob("*"))) and time.monotonic() < deadline:

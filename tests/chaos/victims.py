@@ -22,8 +22,6 @@ KINDS = (
     (re.compile(r"^ray::Keeper"), "keeper"),
 )
 """Command lines and the names of what runs them."""
-RAY_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)|/dashboard/agent\.py|/runtime_env/agent/main\.py")
-"""Of Ray's own processes those that outlive a killed cluster for a minute, and then leave by themselves."""
 
 
 @frozen

@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,7 +20,7 @@ from whet.cluster.ray import RayCluster
 from whet.cluster.ray_session import RaySession
 from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, WorkerError
 from whet.testing.obedient import TARGET
-from whet.testing.processes import descendants
+from whet.testing.processes import adopting_orphans, descendants, survivors
 
 
 @pytest.fixture
@@ -100,6 +102,29 @@ def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [signal.SIGTERM, signal.SIGTERM]
+
+
+STARTED = "from whet.cluster.ray_session import RaySession; s = RaySession(); s.wait(99); print(1, flush=True); input()"
+
+
+@pytest.mark.parametrize("victim", ["the driver", "raylet"])
+def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str) -> None:
+    with adopting_orphans():
+        before = descendants()
+        command = [sys.executable, "-c", f"{STARTED}; s.close()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+            assert driver.stdin is not None
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == b"1\n"
+            started = descendants() - before
+            assert any("Agent" in process.command for process in started)
+            if victim == "raylet":
+                (raylet,) = [process.pid for process in started if "/raylet/raylet" in process.command]
+                os.kill(raylet, signal.SIGKILL)
+                driver.stdin.write(b"\n")
+            else:
+                driver.kill()
+        assert not survivors(before, patience_seconds=8.0)
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

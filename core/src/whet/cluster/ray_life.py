@@ -9,10 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final, Protocol, TypeVar
 
 from whet.cluster.process import describe_end
+from whet.cluster.watchdog import close_pidfd, kill_pidfd, pidfd, watchdog
 from whet.errors import ClusterGone, WhetError
 
 Answer = TypeVar("Answer")
@@ -41,6 +43,10 @@ class OwnSigns:
     def __init__(self) -> None:
         node: Any = import_module("ray._private.worker")._global_node
         self._processes = {name: node.all_processes[name][0].process for name in _NEEDED}
+        self._agents = {pid: pidfd(pid) for pid in _children(self._processes["raylet"].pid)}
+        """Of the raylet, which they outlive by a minute and more."""
+        for pid in self._agents:
+            watchdog().guard("process", str(pid))
 
     def fault(self) -> str:
         """Say which of its processes has ended, and how."""
@@ -53,6 +59,14 @@ class OwnSigns:
         """End its processes: one that stands still, or waits for one that is gone, holds up whoever takes leave."""
         for process in self._processes.values():
             process.kill()
+
+    def close(self) -> None:
+        """End what is left when they have ended."""
+        for pid, descriptor in self._agents.items():
+            kill_pidfd(descriptor)
+            close_pidfd(descriptor)
+            watchdog().release("process", str(pid))
+        self._agents = {}
 
 
 class HeadSigns:
@@ -119,6 +133,15 @@ class Life:
         if not self.lost.done() and (fault := signs.fault()):
             with suppress(InvalidStateError):  # another thread saw it as well
                 self.lost.set_result(fault)
+
+
+def _children(process: int) -> list[int]:
+    """Give the processes that one has started. Linux; elsewhere none are seen."""
+    lists = Path(f"/proc/{process}/task").glob("*/children")
+    try:
+        return [int(child) for one in lists for child in one.read_text().split()]
+    except OSError:  # it has ended
+        return []
 
 
 def connect(address: str) -> None:

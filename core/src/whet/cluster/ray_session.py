@@ -193,6 +193,8 @@ class _Connection:
             self._own.kill()
         with _own_sigterm():
             ray.shutdown()
+        if self._own is not None:
+            self._own.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             watchdog().release("folder", str(self._folder))

@@ -36,7 +36,7 @@ class Watchdog:
         self._lock = threading.Lock()
 
     def guard(self, kind: str, name: str) -> None:
-        """Guard a `group` of processes or a `folder` of temporary files."""
+        """Guard a `group` of processes, a single `process`, or a `folder` of temporary files."""
         with self._lock:
             self._guarded.add(f"{kind} {name}")
             if self._process is None or not self._say(f"{kind} {name}"):
@@ -110,6 +110,27 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def pidfd(process: int) -> int:
+    """Give a descriptor of a process, which no other one gets that is given its number later; -1: there is none."""
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):  # not Linux, or it has ended
+        return -1
+
+
+def kill_pidfd(descriptor: int) -> None:
+    """Kill a process, where there is one and it lives."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
+def close_pidfd(descriptor: int) -> None:
+    """Let go of it."""
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
 def kill_marked(mark: str) -> None:
     """Kill every process whose mark begins so: also those that have left their group."""
     for _ in range(10):
@@ -142,7 +163,7 @@ def _watch(driver: int, family: str) -> None:
     with contextlib.suppress(AttributeError, OSError):  # a child of the driver may hold the pipe open
         waiting.register(os.pidfd_open(driver), select.POLLIN)
     os.set_blocking(0, False)
-    guarded: set[str] = set()
+    guarded: dict[str, int] = {}
     text, alive = b"", True
     while alive:
         alive = all(descriptor == 0 for descriptor, _ in waiting.poll())
@@ -153,11 +174,16 @@ def _watch(driver: int, family: str) -> None:
         *lines, text = text.split(b"\n")
         for line in lines:
             word, _, rest = line.decode().partition(" ")
-            (guarded.discard(rest) if word == "done" else guarded.add(line.decode()))
+            if word == "done":
+                close_pidfd(guarded.pop(rest, -1))
+            else:
+                guarded[line.decode()] = pidfd(int(rest)) if word == "process" else -1
     _end(guarded, family)
 
 
-def _end(guarded: set[str], family: str) -> None:
+def _end(guarded: dict[str, int], family: str) -> None:
+    for descriptor in guarded.values():
+        kill_pidfd(descriptor)
     things = [thing.split(" ", 1) for thing in guarded]
     for group in (name for kind, name in things if kind == "group"):
         kill_group(int(group))
