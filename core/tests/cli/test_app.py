@@ -1,5 +1,6 @@
 """The command answers at once, and ends with the code that says how."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,21 @@ def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any) -> No
     assert ours == "whet.errors"
     for name in ("run", "check", "config", "doctor", "eval", "export", "plugins", "schema", "new"):
         assert any(line.startswith(f"  {name} ") for line in said)
+
+
+def test_that_nobody_reads_any_more_does_not_change_the_code(tmp_path: Path) -> None:
+    """Python's own for it is 120."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    code = "print('step 1'); from whet.cli import main; main()"
+    command = [sys.executable, "-c", code, "check", str(tmp_path / "a.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 1, said
+    assert said.startswith("Error: "), said
+    assert len(said.splitlines()) == 1, said
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["check"], ["check", "a.yaml", "--nothing"], ["export", "x"]])

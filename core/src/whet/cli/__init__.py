@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
 """
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -23,11 +24,24 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # what is left is Python's own end, which a traceback would disturb
+    _let_go_of_readers()
     sys.exit(code)
 
 
 class Terminated(BaseException):
     """SIGTERM, as Ctrl-C is KeyboardInterrupt: nothing that handles errors or SystemExit may swallow it."""
+
+
+def _let_go_of_readers() -> None:
+    """Say what is left, where somebody reads it: Python itself would make a failure of `whet plugins | head`."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError):  # Python will say so
+            pass
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
