@@ -20,7 +20,7 @@ def main(folder: str) -> None:
         chat = [{"role": "user", "content": task.prompt[0].text}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
-            tokens = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+            tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)
         answer = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         print(f"{task.prompt[0].text}  ->  {answer}   (right: {task.data['answer']})")
 

@@ -56,6 +56,7 @@ def run(
     with _claimed(prepared.config.run.folder) as folder:
         if (done := _finished(prepared, folder)) is not None:
             return Outcome(folder.path, done, finished=True, before=True)
+        prepared.refuse_elsewhere()
         return _sittings(prepared, folder)
 
 
@@ -137,6 +138,7 @@ def _told(folder: RunFolder, *events: str) -> str | None:
 def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
     """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`."""
     prepared = prepare(path, overrides, config_only=False, registry=registry)
+    prepared.refuse_elsewhere()
     with (
         _claimed(prepared.config.run.folder) as folder,
         _opened(prepared, folder) as sittings,

@@ -87,7 +87,7 @@ def _config(config: str, overrides: Sequence[str], registry: Registry, prepared:
         prepared.append(prepare(config, overrides, registry=registry))
     except ConfigError as error:
         for problem in error.problems:
-            yield Check("config", "fail", problem, "`whet config explain` shows where a value comes from")
+            yield Check("config", "fail", problem, f"correct it in {config}, or among the overrides")
     except WhetError as error:
         yield Check("config", "fail", str(error))
     else:
@@ -314,7 +314,8 @@ def _hub() -> Iterator[Check]:
     offline = [
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]
-    found = f"cache {cache}, {'offline by ' + ' and '.join(offline) if offline else 'online'}"
+    words = f"offline by {' and '.join(offline)}" if offline else "not set to be offline; nothing was asked of it"
+    found = f"cache {cache}, {words}"
     if not os.access(_existing(cache), os.W_OK):
         yield Check("hub", "warn", f"{found}; it cannot be written", "set HF_HOME to a folder that can")
     elif not _version("huggingface-hub"):

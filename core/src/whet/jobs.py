@@ -69,6 +69,7 @@ def evaluate(
     """
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
     prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
+    prepared.refuse_elsewhere()
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")

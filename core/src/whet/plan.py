@@ -54,6 +54,8 @@ class Plan:
     imports: tuple[str, ...] = ()
     """Modules that worker processes import while the driver still prepares."""
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What keeps this machine from running it, as another one might."""
 
     def role(self, name: str) -> RolePlan:
         """Find a role by its name."""

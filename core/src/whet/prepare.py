@@ -48,6 +48,11 @@ class Prepared:
         """The structured config."""
         return self.loaded.config
 
+    def refuse_elsewhere(self) -> None:
+        """Raise `ConfigError` where another machine might run it, and this one cannot."""
+        if self.plan.warnings:
+            raise ConfigError(list(self.plan.warnings))
+
 
 def prepare(
     path: str | Path,
@@ -80,8 +85,8 @@ def prepare(
         problems += data_problems(loaded.config, facts["algorithm"].record_fields)
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
-    notes = (*evaluation_notes(loaded.config, facts), *_packages(loaded.config, facts, interpreters))
-    plan = evolve(plan, notes=(*plan.notes, *notes))
+    notes = (*evaluation_notes(loaded.config, facts), *_packages(facts, interpreters))
+    plan = evolve(plan, notes=(*plan.notes, *notes), warnings=tuple(_not_here(loaded.config, facts)))
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
     return Prepared(loaded, model, plan, models, facts, interpreters, spans)
 
@@ -161,11 +166,15 @@ def packages_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[tupl
             yield from ((role, package) for package in facts[role_path(role)].packages)
 
 
-def _packages(config: "Config", facts: Mapping[str, Facts], interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
-    """Say what a role's own Python has of what its workers stand on, and what the driver's lacks."""
+def _packages(facts: Mapping[str, Facts], interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
+    """Say what a role's own Python has of what its workers stand on."""
     for role, found in interpreters.items():
         for package in facts[role_path(role)].packages:
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
+
+
+def _not_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+    """Say what workers stand on that this Python does not have."""
     for role, package in packages_here(config, facts):
         if not package.is_here:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"

@@ -40,7 +40,7 @@ def test_problems_are_a_line_each(command: Any, config: Path) -> None:
     found = command("check", str(config), "run.stesp=1", "run.seed=x", "--json")
     assert found.returncode == 1
     problems = [line.strip() for line in done.stderr.splitlines()[1:]]
-    assert json.loads(found.stdout) == {"ok": False, "problems": problems, "plan": None}
+    assert json.loads(found.stdout) == {"ok": False, "problems": problems, "warnings": [], "plan": None}
 
 
 def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) -> None:

@@ -34,7 +34,7 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
         say(_nothing_left(config, overrides, outcome))
         return 0
     if outcome.finished:
-        say(f"finished {outcome.steps} steps in {outcome.folder}")
+        say(f"finished {outcome.steps} steps in {outcome.folder}; `whet report {outcome.folder}` makes a page of them")
         return 0
     say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1

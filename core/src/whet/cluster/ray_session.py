@@ -183,9 +183,7 @@ class _Connection:
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
             self._own = OwnSigns() if self.local else None
         except BaseException as error:
-            self._ready.set_exception(
-                error if isinstance(error, WhetError) else WhetError(f"Ray: {_first(error)}{shortage()}")
-            )
+            self._ready.set_exception(error if isinstance(error, WhetError) else _not_started(error))
         else:
             self._ready.set_result(None)
             self.life.watch(self._own or HeadSigns(self.address), self._leaving)
@@ -326,6 +324,15 @@ def _quiet(joining: bool = False) -> dict[str, Any]:
 
 def _short(*folders: str) -> str:
     return next((folder for folder in folders if len(folder) <= _LONGEST_FOLDER), folders[-1])
+
+
+def _not_started(error: BaseException) -> WhetError:
+    if "timed out during startup" in str(error):
+        return WhetError(
+            "Ray: it did not start on this machine within the half minute that it gives itself; is the machine busy, "
+            f"or short of memory? Try again, or `ray start --head` first and set cluster.address{shortage()}"
+        )
+    return WhetError(f"Ray: {_first(error)}{shortage()}")
 
 
 def _first(error: BaseException) -> str:

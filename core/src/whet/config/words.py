@@ -46,6 +46,8 @@ def type_words(wanted: Any) -> str:
         return f"a mapping of text to {type_words(arguments[1])}"
     if isinstance(origin, type) and issubclass(origin, Iterable):
         items = [type_words(argument) for argument in arguments if argument is not Ellipsis]
+        if len(items) == len(arguments) > 1 and len(set(items)) == 1:
+            return f"a list of {len(items)} {_plural(items[0])}"
         return f"a list of {' and '.join(_plural(item) for item in items)}"
     if isinstance(wanted, type):
         return _class_words(wanted)
