@@ -104,9 +104,8 @@ class Chaos:
             struck.workers = workers
             self.strikes += bool(struck.hit)
             guarded = guarded and struck.hit != "watchdog"
-            if not guarded and struck.hit == "driver":  # nobody was left to remove them
-                for folder in subject.temporary.glob("whet-*"):
-                    shutil.rmtree(folder)
+            if not guarded and struck.hit == "driver":
+                subject.tidy()
             if struck.outcome != "under way":
                 judge(struck, subject)
                 sitting, guarded, blows, workers = None, True, 0, []

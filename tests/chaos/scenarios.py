@@ -151,9 +151,7 @@ def killed_watchdog_and_driver(subject: Subject, undisturbed: Path) -> list[str]
     time.sleep(1.0)
     with looked() as found:
         left = [f"{victim.name} outlived the driver" for victim in found]
-    for file in subject.temporary.iterdir():  # nobody is left to remove them
-        if file.name.startswith("whet-"):
-            subprocess.run(["rm", "-r", str(file)], check=True)
+    subject.tidy()
     return left + resumes(subject, undisturbed)
 
 

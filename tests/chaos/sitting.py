@@ -1,6 +1,8 @@
 """The small run that is disturbed, and one sitting of it: a `whet run` in a process of its own."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,11 @@ from typing import Any
 import yaml
 from attrs import field, frozen
 
+from whet.testing.processes import descendants, end
+
 HERE = Path(__file__).parent
+RAY_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)|/dashboard/agent\.py|/runtime_env/agent/main\.py")
+"""Of Ray's own processes those that outlive it for a minute, where nobody ends them."""
 STEPS, SAVE_EVERY, GROUPS, SAMPLES = 8, 2, 3, 3
 """Of a run: steps, steps between checkpoints, groups of a step, episodes of a group."""
 SLOWNESS = float(os.environ.get("CHAOS_SLOWNESS", "1"))
@@ -52,6 +58,12 @@ class Subject:
     def temporary(self) -> Path:
         """The folder for temporary files of its processes."""
         return self.folder / "tmp"
+
+    def tidy(self) -> None:
+        """Remove what nobody is left to remove, where both the watchdog and the driver were killed."""
+        for folder in self.temporary.glob("whet-*"):
+            shutil.rmtree(folder)
+        end(frozenset(process for process in descendants() if RAY_AGENTS.search(process.command)))
 
     def write(self) -> Path:
         """Write the config and give its path."""
