@@ -56,6 +56,12 @@ def test_every_view_shows_hostile_output_as_text(opened):
     assert "001B" in shown
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_is_opened_by_its_address_begins_at_the_top(opened, page, view):
+    opened.open(page, view)
+    assert opened.run("new Promise((done) => setTimeout(() => done(scrollY), 100))") == 0
+
+
 def test_the_first_view_says_how_it_went(opened):
     shown = text(opened)
     assert "12 / 12" in shown

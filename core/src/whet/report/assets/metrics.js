@@ -17,7 +17,7 @@ function rank(group) {
 }
 
 function metricsView() {
-  const body = el("div", { id: "metrics" });
+  const body = el("div", { id: "curves" });
   const count = el("span", { class: "quiet" });
   const draw = () => {
     const { groups, shown } = grouped();
