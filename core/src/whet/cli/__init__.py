@@ -33,7 +33,7 @@ class Terminated(BaseException):
 
 
 def _let_go_of_readers() -> None:
-    """Say what is left, where somebody reads it: Python itself would make a failure of `whet plugins | head`."""
+    """Say what is left, where somebody reads it: Python itself would make a failure of `whet run it.yaml | head`."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
