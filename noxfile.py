@@ -17,34 +17,32 @@ def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRA
     session.install(*tested, "--no-build-isolation", *editable, *extra)
 
 
-def warm_up_and_sharpen(session: nox.Session, recipe: str, task: str) -> str:
-    """Warm a model up with SFT and sharpen it with GRPO, seed from the command line; give the run folder."""
+def demo(session: nox.Session, name: str, folder: str) -> str:
+    """Warm a model up with SFT and sharpen it with GRPO, seed from the command line; return the last run's folder."""
     install(session)
     seed = session.posargs[0] if session.posargs else "0"
-    data, runs = f"models/{recipe}-{seed}", f"runs/{recipe}-{seed}"
-    session.run("python", "examples/quickstart/prepare.py", data, "--task", task, "--seed", seed)
-    session.run(
-        "whet", "run", f"recipes/{recipe}-sft.yaml", f"run.seed={seed}", f"run.folder={runs}/sft", f"model.path={data}",
-        f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",
-    )  # fmt: skip
-    session.run(
-        "whet", "run", f"recipes/{recipe}-grpo.yaml", f"run.seed={seed}", f"run.folder={runs}/grpo",
-        f"model.path={runs}/sft/model",
-    )  # fmt: skip
-    return f"{runs}/grpo"
+    session.run("whet", "demo", name, "--folder", f"{folder}-{seed}", "--seed", seed)
+    return f"{folder}-{seed}/grpo"
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Warm a small model up with SFT and sharpen it with GRPO on arithmetic; `-- 1` takes seed 1."""
-    folder = warm_up_and_sharpen(session, "quickstart", "arithmetic")
+    folder = demo(session, "arithmetic", "runs/quickstart")
     session.run("python", "examples/quickstart/ask.py", f"{folder}/model")
 
 
 @nox.session
 def calculator(session: nox.Session) -> None:
     """The same with a calculator that is called over two turns; `-- 1` takes seed 1."""
-    warm_up_and_sharpen(session, "calculator", "calculator")
+    demo(session, "calculator", "runs/calculator")
+
+
+@nox.session
+def packages(session: nox.Session) -> None:
+    """Build every distribution, install the bundle `grpo` from its wheel alone and try it as users would."""
+    session.install(*CONSTRAINTS, "hatchling", "packaging")
+    session.run("python", "tests/packages", *session.posargs)
 
 
 @nox.session
@@ -122,6 +120,13 @@ def chaos(session: nox.Session) -> None:
     """Kill what small runs consist of at random moments and judge what comes of it; `-- --seed 7 --kills 50`."""
     install(session)
     session.run("python", "tests/chaos", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Change recipes, data, run folders and checkpoints at random and judge what comes of it; `-- --count 2000`."""
+    install(session)
+    session.run("python", "tests/fuzz", *session.posargs)
 
 
 @nox.session

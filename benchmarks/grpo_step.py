@@ -65,8 +65,8 @@ def prepare() -> None:
     """Warm the model up once; both start from it."""
     if (START / "model").exists():
         return
-    run(sys.executable, "examples/quickstart/prepare.py", "models/bench")
-    data = "models/bench"
+    run("whet", "demo", "--folder", "models/bench", "--steps", "0")
+    data = "models/bench/start"
     run(
         "whet", "run", "recipes/quickstart-sft.yaml", f"run.folder={START}", f"model.path={data}",
         f"data.train.0.path={data}/train.jsonl", f"data.validation.0.path={data}/validation.jsonl",

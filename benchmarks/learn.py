@@ -38,7 +38,7 @@ STARTS: dict[str, tuple[str, list[list[str]]]] = {
     "arithmetic": (
         "models/start-0/model",
         [
-            [sys.executable, "examples/quickstart/prepare.py", "models/quickstart-0", "--seed", "0"],
+            [sys.executable, "-m", "whet.cli", "demo", "--folder", "runs/quickstart-0", "--steps", "0"],
             [sys.executable, "-m", "whet.cli", "run", "recipes/quickstart-sft.yaml", "run.folder=models/start-0"],
         ],
     ),

@@ -20,8 +20,9 @@ include_patterns = [
 exclude_patterns = ["docs/_build", ".*", "runs", "models"]
 
 HOW_TO = (
-    "own-environment", "foreign-agent", "own-reward", "own-loss", "own-advantages-or-filter", "write-a-plugin",
-    "write-a-recipe", "read-metrics", "read-a-report", "resume", "evaluate", "debug", "use-as-a-library", "gsm8k",
+    "install", "sft-on-your-data", "own-environment", "foreign-agent", "own-reward", "own-loss",
+    "own-advantages-or-filter", "write-a-plugin", "write-a-recipe", "read-metrics", "read-a-report", "resume",
+    "evaluate", "debug", "use-as-a-library", "gsm8k", "memory",
 )  # fmt: skip
 CONTENTS = {
     "docs/README": {

@@ -1,4 +1,7 @@
-"""Write the reference pages from the code: `python docs/generate_reference.py`; `--check` only compares."""
+"""Write the reference pages, and what packages ship, from the code: `python docs/generate_reference.py`.
+
+`--check` only compares.
+"""
 
 import argparse
 import functools
@@ -62,13 +65,15 @@ WHERE = {
 
 
 def pages() -> dict[str, str]:
-    """Give the text of each page by its path in `docs/reference`."""
+    """Return the text of each page, and of each file of `packaged.py`, by its path from `docs/reference`."""
     kinds = {kind: offers for kind in KINDS if (offers := list(offered(kind)))}
     made = {"hooks.md": hooks(), "config.md": config(), "cli.md": cli(), "contracts.md": contracts()}
     made["components.md"] = components(kinds)
     made["combinations.md"] = combined(kinds["algorithms"])
     made |= {f"components/{kind}.md": one_kind(kind, offers) for kind, offers in kinds.items()}
-    return {name: f"{NOTICE}\n{text.rstrip()}\n" for name, text in made.items()}
+    packaged = _beside("packaged").files(ROOT, registry())
+    outside = {f"../../{name}": text for name, text in packaged.items()}
+    return {**{name: f"{NOTICE}\n{text.rstrip()}\n" for name, text in made.items()}, **outside}
 
 
 def hooks() -> str:
@@ -130,13 +135,18 @@ def components(kinds: Mapping[str, Sequence[Offer]]) -> str:
 
 def combined(algorithms: Sequence[Offer]) -> str:
     """Write which parts fit which algorithm."""
-    spec = importlib.util.spec_from_file_location("combinations", Path(__file__).with_name("combinations.py"))
+    text: str = _beside("combinations").page(registry(), [offer.component.name for offer in algorithms])
+    return text
+
+
+def _beside(name: str) -> Any:
+    """Import a module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    text: str = made.page(registry(), [offer.component.name for offer in algorithms])
-    return text
+    return made
 
 
 def one_kind(kind: Kind, offers: Sequence[Offer]) -> str:
@@ -258,10 +268,11 @@ def main(arguments: Sequence[str]) -> int:
     folder = ROOT / "docs" / "reference"
     if parser.parse_args(arguments).check:
         outdated = list(differences(folder))
-        print("\n".join(f"docs/reference/{name} is out of date" for name in outdated) or "up to date")
+        shown = [f"docs/reference/{name}".replace("docs/reference/../../", "") for name in outdated]
+        print("\n".join(f"{name} is out of date" for name in shown) or "up to date")
         return len(outdated)
     for name, text in pages().items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return 0
 

@@ -96,7 +96,7 @@ SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
     [
         (["run.steps"], "the override 'run.steps' is not of the form key.path=value"),
         (["run.steps=[1"], "the override 'run.steps=[1', line 1, column 3: expected ',' or ']'"),
-        (["run.steps="], "run.steps: wanted an integer, found null"),
+        (["run.steps="], "run: states neither `steps` nor `epochs`: how long to train"),
         (["run.steps.more=3"], "run.steps: wanted an integer|run.steps is the number 1 and has no keys"),
         (["environments.7.terms=3"], "environments is a list; wanted an index from 0 to 0 (0: arithmetic), found '7'"),
         (["environments.0.term=3"], "environments.0.term: unknown key (did you mean 'terms'?)"),
@@ -110,7 +110,6 @@ SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
         (["rollout.max_context=9999"], "rollout.max_context: is 9999, but the model's positions end at 256"),
         (["rollout.max_tokens=256"], "rollout.max_tokens: is 256, which leaves no room for a prompt in 256 tokens"),
         (["cluster.threads.backnd=1"], "cluster.threads.backnd: there is no such role; there are backend, generator"),
-        (["cluster.gpus.backend=99"], "cluster.gpus: asks for 99 GPUs; this machine has"),
         (["model.path=nowhere"], "model.path: there is no folder 'nowhere'; give a model folder or a hub name"),
         (["plugins=[nothing.py]"], "nothing.py'"),
         ([*SFT, "data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
@@ -140,3 +139,12 @@ def test_what_a_component_cannot_do_is_found_before_anything_starts(good, whet):
 def test_a_folder_that_cannot_be_written_is_named(good, tiny_model_folder, whet):
     inside = tiny_model_folder / "config.json" / "run"
     assert whet("run", good, f"run.folder={inside}").error == f"cannot write {inside}: Not a directory"
+
+
+def test_a_logger_that_writes_outside_the_run_folder_is_told_in_the_plan(good, whet, tmp_path):
+    outside = ["loggers=[{use: jsonl, path: ../of-all.jsonl}, {use: tensorboard, folder: TMP}, {use: jsonl}]"]
+    told = whet("check", good, outside[0].replace("TMP", str(tmp_path))).output
+    run = good.parent / "run"
+    assert f"loggers.0.path: jsonl writes to {good.parent / 'of-all.jsonl'}, outside the run folder {run}" in told
+    assert f"loggers.1.folder: tensorboard writes to {tmp_path}, outside the run folder {run}" in told
+    assert "loggers.2" not in told

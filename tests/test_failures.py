@@ -107,8 +107,7 @@ def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, sma
     [
         ("raises", r"LookupError: nothing is known of \d+"),
         ("nan", r"gave the reward 'fine' = nan, wanted a finite number"),
-        ("hangs", r"the grader file:.*troubles\.py:hangs gave no answer within 0\.3 s"),
-        ("crashes", r"the grader file:.*troubles\.py:crashes failed: its process exited with code 3"),
+        ("unstartable", r"the grader no_such_module:grade could not be started: .*no_such_module"),
     ],
 )
 def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, small_run, whet, kind, cause):
@@ -127,6 +126,39 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_cause(tmp_path, 
     )
     assert re.search(cause, error), error
     assert (tmp_path / "run" / "metrics.jsonl").exists() is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("hangs", "hangs cannot decide about an answer: it needs more than 0.3 s of processor time"),
+        ("crashes", "also alone in a fresh process: its process exited with code 3"),
+    ],
+)
+def test_a_policy_whose_answers_a_grader_cannot_decide_about_trains_on(tmp_path, small_run, whet, kind, reason):
+    config = small_run(
+        tmp_path,
+        run={"folder": str(tmp_path / "run"), "steps": 3},
+        plugins=[str(HERE / "troubles.py")],
+        algorithm={"use": "grpo", "prompts_per_step": 2, "group_size": 2},
+        environments=[trouble(kind)],
+        evaluation={"at_start": False, "environments": [trouble(kind, limit=1)]},
+        rollout={"max_tokens": 4, "max_failed_groups": 1, "max_infrastructure_groups": 1},
+        loggers=[{"use": "console"}],
+    )
+    done = whet("run", config)
+    assert done.code == 0, done.errors
+    metrics = rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["grader/undecided"] for row in metrics] == [4.0, 4.0, 4.0]
+    assert [row["reward/mean"] for row in metrics] == [0.0, 0.0, 0.0]
+    assert not any(row["groups/dropped"] or row["episodes/retried"] for row in metrics)
+    assert (metrics[-1]["evaluation/trouble/undecided"], metrics[-1]["evaluation/trouble/reward"]) == (1.0, 0.0)
+    for file in (tmp_path / "run" / "rollouts").iterdir():
+        for row in rows(file):
+            assert row["rewards"] == {"fine": 0.0}
+            assert [reason in found for found in row["undecided"]] == [True]
+    assert "step 1: graders could not decide about 4 answers within their limits" in done.output
+    assert "undecided 1" in done.output
 
 
 def test_a_reward_with_a_bug_ends_the_run_after_its_first_groups(tmp_path, small_run, whet):
@@ -174,7 +206,7 @@ def whet_environments():
 def troubled(tmp_path_factory, small_run, whet) -> Path:
     """The run folder of three environments that each fail for some of their tasks."""
     folder = tmp_path_factory.mktemp("troubled")
-    entries = [trouble("raises", 4), trouble("nan", 4), trouble("hangs", 8)]
+    entries = [trouble("raises", 4), trouble("nan", 4), trouble("unstartable", 8)]
     config = small_run(
         folder,
         run={"folder": str(folder / "run"), "steps": 6},
@@ -195,7 +227,7 @@ def test_groups_of_failed_episodes_are_dropped_replaced_and_counted(troubled):
     dropped, failed, lost, retried = (sum(row[name] for row in metrics) for name in names)
     assert dropped > 3
     assert failed > 0
-    assert lost > 0  # graders that hang
+    assert lost > 0  # graders that cannot be started
     assert dropped <= failed + lost <= 2 * dropped
     assert retried >= failed + lost
     assert len(metrics) == 6
@@ -206,9 +238,19 @@ def test_groups_of_failed_episodes_are_dropped_replaced_and_counted(troubled):
 def test_what_failed_is_never_scored_and_never_trained_on(troubled):
     assert all(row["reward/mean"] == row["reward/fine"] == 1.0 for row in rows(troubled / "metrics.jsonl"))
     played = [row for file in (troubled / "rollouts").iterdir() for row in rows(file)]
-    assert {row["environment"] for row in played} == {"raises", "nan", "hangs"}
-    assert all(row["task"] % 4 for row in played if row["environment"] != "hangs")
-    assert all(row["task"] % 8 for row in played if row["environment"] == "hangs")
+    assert {row["environment"] for row in played} == {"raises", "nan", "unstartable"}
+    assert all(row["task"] % 4 for row in played if row["environment"] != "unstartable")
+    assert all(row["task"] % 8 for row in played if row["environment"] == "unstartable")
+
+
+def test_each_of_several_environments_has_metrics_of_its_own(troubled):
+    metrics, names = rows(troubled / "metrics.jsonl"), ("raises", "nan", "unstartable")
+    for row in metrics:
+        played = {found["environment"] for found in rows(troubled / "rollouts" / f"step-{row['step']:06d}.jsonl")}
+        assert {name for name in names if f"{name}/reward/fine" in row} == played
+        for name in played:
+            assert row[f"{name}/reward/mean"] == row[f"{name}/pass_rate"] == row["pass_rate"] == 1.0
+            assert row[f"{name}/response_length/mean"] <= 4.0
 
 
 def test_an_evaluation_leaves_failed_episodes_out_and_counts_them(troubled):

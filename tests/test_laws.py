@@ -73,7 +73,9 @@ assert plan is not None, problems
     assert heavy_after(code, str(recipe)) == []
 
 
-@pytest.mark.parametrize("command", [["--help"], ["plugins"], ["schema"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["--help"], ["plugins"], ["schema"], ["new", "recipe"], ["demo", "--help"]], ids=" ".join
+)
 def test_a_command_that_only_shows_something_loads_nothing_heavy(command: list[str]) -> None:
     code = "from whet.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
     assert heavy_after(code, *command) == []
@@ -83,6 +85,7 @@ def test_a_command_that_only_shows_something_loads_nothing_heavy(command: list[s
 
 
 def test_core_names_no_plugin() -> None:
+    """Its catalog does, but that is data, written from the plugins' own metadata: see tests/test_packages.py."""
     names = [name for plugin in PLUGINS for name in (package(plugin), project(plugin)["name"])]
     pattern = re.compile(rf"\b({'|'.join(names)})\b")
     for file in (ROOT / "core" / "src").rglob("*"):
@@ -169,3 +172,18 @@ def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
 def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
     code = f"import os\nbefore = dict(os.environ)\nimport {package(plugin)}.hooks\nassert dict(os.environ) == before"
     assert heavy_after(code) == []
+
+
+# What every config has
+
+
+def test_every_number_of_every_component_has_a_lower_and_an_upper_bound() -> None:
+    from whet.component import KINDS
+    from whet.config.bounds import unbounded
+    from whet.plugins import load_plugins
+
+    registry = load_plugins()
+    offers = [(kind, name, offer) for kind in KINDS for name, offer in registry.offers(kind).items()]
+    assert len(offers) > 30
+    found = {f"{kind}/{name}": unbounded(offer.component.config) for kind, name, offer in offers}
+    assert {name: fields for name, fields in found.items() if fields} == {}

@@ -186,3 +186,46 @@ def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_sai
     (error,) = [line for line in lines if line.startswith("Error: ")]  # Ray may have its own words after it
     assert error.startswith("Error: generator rank 0 failed in start:"), lines
     assert "CPU 4, train 8: no node can hold that" in error
+
+
+CUT_OFF = """
+import os, sys, time
+from pathlib import Path
+from whet.cluster.ray import RayCluster
+from whet.errors import WorkerLost
+from whet.testing.obedient import TARGET
+
+with RayCluster(Path(sys.argv[1]), address=sys.argv[2], resources={"a": {"gen": 1}, "b": {"gen": 1}}) as cluster:
+    idle, asked = (cluster.slice(role, threads=1).spawn(TARGET, {}) for role in "ab")
+    waiting = [idle.start("hang", phase="generate")]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin = time.monotonic()
+    waiting.append(asked.start("hang", phase="generate"))
+    for one in waiting:
+        try:
+            one.result()
+        except WorkerLost as error:
+            print("LOST", time.monotonic() - begin, error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_that_falls_silent_is_noticed_long_before_its_heartbeat_is_missed(tmp_path):
+    """`docs/how-to/ray.md` says: after a minute. One call was sent to it before the silence, and one after."""
+    pytest.importorskip("ray")
+    with wired() as (head, other):
+        command = head.command(sys.executable, "-c", CUT_OFF, tmp_path, f"{head.address}:6379")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        with subprocess.Popen(command, env=head.environment, **pipes) as driver:
+            while "ready" not in (line := driver.stdout.readline()):
+                assert line, "it ended"
+            other.unplug()
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+            lost = [line.split(maxsplit=2) for line in driver.stdout if line.startswith("LOST")]
+    assert len(lost) == 2
+    for _, seconds, error in lost:
+        assert float(seconds) < 110, "the heartbeat alone would take 120 s"
+        assert other.address in error

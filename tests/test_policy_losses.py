@@ -9,11 +9,11 @@ from attrs import evolve
 from whet.cluster.local import LocalCluster
 from whet.component import Selection
 from whet.config.build import to_spec
-from whet.config.policy import CorrectionSection
+from whet.config.policy import CorrectionSection, TopEntropySection
 from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
 from whet.plugins import load_plugins
-from whet.stages import correct_gap, with_correction
+from whet.stages import correct_gap, keep_uncertain, with_correction
 from whet.testing.batches import random_batch
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
@@ -27,6 +27,10 @@ LOSSES: list[dict[str, Any]] = [
     {"use": "gspo", "level": "token", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant", "max_length": 9},
     {"use": "cispo", "kl": {"weight": 0.1, "straight_through": True}},
     {"use": "reinforce", "aggregation": "constant", "max_length": 9, "count_empty": True},
+    {"use": "gmpo", "kl": {"weight": 0.1, "importance": "sampler"}},
+    {"use": "sapo", "off_policy": {"threshold": 0.02}, "likelihood": {"weight": 0.2, "at_least": 0.0}},
+    {"use": "clipped-pg", "aggregation": "sequence", "count_empty": True, "count_masked": False},
+    {"use": "ppo-clip", "kl": PENALTY, "likelihood": {"weight": 0.2, "at_least": 0.0}},
 ]
 COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")
 
@@ -41,7 +45,7 @@ def spec(document: dict[str, Any]) -> Any:
 
 def batch_for(number: int, backend: Fsdp2Backend) -> Batch:
     """Give a batch near the policy, one sequence of it all masked; every other one with advantages of tokens."""
-    batch = random_batch(number, columns=COLUMNS, vocabulary=200)
+    batch = random_batch(number, columns=(*COLUMNS, "reward", "version"), vocabulary=200)
     scores = backend.score(batch, ("logprobs",))["logprobs"]
     draw = np.random.default_rng(number)
     for name in COLUMNS[1:]:
@@ -87,10 +91,8 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
 def test_value_gradient_and_metrics_do_not_depend_on_layout_order_and_ranks(build: Any, other: dict[str, Any]) -> None:
     whole, cut = build(layout="shared"), build(**other)
     for number, document in enumerate(LOSSES):
-        batch, loss = (
-            batch_for(number if "level" in document or document["use"] != "gspo" else 2, whole),
-            spec(document),
-        )
+        of_sequences = document["use"] == "gmpo" or (document["use"] == "gspo" and "level" not in document)
+        batch, loss = batch_for(2 if of_sequences else number, whole), spec(document)
         expected = numbers(whole.train(batch, loss))
         shuffled = concatenate(batch.split(len(batch.units()), seed=number))
         found = numbers(cut.train(shuffled, loss))
@@ -121,3 +123,28 @@ def test_a_correction_within_the_training_pass_gives_what_one_before_it_gives(
         assert found[name] == pytest.approx(expected[name], rel=2e-4)
     assert expected["grad_norm"] != pytest.approx(numbers(build().train(batch, loss))["grad_norm"], rel=1e-2)
     assert before.keys() <= found.keys()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": "packed", "micro_batch_tokens": 30},
+        pytest.param({"ranks": 2, "micro_batch_tokens": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["packed", "two-ranks"],
+)
+def test_the_tokens_of_high_entropy_do_not_depend_on_layout_order_and_ranks(build: Any, other: dict[str, Any]) -> None:
+    whole, cut = build(layout="shared"), build(**other)
+    batch, loss = batch_for(2, whole), spec({"use": "clipped-pg"})
+    batch = batch.with_columns(position=np.arange(batch.sequences))
+    shuffled = concatenate(batch.split(len(batch.units()), seed=3))
+    section = TopEntropySection(share=0.3)
+    expected, about = keep_uncertain(batch, whole, section)
+    found, others = keep_uncertain(shuffled, cut, section)
+    order = np.argsort(found["position"])
+    np.testing.assert_array_equal(found.take(order)["advantages"], expected["advantages"])
+    assert numbers(others) == pytest.approx(numbers(about), rel=1e-4)
+    kept = (expected["advantages"] != 0).sum()
+    assert 0 < kept <= np.ceil(0.3 * batch["loss_mask"].sum())
+    trained = numbers(whole.train(expected, loss)), numbers(cut.train(found, loss))
+    assert trained[0] == pytest.approx(trained[1], rel=2e-4, abs=2e-5)

@@ -91,7 +91,7 @@ def malformed(tmp_path: Path, shared_data: Path) -> Path:
 SPOILT = [
     r"malformed\.jsonl:10: not JSON",
     r"malformed\.jsonl:20: a list, wanted an object",
-    r"malformed\.jsonl:30: .*'question'\]",
+    r"malformed\.jsonl:30: .*question",
     r"malformed\.jsonl:40: not UTF-8",
 ]
 

@@ -217,3 +217,28 @@ def test_a_second_ctrl_c_ends_a_run_that_did_not_fail(tmp_path, tiny_model_folde
     assert "run ended at step 0; everything it wrote is in" in capsys.readouterr().out
     last = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["by"]) == ("closed", "KeyboardInterrupt")
+
+
+CARRIED = (
+    "run.steps=4", "cluster.workers=inline", "backend.reference=true", "algorithm.advantages=remax",
+    "algorithm.kl_reward={weight: 0.2, adaptive: {target: 0.001, horizon: 20}}", "algorithm.top_entropy={share: 0.5}",
+    "algorithm.loss={use: sapo, off_policy: {threshold: 0.01}, likelihood: {weight: 0.1}}",
+)  # fmt: skip
+
+
+def test_what_an_algorithm_carries_from_step_to_step_survives_to_the_last_bit(tmp_path, tiny_model_folder):
+    runs = {}
+    for name, sittings in (("whole", [4]), ("again", [2, 4])):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, tiny_model_folder)
+        for steps in sittings:
+            finish(start(config, *CARRIED, f"run.steps={steps}"))
+        runs[name] = tmp_path / name / "run"
+    whole, again = (numbers(run, "probe/") for run in runs.values())
+    assert whole == again
+    weights = [row["kl_reward/weight"] for row in whole]
+    assert weights[0] == 0.2
+    assert len(set(weights)) == 4
+    assert all("reward/greedy" in row and row["top_entropy/share"] >= 0.5 for row in whole)
+    one, other = ((run / "model/model.safetensors").read_bytes() for run in runs.values())
+    assert one == other

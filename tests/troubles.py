@@ -14,8 +14,9 @@ from whet.data.records import Task
 class TroubleConfig:
     """What goes wrong, and how often."""
 
-    kind: Literal["raises", "nan", "hangs", "crashes"]
-    """`raises` an error, gives `nan` as the reward, has a grader that `hangs` or one that `crashes`."""
+    kind: Literal["raises", "nan", "unstartable", "hangs", "crashes"]
+    """`raises` an error, gives `nan` as the reward, has a grader that is `unstartable`; or one that every answer
+    `hangs`, or `crashes`."""
     every: int = 1
     """One task of so many is in trouble."""
 
@@ -23,11 +24,12 @@ class TroubleConfig:
 class Trouble:
     """The environment `trouble`."""
 
-    reward_weights = {}
+    reward_weights = {"fine": 1.0}
 
     def __init__(self, config):
         self.config = config
-        self.pool = GraderPool(crashes if config.kind == "crashes" else hangs, timeout_seconds=0.3)
+        graders = {"hangs": hangs, "crashes": crashes}
+        self.pool = GraderPool(graders.get(config.kind, "no_such_module:grade"), workers=2, timeout_seconds=0.3)
 
     def tasks(self, split):
         return [Task(f"Say {n}", {"number": n}) for n in range(16)]

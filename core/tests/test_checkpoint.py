@@ -139,3 +139,28 @@ def test_differences_are_shown_by_path_and_may_be_allowed():
     assert checkpoint.differences(saved, {**saved, "data": [1]}, []) == [
         "data.0: the run has nothing, the config gives 1"
     ]
+
+
+def test_a_checkpoint_without_its_manifest_is_not_passed_over(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (5, 10):
+        checkpoint.write(run, step, {}, {"backend": save_weights})
+    (run.checkpoints / "step-000010" / checkpoint.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"step-000010 is damaged: it lacks complete\.json"):
+        checkpoint.latest(run)
+
+
+def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder.rename(folder.with_name("step-000010"))
+    with pytest.raises(CheckpointError, match=r"was moved: .* name the steps 5 and 10"):
+        checkpoint.latest(run)
+
+
+def test_a_manifest_that_lists_nothing_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    (folder / checkpoint.MANIFEST).write_text('{"step": 5, "files": {}}')
+    with pytest.raises(CheckpointError, match=r"does not list state\.json"):
+        checkpoint.latest(run)

@@ -48,7 +48,7 @@ def test_a_machine_and_a_config_that_are_fit(good: Path) -> None:
         assert [status for status, _ in of(found, name)] == ["ok"], name
     assert "it.yaml: feeds on data" in of(found, "config")[0][1]
     assert "Qwen3ForCausalLM" in of(found, "model")[0][1]
-    assert of(found, "data")[0][1].endswith("data.jsonl: records of prompt, answer")
+    assert of(found, "data")[0][1].endswith("data.jsonl: JSON lines; columns prompt, answer")
     assert not (good.parent / "runs").exists(), "it only looks"
 
 
@@ -94,6 +94,13 @@ def test_a_ray_cluster_that_does_not_answer_is_a_failure(good: Path) -> None:
     [(status, found)] = [one for one in of(gone, "ray") if address in one[1]]
     assert status == "fail"
     assert found.startswith(f"nobody answers at {address}: ")
+
+
+def test_gpus_that_the_plan_lacks_are_a_failure(good: Path) -> None:
+    lacking = prepare(good, ["cluster.gpus.backend=800"])
+    [found] = doctor._gpus(lacking)
+    assert (found.status, [found.found]) == ("fail", list(lacking.plan.warnings)), "what `whet check` says"
+    assert [check.status for check in doctor._gpus(prepare(good))] == ["ok"]
 
 
 def test_a_check_that_hangs_is_a_finding() -> None:

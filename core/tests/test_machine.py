@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.machine import available_memory, cpu_quota, gpu_count, memory_limit, usable_cores
+from whet.machine import available_memory, cpu_quota, gpu_count, memory_limit, total_memory, usable_cores
 from whet.prepare import machine
 
 
@@ -64,8 +64,12 @@ def test_cores_beyond_the_quota_are_not_used(tmp_path: Path, quota: str, expecte
 def test_memory_is_what_is_left_within_the_containers_limit(tmp_path: Path) -> None:
     root = lay(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2048 kB\n", "proc/self/cgroup": "0::/\n"})
     assert (memory_limit(root), available_memory(root)) == (None, 2048 << 10)
+    assert total_memory(root) == 9 << 10
     lay(root, {"sys/fs/cgroup/memory.max": "1048576\n"})
     assert (memory_limit(root), available_memory(root)) == (1 << 20, 1 << 20)
+    assert total_memory(root) == 9 << 10, "the limit is more than there is"
+    lay(root, {"sys/fs/cgroup/memory.max": "4096\n"})
+    assert total_memory(root) == 4096
     lay(root, {"proc/self/cgroup": "5:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"})
     assert memory_limit(root) is None
 

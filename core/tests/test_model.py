@@ -1,5 +1,6 @@
 import json
 import sys
+import tracemalloc
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,20 @@ def test_what_a_config_does_not_say_is_0() -> None:
     assert (info.vocab_size, info.max_positions, info.parameters, info.architecture) == (0, 0, 0, "")
 
 
+def test_what_a_config_leaves_open_counts_as_the_smaller_number() -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    sizes = {
+        name: ModelInfo("x", {**shape, **config}).parameters
+        for name, config in {
+            "tied": {"model_type": "gemma2"},  # its class ties them, so its config does not say so
+            "untied": {"model_type": "gemma2", "tie_word_embeddings": False},
+            "plain": {"model_type": "starcoder2", "tie_word_embeddings": True},
+        }.items()
+    }
+    assert sizes["untied"] - sizes["tied"] == 64 * 1000
+    assert sizes["tied"] - sizes["plain"] == 2 * 64 * 4 * 64
+
+
 def test_a_config_of_nonsense_has_no_parameters() -> None:
     info = ModelInfo("x", {"hidden_size": "many", "num_hidden_layers": None, "vocab_size": "x", "text_config": 5})
     assert (info.parameters, info.vocab_size, info.max_positions, info.token_cache_bytes) == (0, 0, 0, 0)
@@ -65,6 +80,22 @@ def test_whole_weights_are_accepted(tiny_model_folder: Path) -> None:
     check_weights(tiny_model_folder)
 
 
+def header(text: bytes, times: int = 1) -> bytes:
+    """Return a safetensors file that begins as such, and then has this for a header."""
+    return (times * len(text)).to_bytes(8, "little") + text * times
+
+
+def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header(b"[],", 8_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="wanted at most 2,097,152"):
+            check_weights(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -73,6 +104,9 @@ def test_whole_weights_are_accepted(tiny_model_folder: Path) -> None:
         ("model.safetensors", lambda whole: whole + b"x", "fetch it again"),
         ("model.safetensors", lambda whole: whole[:100], "is no safetensors file"),
         ("model.safetensors", lambda whole: b"", "is no safetensors file"),
+        ("model.safetensors", lambda _: header(b"[" * 100_000), "is no safetensors file: it nests too deeply"),
+        ("model.safetensors", lambda _: header(b"[],"), "is no safetensors file"),
+        ("model.safetensors", lambda _: header(b"[],", 8_000_000), "is no safetensors file: it has about 16,000,000"),
         ("model.safetensors", lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("model.safetensors.index.json", lambda _: b'{"weight_map": {"a": "model-2.safetensors"}}', "lacks model-2"),
         ("model.safetensors.index.json", lambda _: b'{"weight_map": []}', "index.json cannot be read"),

@@ -188,8 +188,6 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         ({"rollout": RolloutSection(max_tokens=128)}, "rollout.max_tokens: is 128, which leaves no room"),
         ({"rollout": RolloutSection(max_tokens=8, max_context=256)}, "rollout.max_context: is 256, but the model's"),
         ({"cluster": ClusterSection(ranks={"bakcend": 2})}, "cluster.ranks.bakcend: there is no such role"),
-        ({"cluster": ClusterSection(threads={"backend": 0})}, "cluster.threads.backend: is 0, wanted at least 1"),
-        ({"cluster": ClusterSection(gpus={"backend": 1})}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
         ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share.0: names the role 'x'"),
         (
             {"cluster": ClusterSection(workers="inline", ranks={"backend": 2})},
@@ -198,10 +196,6 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         (
             {"cluster": ClusterSection(workers="inline", gpus={"backend": 2})},
             "cluster.ranks: inline workers are one rank each",
-        ),
-        (
-            {"cluster": ClusterSection(gpus={"backend": 3, "generator": 2}, share=[["backend"]])},
-            "cluster.gpus: asks for 5 GPUs; this machine has 0",
         ),
         (
             {"cluster": ClusterSection(python={"generator": "vllm"}, share=[["backend", "generator"]])},
@@ -219,6 +213,15 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         (
             {"environments": [EnvironmentSection(component=chosen("environments", "sums"), weight=0)]},
             "environments: none has a weight above 0",
+        ),
+        (
+            {
+                "environments": [
+                    EnvironmentSection(component=chosen("environments", "sums")),
+                    EnvironmentSection(component=chosen("environments", "sums"), name="seconds"),
+                ]
+            },
+            "environments.1.name: is seconds, with which other metrics begin",
         ),
         (
             {"environments": [EnvironmentSection(component=chosen("environments", "sums"))] * 2},
@@ -387,7 +390,10 @@ def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
     ("cluster", "problem"),
     [
         ({"address": "10.0.0.1:6379"}, "cluster.address: is of the launcher `ray`, and cluster.launcher is local"),
-        ({**JOINED, "address": "ray://10.0.0.1:6379"}, "cluster.address: is 'ray://10.0.0.1:6379', wanted `host:port`"),
+        (
+            {**JOINED, "address": "ray://10.0.0.1:6379"},
+            "cluster.address: is 'ray://10.0.0.1:6379', which is for Ray's client: workers connect to the driver",
+        ),
         ({"launcher": "ray", "resources": {"backend": {"a100": 1}}}, "cluster.resources: there is one node alone"),
         (
             {**JOINED, "resources": {"backend": {"GPU": 1}}},
@@ -412,3 +418,23 @@ def test_weights_that_the_backend_does_not_hold_are_refused():
     assert problem.startswith("backend.reference: loop scores with the weights 'reference', and the backend trainer")
     facts["backend"] = attrs.evolve(FACTS["backend"], weights_given=frozenset({"policy", "reference"}))
     assert not problems(make_config(), facts)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({"gpus": {"backend": 1}}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
+        (
+            {"gpus": {"backend": 3, "generator": 2}, "share": [["backend"]]},
+            "cluster.gpus: asks for 5 GPUs; this machine has 0",
+        ),
+    ],
+)
+def test_gpus_that_this_machine_lacks_are_a_warning_and_those_that_a_given_one_lacks_a_refusal(cluster, told):
+    config = make_config(cluster=ClusterSection(**cluster))
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8))
+    assert (found, plan.warnings, plan.refusals) == ([], (told,), ())
+    assert plan.role("backend").devices[0] == "cuda:0", "the plan is there all the same"
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8, given=True))
+    assert (found, plan.warnings) == ([], ())
+    assert plan.refusals == (told.replace("this machine", "the given machine"),)

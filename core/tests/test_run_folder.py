@@ -2,13 +2,14 @@
 
 import errno
 import json
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
 from whet.errors import CheckpointError, WhetError
-from whet.run_folder import RunFolder, disk_errors, read_rows
+from whet.run_folder import RunFolder, disk_errors, read_rows, use_umask
 
 
 def test_two_runs_cannot_have_one_folder(tmp_path):
@@ -28,6 +29,37 @@ def test_rows_are_appended_and_a_torn_last_line_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "loss": 0.')
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({}, 0o600), ({"private_records": False}, 0o644)])
+def test_what_the_model_said_is_private_unless_it_is_to_be_shared(tmp_path, options, wanted):
+    run = RunFolder(tmp_path, **options)
+    before = os.umask(0o022)
+    try:
+        for name in (
+            "rollouts/step-000001.jsonl",
+            "evaluations/step-000001-a.jsonl",
+            "endpoint.jsonl",
+            "metrics.jsonl",
+        ):
+            run.append(name, [{"step": 1}])
+    finally:
+        os.umask(before)
+    modes = {str(f.relative_to(tmp_path)): f.stat().st_mode & 0o777 for f in tmp_path.rglob("*.jsonl")}
+    assert modes.pop("metrics.jsonl") == 0o644
+    assert set(modes.values()) == {wanted}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
+def test_files_of_others_get_the_mode_that_new_files_get(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "new").touch()
+        os.close(os.open(tmp_path / "closed", os.O_CREAT, 0o600))
+        use_umask(tmp_path / "closed")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "closed").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_rewinding_forgets_later_steps_alone(tmp_path):
@@ -167,3 +199,56 @@ def test_what_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"cannot write .*rollouts"):
         run.append_later("rollouts/step-000002.jsonl", lambda: [{"n": 2}])
     run.release()
+
+
+STRANGE = [
+    "rollouts/step-x.jsonl",
+    "rollouts/step-.jsonl",
+    "rollouts/step-²²²²²².jsonl",
+    "evaluations/step-.json",
+    "evaluations/tasks/step-x.jsonl",
+]
+
+
+def test_files_that_no_run_writes_are_left_alone(tmp_path):
+    run = RunFolder(tmp_path)
+    written = [
+        *STRANGE,
+        "rollouts/step-000001.jsonl",
+        "rollouts/step-000002.jsonl",
+        "evaluations/step-000003-a-b.jsonl",
+    ]
+    for name in written:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "rollouts" / "step-000009.jsonl").mkdir()
+    run.rewind(1)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json*")}
+    assert left == {*STRANGE, "rollouts/step-000001.jsonl", "rollouts/step-000009.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl", "spans.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(WhetError, match=f"{name}: Is a directory"):
+        RunFolder(tmp_path).rewind(1)
+    (tmp_path / "identity.json").mkdir()
+    with pytest.raises(WhetError, match=r"identity\.json: Is a directory"):
+        RunFolder(tmp_path).read_json("identity.json")
+
+
+@pytest.mark.parametrize("time", ["1e300", '"now"', "[]", "null", "-1e18"])
+def test_a_time_that_is_none_is_named(tmp_path, time):
+    (tmp_path / "journal.jsonl").write_text(f'{{"time": {time}, "event": "opened"}}\n')
+    with pytest.raises(CheckpointError, match=r"journal\.jsonl, first line: the time .* is no time in seconds"):
+        RunFolder(tmp_path).began()
+
+
+def test_rows_whose_step_is_no_number_do_not_end_a_rewind(tmp_path):
+    run = RunFolder(tmp_path)
+    rows = [{"step": 1}, {"step": "x"}, {"step": None}, {"step": []}, {"step": 2}]
+    for name in ("metrics.jsonl", "journal.jsonl"):
+        run.append(name, rows)
+    run.rewind(1)
+    assert list(read_rows(tmp_path / "metrics.jsonl")) == [{"step": 1}]
+    assert list(read_rows(tmp_path / "journal.jsonl"))[:5] == rows

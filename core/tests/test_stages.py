@@ -1,5 +1,6 @@
 """Each stage from batch to batch, worked by hand."""
 
+import json
 import math
 from typing import Any
 
@@ -7,19 +8,27 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
+from whet.config.policy import (
+    CorrectionSection,
+    KlControlSection,
+    KlRewardSection,
+    OverlongSection,
+    TopEntropySection,
+)
 from whet.data.batch import Batch, from_sequences
 from whet.ops.correction import gap, importance_weights
 from whet.stages import (
     advantage_metrics,
     clip_advantages,
     correct_gap,
+    keep_uncertain,
     mask_overlong,
     penalise_kl,
     penalise_overlong,
     place_correction,
 )
 from whet.testing.batches import random_batch
+from whet.testing.fakes import FakeBackend
 
 
 def batch(**columns: Any) -> Batch:
@@ -165,6 +174,9 @@ def test_what_must_know_the_whole_batch_happens_before_the_training_pass() -> No
     alone, together = CorrectionSection(weights="token"), CorrectionSection(weights="token", normalise=True)
     dropping = CorrectionSection(max_mean_error=2.0)
     assert place_correction(alone, False, KlRewardSection()) == (CorrectionSection(), alone)
+    kept, cut = (TopEntropySection(share=0.5, count_rest=rest) for rest in (True, False))
+    assert place_correction(alone, False, KlRewardSection(), kept) == (CorrectionSection(), alone)
+    assert place_correction(alone, False, KlRewardSection(), cut) == (alone, CorrectionSection())
     for section in (together, dropping):
         assert place_correction(section, False, KlRewardSection()) == (section, CorrectionSection())
 
@@ -198,3 +210,54 @@ def test_metrics_of_advantages_are_over_trained_tokens() -> None:
     assert found["advantages/mean"].number() == pytest.approx(values.mean())
     assert found["advantages/std"].number() == pytest.approx(values.std())
     assert (found["advantages/min"].number(), found["advantages/max"].number()) == (-2, 4)
+
+
+def test_the_reward_without_the_penalty_stays() -> None:
+    found, _ = penalise_kl(batch(reference_logprobs=tokens(*[-3.3] * 9)), KlRewardSection(weight=0.1))
+    assert found["task_reward"].tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("per", "divergence"),
+    [
+        ("sequence", (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
+        ("token", (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
+    ],
+)
+def test_an_adaptive_weight_is_charged_and_then_adapted(per: Any, divergence: float) -> None:
+    reference = tokens(0, -2, 0, -1.5, -1, 0, -1, -3, -1)
+    control = KlControlSection(target=divergence / 1.1, horizon=20.0, per=per)
+    section, carried = KlRewardSection(weight=0.5, adaptive=control), {}
+    for weight in (0.5, 0.5 * (1 + 0.1 * 2 / 20), 0.5 * (1 + 0.1 * 2 / 20) ** 2):
+        found, metrics = penalise_kl(batch(reference_logprobs=reference), section, carried)
+        assert found["token_rewards"].min() == pytest.approx(-2 * weight, rel=1e-6)
+        assert metrics["kl_reward/weight"].number() == pytest.approx(weight, rel=1e-6)
+    assert json.loads(json.dumps(carried)) == carried
+    assert "kl_reward/weight" not in penalise_kl(batch(), KlRewardSection(weight=1.0), {})[1]
+
+
+class Uncertain(FakeBackend):
+    """A backend whose tokens have these entropies."""
+
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Any = "policy") -> dict[str, Any]:
+        assert outputs == ("entropy",)
+        return {"entropy": np.where(batch["loss_mask"], tokens(9, 3, 9, 1, 5, 9, 2, 4, 6), np.float32(0))}
+
+
+def test_tokens_of_high_entropy_keep_their_advantage() -> None:
+    found, metrics = keep_uncertain(batch(), Uncertain(), TopEntropySection(share=0.5))
+    # of 1 to 6 the upper half is what is at least 3.5
+    assert found["advantages"].tolist() == [0, 0, 0, 0, -2, 0, 0, 4, 4]
+    assert found["loss_mask"].sum() == 6
+    assert metrics["top_entropy/threshold"].number() == 3.5
+    assert metrics["top_entropy/share"].number() == 0.5
+    found, _ = keep_uncertain(batch(), Uncertain(), TopEntropySection(share=0.5, count_rest=False))
+    assert np.flatnonzero(found["loss_mask"]).tolist() == [4, 7, 8]
+    assert found["advantages"].tolist() == [1, -2, 4]
+
+
+def test_where_all_tokens_teach_nothing_is_scored() -> None:
+    given = batch()
+    assert keep_uncertain(given, None, TopEntropySection())[0] is given  # type: ignore[arg-type]
+    nothing = given.with_columns(loss_mask=np.zeros(9, bool))
+    assert keep_uncertain(nothing, Uncertain(), TopEntropySection(share=0.5))[0] is nothing

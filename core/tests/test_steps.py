@@ -212,3 +212,24 @@ def test_a_loop_that_an_error_keeps_alive_takes_no_signals_once_steps_are_closed
     assert signal.getsignal(signal.SIGTERM) is taken is not own
     second.close()
     assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_what_an_algorithm_carries_is_that_of_the_last_finished_step(tmp_path):
+    seen = []
+    told = Told()
+    section = RunSection(folder=str(tmp_path), steps=4, save_every=2)
+    sinks = evolve(told.sinks(), save=lambda step: seen.append((step, dict(steps.saved_state))))
+    steps = Steps(RunFolder(tmp_path), section, 1, 0, Spans(), sinks, state={"weight": 0.1, "seen": []})
+    assert steps.state == {"weight": 0.1, "seen": []}
+    for step in steps:
+        steps.state["weight"] *= 3
+        steps.state["seen"].append(step.number)
+        step.finish(BATCH)
+        steps.state["weight"] += 100  # of a step that is not finished
+        steps.state["weight"] -= 100
+    assert [(step, round(state["weight"], 6)) for step, state in seen] == [(2, 0.3), (4, 2.7)]
+    assert [state["seen"] for _, state in seen] == [[2], [2, 3, 4]]
+    steps.state["seen"].append(0)
+    assert steps.saved_state["seen"] == [2, 3, 4]
+    steps.state["weight"] = 0.0
+    assert round(steps.saved_state["weight"], 6) == 2.7

@@ -54,7 +54,7 @@ def test_a_signal_that_comes_while_a_logger_works_is_not_the_loggers_failure(tmp
     watchers = Watchers(new_manager(), RunFolder(tmp_path))
     watchers.add("slow", Interrupting())
     with pytest.raises(Interrupted):
-        watchers.status("generator 71 %")
+        watchers.status("rollouts, 3 of 8 episodes finished")
 
 
 def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):

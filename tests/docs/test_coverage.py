@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import attrs
 import click
 import pytest
 
@@ -63,7 +64,8 @@ def test_a_component_is_in_the_reference_and_in_its_readme(kind, name):
 @pytest.mark.parametrize("package", PUBLIC)
 def test_public_modules_are_in_the_api_reference(package):
     pages = "\n".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
-    inner = {"boxed", "calls", "pieces", "readers", "templates"}  # of `whet.data`: what its public modules are made of
+    # of `whet.data`: what its public modules are made of
+    inner = {"boxed", "calls", "layouts", "look", "mixture", "pieces", "readers", "tables", "templates"}
     for module in (ROOT / "core" / "src" / "whet" / package).glob("[a-z]*.py"):
         assert module.stem in inner or f"automodule:: whet.{package}.{module.stem}\n" in pages, module.stem
 
@@ -73,3 +75,26 @@ def test_every_contract_is_in_the_reference():
     for module in (ROOT / "core" / "src" / "whet" / "testing" / "contracts").glob("[a-z]*.py"):
         for name in re.findall(r"^class (\w+Contract)\b", module.read_text(), re.MULTILINE):
             assert f"## `{name}`" in page
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "LoRA", "FP8", "W&B", "wandb", "Slurm", "Docker", "Multi-node", "Tensor parallel", "Context parallel", "MoE",
+        "Experts", "Megatron", "quantisation", "multimodal", "Images", "MCP", "Code sandbox", "Pipeline parallel",
+    ],
+)  # fmt: skip
+def test_what_people_look_for_in_vain_is_named_on_a_page_of_its_own(word):
+    page = (DOCS / "explanation" / "not-there-yet.md").read_text(encoding="utf-8")
+    assert re.search(rf"\b{word}\b", page, re.IGNORECASE), f"the search finds nothing for {word!r}"
+
+
+def test_what_is_not_there_is_not_there():
+    """A component or key that comes in takes its word off the page of what is missing."""
+    names = {name for _, name in COMPONENTS}
+    assert not names & {"wandb", "mlflow", "swanlab", "megatron", "mcp", "sandbox", "lora"}
+    assert not {"lora", "adapter", "tensor_parallel", "context_parallel"} & {
+        key for kind, name in COMPONENTS if kind == "backends"
+        for key in attrs.fields_dict(load_plugins().offers(kind)[name].component.config)
+    }  # fmt: skip
+    assert not list(ROOT.glob("Dockerfile*")), "then `Docker` has something to say"

@@ -21,10 +21,10 @@ def test_the_table_is_read():
 
 @pytest.mark.parametrize(("of", "cell"), CASES)
 def test_the_numbers_of_others_can_be_asked_for(small_run, tmp_path, of, cell):
-    (key,) = re.findall(r"`(advantages|loss|correction|overlong|kl_reward)`", of)
+    (key,) = re.findall(r"`(advantages|loss|correction|overlong|kl_reward|top_entropy)`", of)
     section = yaml.safe_load(cell.strip("`"))
     algorithm = {"use": "grpo", "prompts_per_step": 2, "group_size": 4, key: section}
-    if key == "advantages":  # which may be of tokens
+    if key in ("advantages", "top_entropy"):  # which may be of tokens
         algorithm["loss"] = "clipped-pg"
     document = small_run(tmp_path, algorithm=algorithm, backend={"use": "fsdp2", "reference": True})
     try:

@@ -18,15 +18,16 @@ from whet.cluster.slices import Site
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.document import to_text
-from whet.config.evaluation import scoring
+from whet.config.evaluation import passes, scoring
 from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
 from whet.identity import identity_of, versions_of
 from whet.interfaces.logger import RunInfo
+from whet.interrupts import Interrupts
 from whet.metrics import Metrics, merge
 from whet.parts import Parts, Refit, TimedBackend, TimedGenerator, TimedRollouts
 from whet.plan import facts_of
-from whet.prepare import Prepared
+from whet.prepare import Prepared, encode_of, field_names
 from whet.recovery import Recovery
 from whet.refit.handover import MEETING
 from whet.refit.link import Link, Places
@@ -73,17 +74,20 @@ class Builder:
         closers: list[Callable[[], None]],
         watchers: Watchers | None = None,
         recovery: Recovery | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
         self.folder, self.closers = folder, closers
         self.watchers = watchers or Watchers(prepared.loaded.registry.manager, folder)
-        self.recovery = recovery
+        self.recovery, self._interrupts = recovery, interrupts
         self.opened = False
         """Whether the run folder is known to be this run's; another run's journal is left alone."""
         self.roles: dict[str, Backend] = {}
         """Further models, from when they are started on."""
         self.asked = set[str]()
         """Those that environments ask for."""
+        self.total = self.config.run.steps or 0
+        """Steps of the run in all; where it states epochs, known once the data has been read."""
         self._needs = needed_roles(prepared.facts)
         self.spans = Spans()
         self._startup = Startup(time.time())
@@ -108,7 +112,7 @@ class Builder:
             chat = self.chat()
             data = self._data(chat)
             environments = [
-                self.routes(config.environments, "train"),
+                self.training_routes(),
                 self.evaluation_routes(),
             ]
             saved = self._resume(data, environments[0], again)
@@ -134,7 +138,7 @@ class Builder:
         evaluate = self._evaluation(environments[1], generator, chat, stream)
         recorder = self._recorder(built["backend"], chat)
         probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
-        steps = self._steps(self._saved(backend), stream, recorder, evaluate, done, probe)
+        steps = self._steps(self._saved(backend), stream, recorder, evaluate, saved, probe, data)
         self.closers.append(steps.close)
         rollouts = TimedRollouts(
             stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
@@ -153,8 +157,20 @@ class Builder:
 
     def refuse_another(self) -> None:
         """Raise `CheckpointError` where the run folder holds another run. Starts no role and writes nothing."""
-        chat = self.chat()
-        self._own_identity(self._data(chat), self.routes(self.config.environments, "train"))
+        self._own_identity(self._data(self.chat()), self.training_routes())
+
+    def nothing_left(self, done: int) -> bool:
+        """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
+        from whet.data.offline import records_of
+
+        config, epochs = self.config, self.config.run.epochs
+        if epochs is None or config.data is None:
+            return done >= self.total
+        position = checkpoint.position(self.folder, done)
+        if position and "epoch" in position and not config.run.allow_changed:
+            return position["records"] >= records_of(epochs, position["epoch"])
+        self._count_steps(self._data(self.chat()), done, position)
+        return done >= self.total
 
     def _watch_waits(self) -> Waits:
         def episodes() -> list[str]:
@@ -180,7 +196,23 @@ class Builder:
         if self.config.data is None:
             return None
         limit = self.config.data.max_length or self.prepared.model.max_positions
-        return OfflineData(self.config.data, chat, self.config.run.seed, limit, self.watchers.status)
+        facts = self.prepared.facts["algorithm"]
+        return OfflineData(
+            self.config.data, chat, self.config.run.seed, limit, self.watchers.status,
+            timed=partial(self.spans.phase, "data", "tokenise"),
+            encode=encode_of(self.config, facts, self.prepared.model), names=field_names(self.config),
+            epochs=self.config.run.epochs,
+        )  # fmt: skip
+
+    def _count_steps(self, data: "OfflineData | None", done: int, position: Mapping[str, int]) -> None:
+        """Go on where the data was after the steps that are done. Count the steps of epochs: read and tokenise."""
+        size = self.prepared.facts["algorithm"].records_per_step
+        if data is not None:
+            data.go_on(done, position)
+        if self.config.run.epochs is None or data is None or size is None:
+            return
+        self.total = data.prepare().steps(size)
+        self.watchers.status(f"{self.config.run.epochs:g} epochs are {self.total:,} steps of {size} records")
 
     def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
         """Build the environments of a section."""
@@ -193,6 +225,11 @@ class Builder:
             self.closers.append(route.environment.close)
             routes.append(route)
         return routes
+
+    def training_routes(self) -> "list[Route]":
+        """Build the environments of training."""
+        routes, scored = self.routes(self.config.environments, "train"), passes(self.config)
+        return [attrs.evolve(route, scoring=scored) for route in routes]
 
     def evaluation_routes(self) -> "list[Route]":
         """Build the environments of `evaluation`."""
@@ -219,6 +256,8 @@ class Builder:
         saved = checkpoint.latest(folder)
         if saved:
             self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+        done, state = (saved.step, saved.state) if saved else (0, {})
+        self._count_steps(data, done, state.get("data", {}))  # after another run is refused: it may take minutes
         folder.rewind(saved.step if saved else -1)
         shutil.rmtree(folder.scratch, ignore_errors=True)
         folder.scratch.mkdir(parents=True, exist_ok=True)
@@ -226,7 +265,7 @@ class Builder:
         folder.write_json("identity.json", identity)
         folder.write_json("versions.json", versions_of(self.prepared.interpreters))
         folder.write_json("plan.json", self.plan.to_dict())
-        folder.journal("opened", after_step=saved.step if saved else 0, process=os.getpid())
+        folder.journal("opened", after_step=saved.step if saved else 0, steps=self.total, process=os.getpid())
         self.opened = True
         return saved
 
@@ -253,7 +292,7 @@ class Builder:
 
     def _info(self, done: int = 0) -> RunInfo:
         folder = self.folder.path.resolve()
-        return RunInfo(folder, folder.name, unstructure(self.config), self.config.run.steps, done)
+        return RunInfo(folder, folder.name, unstructure(self.config), self.total, done)
 
     def _open_loggers(self, done: int) -> None:
         info = self._info(done)
@@ -350,6 +389,7 @@ class Builder:
             group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
             filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
             status=self.watchers.status, loop=self._loop(), listener=self._listener(),
+            greedy=any(found.greedy_sample for found in self.prepared.facts.values()),
         )  # fmt: skip
         self.closers.append(stream.close)
         if saved:
@@ -374,7 +414,7 @@ class Builder:
         evaluator = self.evaluator(routes, generator, chat)
 
         def evaluate(step: int) -> Metrics:
-            if stream is not None and step >= self.config.run.steps:
+            if stream is not None and step >= self.total:
                 stream.close()  # no step is left for what it plays
             self._turns.generation()
             # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
@@ -420,12 +460,15 @@ class Builder:
 
     def _steps(
         self, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
-        evaluate: Callable[[int], Metrics], done: int, probe: "Probe | None",
+        evaluate: Callable[[int], Metrics], saved: "Checkpoint | None", probe: "Probe | None",
+        data: "OfflineData | None",
     ) -> "Steps":  # fmt: skip
         from whet.steps import Sinks, Steps
 
         identity = self.folder.read_json("identity.json")
         position = {"rollouts": stream.state() if stream else {}}
+        size = self.prepared.facts["algorithm"].records_per_step
+        done, carried = (saved.step, saved.state.get("algorithm", {})) if saved else (0, {})
 
         def records(step: int, batch: "Batch") -> Mapping[str, Any]:
             if stream is None:
@@ -440,7 +483,9 @@ class Builder:
         def save(step: int) -> None:
             if steps.stopped_by is not None:
                 self._hang_up()
-            state = {**position, "identity": identity}
+            state = {**position, "algorithm": steps.saved_state, "identity": identity}
+            if data is not None and size is not None:
+                state["data"] = data.position(step, size)
             saves = {name: partial(_save, handle) for name, handle in trained.items()}
             checkpoint.write(self.folder, step, state, saves)
             checkpoint.prune(self.folder, self.config.run.keep)
@@ -456,7 +501,10 @@ class Builder:
 
         sinks = Sinks(records, evaluate, log, save, gather)
         every = self.config.evaluation.every
-        steps = Steps(self.folder, self.config.run, done, every, self.spans, sinks, self._startup)
+        steps = Steps(
+            self.folder, self.config.run, done, every, self.spans, sinks, self._startup, self.total, carried,
+            self._interrupts,
+        )  # fmt: skip
         return steps
 
     def _refit(

@@ -6,18 +6,21 @@ then renamed. A kill at any moment leaves either no checkpoint of that step or a
 
 import json
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from whet.errors import CheckpointError, WhetError
-from whet.run_folder import RunFolder, disk_errors
+from whet.errors import CheckpointError, WhetError, in_words
+from whet.run_folder import RunFolder, disk_errors, read_rows
 
-MANIFEST = "complete.json"
+MANIFEST, STATE = "complete.json", "state.json"
+_NUMBER = re.compile("[0-9]{6,15}")
 
 
 @frozen
@@ -49,7 +52,7 @@ def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[st
         shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         raise
     with disk_errors(partial):
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        (partial / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
         files = sorted(p for p in partial.rglob("*") if p.is_file())
         listed = {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files}
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
@@ -66,16 +69,29 @@ def prune(run: RunFolder, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints; 0 keeps all."""
     if keep:
         for _, folder in _folders(run)[keep:]:
-            shutil.rmtree(folder, ignore_errors=True)
+            partial = folder.with_name(folder.name + ".partial")  # half of it must not look like a damaged one
+            with suppress(OSError):
+                folder.rename(partial)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def newest(run: RunFolder) -> int:
-    """Give the step of the newest complete checkpoint, which is not read; 0 where there is none."""
+    """Return the step of the newest checkpoint, which is not read; 0 where there is none."""
     return max((step for step, _ in _folders(run)), default=0)
 
 
+def position(run: RunFolder, step: int) -> dict[str, int]:
+    """Return the position in the data that a checkpoint holds; empty where it holds none. Its files are not checked."""
+    for number, folder in _folders(run):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            if number == step:
+                found = json.loads((folder / STATE).read_text(encoding="utf-8")).get("data", {}).items()
+                return {name: count for name, count in found if isinstance(count, int)}
+    return {}
+
+
 def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
-    """Find the newest complete checkpoint, or that of a step. A damaged one raises `CheckpointError`."""
+    """Return the newest checkpoint, or that of a step. A damaged one raises `CheckpointError`: none takes its place."""
     for number, folder in _folders(run):
         if step is None or number == step:
             return read(folder)
@@ -85,28 +101,62 @@ def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
     return None
 
 
+def usable(run: RunFolder, before: int) -> list[int]:
+    """List the steps before a step whose checkpoints can be used, the newest first."""
+    steps = []
+    for step, folder in _folders(run):
+        with suppress(CheckpointError):
+            if step < before:
+                steps.append(read(folder).step)
+    return steps
+
+
+def last_saved(run: RunFolder) -> int:
+    """Return the step of the last checkpoint that the run's journal says was written and counts; 0: none was."""
+    saved = [0]
+    journal = run.path / "journal.jsonl"
+    for row in read_rows(journal) if journal.is_file() else ():
+        step = row.get("after_step") if row.get("event") == "rewound" else row.get("step")
+        if not isinstance(step, int):
+            continue
+        if row.get("event") == "rewound":
+            saved = [number for number in saved if number <= step]
+        elif row.get("event") == "saved":
+            saved.append(step)
+    return saved[-1] if saved else 0
+
+
 def read(folder: Path) -> Checkpoint:
-    """Read a checkpoint and check every file against the manifest."""
+    """Read a checkpoint and check every file against the manifest. Raises `CheckpointError` saying what is wrong."""
+    advice = "delete the folder to resume from the checkpoint before it"
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"checkpoint {folder} is damaged: it lacks {MANIFEST}, which lists its files; {advice}")
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, (size, checksum) in listed["files"].items():
             file = (folder / name).resolve()
             if not file.is_relative_to(folder.resolve()) or not file.is_file():
-                raise CheckpointError(f"checkpoint {folder} lacks {name!r}, which its {MANIFEST} lists")
-            if file.stat().st_size != size or _checksum(file) != checksum:
                 raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} is not what was written; delete the folder to resume "
-                    f"from the checkpoint before it"
+                    f"checkpoint {folder} is damaged: it lacks {name!r}, which its {MANIFEST} lists; {advice}"
                 )
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return Checkpoint(folder, int(state["step"]), state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if file.stat().st_size != size or _checksum(file) != checksum:
+                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {advice}")
+        if STATE not in listed["files"]:
+            raise CheckpointError(f"checkpoint {folder} is damaged: its {MANIFEST} does not list {STATE}; {advice}")
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        steps = {int(folder.name[5:]), int(listed["step"]), int(state["step"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {in_words(error)}; {advice}") from error
+    if len(steps) > 1:
+        found = " and ".join(map(str, sorted(steps)))
         raise CheckpointError(
-            f"checkpoint {folder} cannot be read: {error}; delete it to resume from an older"
-        ) from error
+            f"checkpoint {folder} was moved: folder, {MANIFEST} and {STATE} name the steps {found}; give each folder "
+            "its own name again, or delete it"
+        )
+    return Checkpoint(folder, steps.pop(), state)
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: list[str]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
     """List where two run identities differ, a line each, leaving out what may change."""
     before, now = _flat(saved), _flat(current)
     lines = []
@@ -128,7 +178,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _folders(run: RunFolder) -> list[tuple[int, Path]]:
-    found = [p for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit() and (p / MANIFEST).exists()]
+    """List what stands in the place of a checkpoint, the newest first. A save that was cut short has another name."""
+    found = [p for p in run.checkpoints.glob("step-*") if _NUMBER.fullmatch(p.name[5:])]
     return sorted(((int(p.name[5:]), p) for p in found), reverse=True)
 
 

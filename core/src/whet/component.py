@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -72,6 +72,27 @@ class Package:
 
 
 @frozen
+class MemoryTerm:
+    """A part of what one rank holds in memory, as far as it can be known beforehand."""
+
+    what: str
+    """What it is, e.g. `gradients`, and how many ranks share it out."""
+    bytes: int
+    """On this rank; over all its GPUs, where it has several."""
+    when: Literal["working", "loading"] = "working"
+    """`loading`: held for a while as the rank starts, and not beside what is held while it works."""
+    place: Literal["", "host", "gpu"] = ""
+    """Empty: where the rank computes. `host`: in the host's memory, also where the rank has a GPU. `gpu`: only where it
+    has a GPU."""
+    kept_asleep: bool = True
+    """Whether it waits in the host's memory while a role with GPUs sleeps; else it is freed."""
+    gpu_share: float = 0.0
+    """On a GPU: the share of its memory that the role takes in all, this term being what the others leave of that."""
+    change: str = ""
+    """What to change for less of it, e.g. `lower generator.cache_gib`."""
+
+
+@frozen
 class Facts:
     """All that planning knows of a component. What fits what is derived from facts, never listed by name."""
 
@@ -82,8 +103,14 @@ class Facts:
     record_fields: tuple[tuple[str, ...], ...] = ()
     """Of an algorithm that feeds on `data`: fields of which a record has all of one tuple, as they are called in the
     data; `whet check` looks for them. None: it does not look."""
+    encode: str = ""
+    """Of an algorithm that feeds on `data`: `package.module:function`, called as `function(config, model)`, returns the
+    `Encode` (see `whet.data.offline`) that turns a record into sequences. `run.epochs` and `whet data look` need it."""
+    records_per_step: int | None = None
+    """Of an algorithm that feeds on `data`: records that one step consumes. `run.epochs` needs it."""
     outputs_needed: frozenset[str] = frozenset()
-    """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
+    """Of a loss: the model outputs it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`. Of an
+    algorithm: those that it scores by itself, beyond `logprobs`."""
     outputs_given: frozenset[str] = frozenset()
     """Of a backend: the model outputs it can compute."""
     weights_needed: frozenset[str] = frozenset()
@@ -105,6 +132,9 @@ class Facts:
     token_advantages: bool = False
     """Of advantages and algorithms: whether each token gets an advantage of its own [N], rather than each sequence [B].
     Of a loss: whether it takes those, too."""
+    greedy_sample: bool = False
+    """Of advantages: whether each group needs one more answer, at temperature 0, whose reward is the column
+    `greedy_reward` [B]. It is not trained on and counts nowhere else."""
     least_group_size: int = 1
     """Of advantages and filters: samples of one task that they need to compare."""
     transports: tuple[str, ...] = ()
@@ -124,8 +154,9 @@ class Facts:
     """Of an algorithm: samples of one task that it compares with each other."""
     groups_per_step: int | None = None
     """Of an algorithm fed by rollouts: groups that one step consumes."""
-    memory_bytes: int | None = None
-    """Of backends and generators: memory of weights, optimizer and caches on one rank, as far as it is known."""
+    memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
+    """Of backends and generators: called with the role's number of ranks and whether it is trained, it returns what one
+    rank holds in memory. None: nothing is known."""
     imports: tuple[str, ...] = ()
     """Of backends and generators: modules that their workers will need; imported early, beside other preparations."""
     sleeps: tuple[str, ...] = ()

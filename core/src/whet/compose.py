@@ -10,11 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import define, frozen
+from attrs import Factory, define, frozen
 
 from whet import checkpoint
 from whet.builder import Builder
+from whet.config.sections import RunSection
 from whet.errors import WhetError, WorkerLost
+from whet.interrupts import Interrupts
 from whet.parts import Parts, closing_all
 from whet.prepare import Prepared, prepare
 from whet.recovery import Recovery
@@ -39,6 +41,8 @@ class Outcome:
     """The signal that ended it early."""
     before: bool = False
     """Whether it had ended before, so that nothing was left to do and nothing was started."""
+    epochs: float | None = None
+    """Epochs of a run that states them."""
 
 
 def run(
@@ -52,12 +56,13 @@ def run(
 
     `began`: when it was asked for, in seconds since the epoch; the time to the first step counts from there.
     """
-    prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
-    with _claimed(prepared.config.run.folder) as folder:
-        if (done := _finished(prepared, folder)) is not None:
-            return Outcome(folder.path, done, finished=True, before=True)
-        prepared.refuse_elsewhere()
-        return _sittings(prepared, folder)
+    with Interrupts().listening() as interrupts:
+        prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
+        with _claimed(prepared.config.run) as folder:
+            if (done := _finished(prepared, folder)) is not None:
+                return Outcome(folder.path, done, finished=True, before=True, epochs=prepared.config.run.epochs)
+            prepared.refuse_elsewhere()
+            return _sittings(prepared, folder, interrupts)
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
@@ -67,44 +72,49 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     holds another run.
     """
     section, done = prepared.config.run, checkpoint.newest(folder)
-    left = done < section.steps or (section.export and not _exported(folder))
+    left = done < (section.steps or 1) or (section.export and not _exported(folder))
     if left or not (folder.path / "identity.json").exists():
         return None
     with closing_all([]) as closers:
-        Builder(prepared, folder, closers).refuse_another()
+        builder = Builder(prepared, folder, closers)
+        builder.refuse_another()
+        if not builder.nothing_left(done):
+            return None
     shutil.rmtree(folder.scratch, ignore_errors=True)  # of a sitting that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
         folder.journal("closed")
     return done
 
 
-def _sittings(prepared: Prepared, folder: RunFolder) -> Outcome:
+def _sittings(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
     """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
-    with _opened(prepared, folder) as sittings:
+    with _opened(prepared, folder, interrupts) as sittings:
         while True:
             try:
                 with sittings.sit() as parts:
-                    return _sit(parts)
+                    return _sit(parts, interrupts)
             except WorkerLost as error:
                 if not sittings.again(error):
                     raise sittings.told(error) from error.__cause__
 
 
-def _sit(parts: Parts) -> Outcome:
+def _sit(parts: Parts, interrupts: Interrupts) -> Outcome:
     """Run what is left of a run, until its end or a signal."""
     from whet.steps import Interrupted
 
     config, steps = parts.config, parts.steps
     folder = Path(config.run.folder)
-    if steps.done < config.run.steps:
+    if steps.done < steps.total:
         if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
             steps.log_start(parts.evaluate(0))
         try:
             parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
         except Interrupted:
             steps.save_now()
-    finished = steps.done >= config.run.steps
+    finished = steps.done >= steps.total
     if finished and config.run.export:
+        pressed = steps.stopped_by == signal.SIGINT or interrupts.abandon
+        interrupts.moment, interrupts.pressed = "export", pressed
         _export(parts.backend, RunFolder(folder), steps.done)
     return Outcome(folder, steps.done, finished, steps.stopped_by)
 
@@ -140,7 +150,7 @@ def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) 
     prepared = prepare(path, overrides, config_only=False, registry=registry)
     prepared.refuse_elsewhere()
     with (
-        _claimed(prepared.config.run.folder) as folder,
+        _claimed(prepared.config.run) as folder,
         _opened(prepared, folder) as sittings,
         sittings.sit() as parts,
     ):
@@ -161,24 +171,29 @@ class _Sittings:
     """Whether the run folder is known to be this run's; another run's journal is left alone."""
     steps: "Steps | None" = None
     """Of the present sitting, once it is built."""
+    interrupts: Interrupts = Factory(Interrupts)
+    """What Ctrl-C does outside of steps."""
 
     @contextmanager
     def sit(self) -> Iterator[Parts]:
         """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
         with closing_all([self.folder.settle]) as closers:
-            builder = Builder(self.prepared, self.folder, closers, self.watchers, self.recovery)
+            self.interrupts.moment = "start-up"
+            builder = Builder(self.prepared, self.folder, closers, self.watchers, self.recovery, self.interrupts)
             self.steps = None
             self.recovery.hand_over_again = None  # an earlier sitting's hand-over ended with its senders
-            try:
-                parts = builder.parts(again=self.built)
-            finally:
-                self.opened = self.opened or builder.opened
-            self.built, self.steps = True, parts.steps
-            yield parts
+            with self.interrupts.then_closing():
+                try:
+                    parts = builder.parts(again=self.built)
+                finally:
+                    self.opened = self.opened or builder.opened
+                self.built, self.steps = True, parts.steps
+                yield parts
 
     def again(self, error: WorkerLost) -> bool:
         """Say whether there is another sitting after this error."""
-        if not self.built or (self.steps is not None and self.steps.stopped_by is not None):
+        stopped = self.interrupts.abandon or (self.steps is not None and self.steps.stopped_by is not None)
+        if not self.built or stopped:
             return False
         saved = checkpoint.latest(self.folder)
         return self.recovery.grant_run(error, saved.step if saved else 0)
@@ -193,9 +208,9 @@ class _Sittings:
 
 
 @contextmanager
-def _claimed(path: str) -> Iterator[RunFolder]:
+def _claimed(section: RunSection) -> Iterator[RunFolder]:
     """Lock a run folder meanwhile."""
-    folder = RunFolder(path)
+    folder = RunFolder(section.folder, private_records=section.private_records)
     with closing_all([]) as closers:
         folder.claim()
         closers.append(folder.release)
@@ -203,11 +218,12 @@ def _claimed(path: str) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def _opened(prepared: Prepared, folder: RunFolder) -> Iterator[_Sittings]:
+def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_Sittings]:
     with closing_all([]) as closers:
         watchers = Watchers(prepared.loaded.registry.manager, folder)
         closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), watchers.close]
-        sittings = _Sittings(prepared, folder, watchers, Recovery(prepared.config.cluster.recovery, folder))
+        recovery = Recovery(prepared.config.cluster.recovery, folder)
+        sittings = _Sittings(prepared, folder, watchers, recovery, interrupts=interrupts or Interrupts())
         try:
             yield sittings
         except Exception as error:

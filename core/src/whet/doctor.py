@@ -23,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 import whet
 from whet import machine
 from whet.checks import Check, Checker, Status, within
+from whet.cluster.ray_address import address_to_join, head_of
 from whet.component import KINDS
-from whet.data.readers import find_file, read
+from whet.data.layouts import recognise
+from whet.data.readers import find_file
 from whet.errors import ConfigError, WhetError
 from whet.interpreters import Interpreter, surroundings, versions
+from whet.memory import HOST, size, whose
 from whet.model import check_weights
 from whet.placement import joins
 from whet.plugins import Registry, load_plugins
-from whet.prepare import Prepared, packages_here, prepare
+from whet.prepare import Prepared, field_names, packages_here, prepare
+from whet.rank_placement import gpu_problems
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile
@@ -66,7 +70,8 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
         "ray": lambda: _ray(plan),
         "cores": _cores,
         "memory": lambda: _memory(plan),
-        "shared memory": lambda: _shared_memory(plan),
+        "gpus": lambda: _gpus(plan),
+        "shared memory": _shared_memory,
         "disk": lambda: _disk(folder, plan),
         "write access": lambda: _write_access(folder),
         "open files": _open_files,
@@ -182,8 +187,8 @@ def _of_torch(torch: Any, gpus: int, name: str = "torch") -> Check:
 def _ray(plan: Prepared | None) -> Iterator[Check]:
     found = _version("ray")
     needed = plan is not None and plan.plan.launcher == "ray" and not plan.plan.inline
-    if plan is not None and joins(plan.config):
-        yield _of_cluster(plan.config.cluster.address)
+    if found and plan is not None and joins(plan.config):
+        yield _of_cluster(address_to_join(plan.config.cluster))
     if found or not needed:
         yield Check("ray", "ok", found or "not installed, and not needed with cluster.launcher: local")
     else:
@@ -191,9 +196,12 @@ def _ray(plan: Prepared | None) -> Iterator[Check]:
 
 
 def _of_cluster(address: str) -> Check:
-    host, _, port = address.rpartition(":")
     try:
+        address = head_of(address)
+        host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), 5).close()
+    except ConfigError as error:
+        return Check("ray", "fail", str(error))
     except OSError as error:
         change = "`ray start --head` prints the address; start it, or correct cluster.address"
         return Check("ray", "fail", f"nobody answers at {address}: {error}", change)
@@ -214,30 +222,50 @@ def _cores(root: Path = machine.ROOT) -> Iterator[Check]:
 
 
 def _memory(plan: Prepared | None) -> Iterator[Check]:
-    free = machine.available_memory()
-    found = f"{free / GIB:.1f} GiB available"
-    roles = [role for role in plan.plan.roles if "cpu" in role.devices] if plan else []
-    needed = sum(role.ranks * (role.memory_bytes or 0) for role in roles)
-    if needed:
-        found += f", the plan takes about {needed / GIB:.1f} GiB"
-    if needed > free:
-        yield Check("memory", "fail", found, "a smaller model, fewer ranks, or more memory for the container")
-    else:
+    """Compare what the plan takes with what there is, as `whet check` does, and with what is free now."""
+    free, total = machine.available_memory(), machine.total_memory()
+    found = f"{size(free)} available" + (f" of {size(total)}" if total else "")
+    if plan is None:
         yield Check("memory", "ok", found)
+        return
+    overfull = [room for room in plan.plan.memory if room.overfull]
+    for room in overfull:
+        words = f"{whose(room, plan.machine)} has {size(room.has or 0)}, the plan takes at least {size(room.needs)}"
+        if plan.config.cluster.memory == "ignore":
+            yield Check("memory", "warn", words, "cluster.memory is ignore, so it is tried all the same")
+    for refusal in plan.plan.refusals:
+        yield Check("memory", "fail", refusal)
+    if overfull:
+        return
+    needed = max((room.needs for room in plan.plan.memory if room.place == HOST), default=0)
+    found += f", the plan takes at least {size(needed)}" if needed else ""
+    change = "end other programs; what the run lacks, the system takes by killing one of its processes"
+    yield Check("memory", "warn" if needed > free else "ok", found, change if needed > free else "")
 
 
-def _shared_memory(plan: Prepared | None) -> Iterator[Check]:
+def _gpus(plan: Prepared | None) -> Iterator[Check]:
+    """Count GPUs as the plan does."""
+    count = machine.gpu_count()
+    sizes = [size(known) for known in machine.gpu_memory(count) if known]
+    found = f"{count}" + (f": {', '.join(f'{sizes.count(one)} x {one}' for one in dict.fromkeys(sizes))}" * bool(sizes))
+    problems = gpu_problems(plan.config, plan.plan.roles, plan.machine) if plan else []
+    for problem in problems:
+        change = "run it where they are, or lower cluster.gpus; `whet check --machine` plans for another machine"
+        yield Check("gpus", "fail", str(problem), change)
+    if not problems:
+        yield Check("gpus", "ok", found)
+
+
+def _shared_memory() -> Iterator[Check]:
+    """Look at /dev/shm, where Ray and engines share memory. Hand-overs of weights take none of its room."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield Check("shared memory", "warn", "there is no /dev/shm", "weights travel by disk; mount a tmpfs there")
+        yield Check("shared memory", "warn", "there is no /dev/shm", "engines and Ray want it; mount a tmpfs there")
         return
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in /dev/shm"
-    weights = 4 * plan.model.parameters if plan and plan.plan.way and plan.plan.way.transport == "shared-memory" else 0
     change = "give the container more, e.g. docker run --shm-size=16g"
-    if free < weights:
-        yield Check("shared memory", "fail", f"{found}; weights of {weights / GIB:.2f} GiB pass through it", change)
-    elif free < GIB // 4:
+    if free < GIB // 4:
         yield Check("shared memory", "warn", found, change)
     else:
         yield Check("shared memory", "ok", found)
@@ -343,19 +371,21 @@ def _model(plan: Prepared) -> Iterator[Check]:
 def _data(plan: Prepared) -> Iterator[Check]:
     data = plan.config.data
     for file in [*data.train, *data.validation] if data else []:
-        yield _data_file(file)
+        yield _data_file(file, field_names(plan.config))
 
 
-def _data_file(file: "DataFile") -> Check:
+def _data_file(file: "DataFile", names: Mapping[str, str]) -> Check:
     try:
         if find_file(file) is None:
             return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
-        row = next(iter(read(file)))
+        seen = recognise(file, names)
     except WhetError as error:
         return Check("data", "fail", str(error), "correct the path, or the file")
-    if row.problem:
-        return Check("data", "warn", f"{row.where}: {row.problem}", "look at the file's first record")
-    return Check("data", "ok", f"{file.path}: records of {', '.join(row.record)}")
+    if not seen.rows:
+        return Check("data", "fail", f"{file.path}: no record", "correct the path, or the file")
+    if seen.rows[0].problem:
+        return Check("data", "warn", f"{seen.rows[0].where}: {seen.rows[0].problem}", "look at the file's first record")
+    return Check("data", "ok", f"{file.path}: {seen.words}")
 
 
 def _version(distribution: str) -> str:

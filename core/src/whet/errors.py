@@ -40,8 +40,10 @@ def _libraries() -> tuple[str, ...]:
 class ConfigError(WhetError):
     """The configuration, or a file that it names, is wrong. Carries one line per problem."""
 
-    def __init__(self, problems: list[str] | str) -> None:
+    def __init__(self, problems: list[str] | str, remedy: str = "") -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.remedy = remedy
+        """One act that mends several of the problems."""
         super().__init__("\n".join(self.problems))
 
 
@@ -69,6 +71,15 @@ class InfrastructureError(WhetError):
 
     again = True
     """Whether playing it again may help."""
+
+
+class Undecided(WhetError):  # noqa: N818 - it says what came of an answer
+    """What a model wrote could not be decided about within the limits of a grader: time, memory, depth.
+
+    It is the answer's fault, not the grader's. An episode whose environment raises this is finished, and every reward
+    of the environment's `reward_weights` is 0, and every other one that its episodes have counts as 0. An environment
+    whose worst reward is another one catches it.
+    """
 
 
 class RequestLost(InfrastructureError):  # noqa: N818 - it says what happened to the request

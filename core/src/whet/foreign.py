@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from whet.component import Facts, Package, Problem
+from whet.component import Facts, MemoryTerm, Package, Problem
 from whet.config.words import nearest, path_segment
 from whet.errors import WhetError
 from whet.model import ModelInfo
@@ -35,6 +35,10 @@ class EngineConfig(Protocol):
     @property
     def cache_gib(self) -> float | None:
         """Memory for keys and values on each rank."""
+
+    @property
+    def memory_fraction(self) -> float:
+        """Share of a GPU's memory for weights and cache, where `cache_gib` is not given."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -106,17 +110,26 @@ class ForeignEngine:
 
     def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> Facts:
         """Give the facts of a generator that hands weights to the engine whole and between two tokens."""
-        weights = model.weight_bytes(config.dtype)
         return Facts(
             transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
             running=("drain", "keep", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
             processes=config.tensor_parallel,
-            memory_bytes=weights + int((config.cache_gib or CPU_CACHE_GIB) * 2**30) if weights else None,
+            memory=functools.partial(engine_memory, config, model) if model.parameters else None,
             imports=imports,
             sleeps=("cuda",),
             packages=(self.package,),
         )
+
+
+def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Return what one engine holds over all its processes: weights, and keys and values as the config bounds them."""
+    smaller = "spread a model over more GPUs (generator.tensor_parallel), or compute in bfloat16"
+    yield MemoryTerm(f"weights in {model.dtype_for(config.dtype)}", model.weight_bytes(config.dtype), change=smaller)
+    cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
+    share, key = (0.0, "cache_gib") if config.cache_gib else (config.memory_fraction, "memory_fraction")
+    change = f"lower generator.{key}"
+    yield MemoryTerm("keys and values", cache, kept_asleep=False, gpu_share=share, change=change)
 
 
 @functools.cache

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from whet.rollout.routing import Route
 
 FREE = {
-    "run": ("folder", "steps", "save_every", "keep", "resume", "export", "allow_changed"),
+    "run": (
+        "folder",
+        "steps",
+        "epochs",
+        "save_every",
+        "keep",
+        "resume",
+        "export",
+        "allow_changed",
+        "private_records",
+    ),
     "rollout": (
         "retries",
         "infrastructure_retries",

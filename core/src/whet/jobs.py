@@ -14,12 +14,13 @@ from whet import checkpoint
 from whet.builder import Builder
 from whet.config.load import load_config
 from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.interrupts import Interrupts
 from whet.parts import closing_all
 from whet.prepare import Prepared, prepare
 from whet.recovery import Recovery
 from whet.rollout.judgement import EvaluationResult
 from whet.rollout.paired import SUMMARY, Comparison, compare, read_written
-from whet.run_folder import RunFolder, disk_errors, json_line
+from whet.run_folder import RunFolder, disk_errors, json_line, private
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -47,7 +48,8 @@ class Evaluated:
         with disk_errors(out):
             (out / "tasks").mkdir(parents=True, exist_ok=True)
             for name, rows in self.result.rows().items():
-                (out / name).write_text("".join(map(json_line, rows)), encoding="utf-8")
+                with open(out / name, "w", encoding="utf-8", opener=private) as stream:
+                    stream.writelines(map(json_line, rows))
             (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
@@ -69,17 +71,22 @@ def evaluate(
     """
     chosen = [f"model.path={json.dumps(str(model))}"] if model else []
     prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
-    prepared.refuse_elsewhere()
     config = prepared.config
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
     other = read_written(against) if against else None
-    with _workplace("eval") as folder, closing_all([]) as closers:
+    with (
+        Interrupts("job").listening() as interrupts,
+        _workplace("eval") as folder,
+        closing_all([]) as closers,
+        interrupts.then_closing(),
+    ):
         builder = _builder(prepared, folder, closers)
         builder.recovery = Recovery(config.cluster.recovery, builder.folder)
         if progress is not None:
             builder.watchers.add("progress", progress)
         closers.append(builder.watchers.close)
+        prepared.refuse_elsewhere("generator", *builder.asked)
         routes = builder.evaluation_routes()
         cluster = builder.cluster("generator", *builder.asked)
         generator = builder.handles(["generator", *builder.asked], cluster)["generator"]
@@ -94,17 +101,72 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
-    if not any(run.checkpoints.glob("step-*")):
-        raise CheckpointError(f"{run.path} holds no checkpoint yet; set run.save_every to save more often")
     prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
-    with _workplace("export") as folder, closing_all([]) as closers:
+    saved = exported(run, step, prepared.config.run.allow_changed)
+    with (
+        Interrupts("job").listening() as interrupts,
+        _workplace("export") as folder,
+        closing_all([]) as closers,
+        interrupts.then_closing(),
+    ):
         builder = _builder(prepared, folder, closers)
         backend = builder.handles(["backend"], builder.cluster("backend"))["backend"]
-        written = _load(backend, run, step)
-        with disk_errors(Path(out)):
-            Path(out).mkdir(parents=True, exist_ok=True)
-        backend.export(Path(out))
+        written = _load(backend, run, step, prepared.config.run.allow_changed, saved)
+        with _whole(Path(out).absolute()) as partial:
+            backend.export(partial)
     return written
+
+
+def exported(run: RunFolder, step: int | None, allowed: Sequence[str] = ()) -> checkpoint.Checkpoint:
+    """Return the checkpoint to export: that of a step, or the last that the run saved.
+
+    `allowed` are config paths in which it may differ from the run. Raises `CheckpointError` where that one cannot be
+    used: an older one is taken only by its step.
+    """
+    try:
+        saved = checkpoint.latest(run, step)
+        last = checkpoint.last_saved(run)
+        if saved is None or (step is None and saved.step < last):
+            raise CheckpointError(
+                f"{run.path} lacks the checkpoint of step {last}, which its journal says was saved last"
+                if last else f"{run.path} holds no checkpoint yet; set run.save_every to save more often"
+            )  # fmt: skip
+    except CheckpointError as error:
+        if step is not None:
+            raise
+        older = checkpoint.usable(run, 1 + max(checkpoint.newest(run), checkpoint.last_saved(run)))
+        steps = " or ".join(f"--step {number}" for number in older)
+        how = f"; to export an older checkpoint, give {steps}" if older else ""
+        raise CheckpointError(f"{error}\nnothing was exported{how}") from error
+    before = run.read_json("identity.json")
+    if before is not None and (different := checkpoint.differences(before, saved.state.get("identity", {}), allowed)):
+        raise CheckpointError(
+            f"{saved.folder} was saved by another run than that of {run.path}:\n"
+            + "\n".join(f"  {line}" for line in different)
+        )
+    return saved
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """Make a folder to write into, and give it its place once it is whole; after an error nothing is left."""
+    there = out.is_dir()
+    partial = out / ".partial" if there else out.with_name(f"{out.name}.partial")
+    with disk_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with disk_errors(out):
+            if not there:
+                partial.rename(out)
+                return
+            for file in sorted(partial.iterdir()):
+                file.rename(out / file.name)
+            partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _alone(config: Path) -> list[str]:
@@ -114,25 +176,29 @@ def _alone(config: Path) -> list[str]:
         f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.share=[]",
         f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
         "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",
-        "cluster.sleep=never",
+        "cluster.sleep=never", "cluster.memory=ignore",
     ]  # fmt: skip
 
 
-def _load(backend: "Backend", run: RunFolder, step: int | None) -> int:
-    """Load a checkpoint and give its step.
+def _load(
+    backend: "Backend", run: RunFolder, step: int | None, allowed: Sequence[str],
+    saved: checkpoint.Checkpoint | None = None,
+) -> int:  # fmt: skip
+    """Load a checkpoint, which may have been read already, and return its step.
 
     Of a run that goes on meanwhile, the newest may be another one the next moment.
     """
     for attempt in range(_ATTEMPTS):
-        newest = max(run.checkpoints.glob("step-??????"), default=run.checkpoints)
+        folder = saved.folder if saved is not None else run.checkpoints
         try:
-            saved = checkpoint.latest(run, step)
-            if saved is not None:
-                backend.load(saved.part("backend"))
-                return saved.step
+            saved = saved or exported(run, step, allowed)
+            folder = saved.folder
+            backend.load(saved.part("backend"))
+            return saved.step
         except WhetError:
-            if newest.exists() or step is not None or attempt + 1 == _ATTEMPTS:
+            if folder.exists() or step is not None or attempt + 1 == _ATTEMPTS:
                 raise
+            saved = None
     raise CheckpointError(f"{run.path} holds no checkpoint any more")
 
 

@@ -1,5 +1,6 @@
 """What this machine has, found without torch: cores and memory that a container may use, and GPUs."""
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -49,6 +50,50 @@ def available_memory(root: Path = ROOT) -> int:
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     limit = memory_limit(root)
     return free if limit is None else min(free, limit)
+
+
+def total_memory(root: Path = ROOT) -> int | None:
+    """Return the bytes of memory that this machine has, or of which the container may use that many; None: unknown."""
+    found = [int(words[1]) << 10 for line in _lines(root / "proc/meminfo") if (words := line.split())[0] == "MemTotal:"]
+    return min((*found, *filter(None, [memory_limit(root)])), default=None)
+
+
+def gpu_memory(count: int) -> tuple[int | None, ...]:
+    """Return the bytes of memory of each GPU that this process may use, by NVIDIA's library; empty: unknown.
+
+    Where `CUDA_VISIBLE_DEVICES` names GPUs by other words than their numbers, each counts as the smallest.
+    """
+    sizes = _nvml_sizes() if count else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not sizes:
+        return tuple(sizes)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if all(name.isdecimal() and int(name) < len(sizes) for name in names):
+        return tuple(sizes[int(name)] for name in names)
+    return (min(sizes),) * len(names)
+
+
+def _nvml_sizes() -> list[int]:
+    class Memory(ctypes.Structure):
+        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2():
+            return []
+        count, found = ctypes.c_uint(), list[int]()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), Memory()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+                return []
+            if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                return []
+            found.append(int(memory.total))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):  # no such library, or one without these functions
+        return []
+    return found
 
 
 def gpu_count(root: Path = ROOT) -> int:

@@ -1,17 +1,22 @@
 """What a model folder says of itself, read from its JSON files without torch or transformers."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
+from whet.bounded import MODEL_VALUES, loads
 from whet.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of one number, by the names of dtypes in configs."""
+_GATED = (
+    "llama", "mistral", "ministral", "mixtral", "qwen", "gemma", "phi3", "olmo", "cohere", "granite", "smollm",
+    "stablelm", "deepseek", "glm", "exaone", "internlm", "seed_oss", "ernie4_5", "hunyuan",
+)  # fmt: skip
+"""How `model_type` begins where a feed-forward block has three matrices; elsewhere it is taken to have two."""
 
 
 @frozen
@@ -61,16 +66,35 @@ class ModelInfo:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be."""
-        hidden, layers, heads = (
-            self._count(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        )
-        if not (hidden and layers and heads):
+        """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be.
+
+        Where the config leaves it open, the smaller number is taken: a model is never said to need more than it does.
+        """
+        layers, each = self._count("num_hidden_layers"), self.layer_parameters
+        return self.outer_parameters + layers * each if layers and each else 0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of one layer, estimated as `parameters` is; 0 where it cannot be."""
+        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
+        if not (hidden and heads):
             return 0
         kv, head = self._count("num_key_value_heads", heads), self._count("head_dim", hidden // heads)
         mlp = self._count("intermediate_size", 4 * hidden)
-        embed = self.vocab_size * hidden * (1 if self._text("tie_word_embeddings") else 2)
-        return embed + layers * (hidden * head * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden) + hidden
+        matrices = 3 if str(self._text("model_type") or "").startswith(_GATED) else 2
+        return hidden * head * (2 * heads + 2 * kv) + matrices * hidden * mlp + 2 * hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Number of parameters outside of the layers: embedding, head and last norm."""
+        hidden = self._count("hidden_size")
+        tied = self._text("tie_word_embeddings") is not False  # a config that does not say so has the default, tied
+        return self.vocab_size * hidden * (1 if tied else 2) + hidden
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the weights in the folder, as its config says; empty where it does not."""
+        return str(self._text("dtype") or self._text("torch_dtype") or "")
 
     def dtype_for(self, setting: str) -> str:
         """Give the dtype that a component's setting stands for, where `model` is the model's own."""
@@ -103,7 +127,7 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
         raise ConfigError(f"model.path: there is no folder {str(path)!r}; give a model folder or a hub name")
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = loads(file.read_bytes(), MODEL_VALUES)
     except FileNotFoundError:
         raise ConfigError(f"model.path: {str(path)!r} holds no config.json, so it is no model folder") from None
     except (OSError, ValueError) as error:
@@ -134,7 +158,7 @@ def check_weights(folder: str | Path) -> None:
             raise ConfigError(f"model.path: {file} has {size:,} bytes, its header tells of {wanted:,}; fetch it again")
     for index in folder.glob("*.safetensors.index.json"):
         try:
-            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            listed = set(loads(index.read_bytes(), MODEL_VALUES)["weight_map"].values())
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"model.path: {index} cannot be read: {error!r}") from error
         missing = sorted(listed - {file.name for file in files})
@@ -148,7 +172,7 @@ def _safetensors_size(file: Path) -> int:
             length = int.from_bytes(stream.read(8), "little")
             if length > _LONGEST_HEADER:
                 raise ValueError("its header would be too long")
-            header = json.loads(stream.read(length))
+            header = loads(stream.read(length), MODEL_VALUES)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         return 8 + length + int(max(ends, default=0))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

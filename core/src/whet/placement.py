@@ -2,20 +2,37 @@
 
 from collections.abc import Iterator, Mapping
 
-from attrs import frozen
+from attrs import field, frozen
 
-from whet.component import Facts, Problem
+from whet.cluster.ray_address import address_to_join
+from whet.component import Facts, MemoryTerm, Problem
 from whet.config.sections import Config
 from whet.refit.handover import STREAMED, choose_transport
-from whet.roles import groups, role_names, role_path, role_selection, shares
+from whet.roles import groups, is_trained, role_names, role_path, role_selection, shares
 
 
 @frozen
 class Machine:
-    """What there is to plan with."""
+    """What there is to plan with: one machine, or the first of several."""
 
     cores: int
+    """0: not known."""
     gpus: int = 0
+    memory_bytes: int | None = None
+    """Of the host, in all; None: not known."""
+    gpu_bytes: tuple[int | None, ...] = ()
+    """Of each GPU; empty: not known."""
+    resources: Mapping[str, float] = field(factory=dict)
+    """Custom resources of its Ray node."""
+    others: tuple["Machine", ...] = ()
+    """Further machines of a cluster."""
+    given: bool = False
+    """Whether the user has described it, rather than whet looked at it."""
+
+    @property
+    def nodes(self) -> "tuple[Machine, ...]":
+        """All machines, this one first."""
+        return (self, *self.others)
 
 
 @frozen
@@ -31,8 +48,10 @@ class RolePlan:
     """One for each rank."""
     processes: str
     """Name of the group of processes; roles with equal names share theirs and take turns."""
+    memory: tuple[MemoryTerm, ...] = ()
+    """What each rank holds, as far as known."""
     memory_bytes: int | None = None
-    """For each rank, as far as known."""
+    """Of each rank while it works, where it computes; None: not known."""
     python: str = ""
     """Its Python environment, as the config names it; empty: the driver's."""
 
@@ -52,7 +71,7 @@ class Way:
 def joins(config: Config) -> bool:
     """Whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
     cluster = config.cluster
-    return cluster.launcher == "ray" and bool(cluster.address) and cluster.workers != "inline"
+    return bool(address_to_join(cluster)) and cluster.workers != "inline"
 
 
 def ranks_of(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
@@ -75,7 +94,13 @@ def plan_role(config: Config, name: str, facts: Mapping[str, Facts], machine: Ma
     found = facts[role_path(name)]
     devices = _devices(first, cluster.gpus.get(name, 0), ranks, found.processes)
     component, python = role_selection(config, name).name, cluster.python.get(name, "")
-    return RolePlan(name, component, ranks, threads, devices, "+".join(group), found.memory_bytes, python)
+    terms = tuple(found.memory(ranks, is_trained(facts, name))) if found.memory else ()
+    each = sum(term.bytes for term in terms if term.when == "working" and _computing(term, devices[0])) or None
+    return RolePlan(name, component, ranks, threads, devices, "+".join(group), terms, each, python)
+
+
+def _computing(term: MemoryTerm, device: str) -> bool:
+    return term.place == "" or (term.place == "gpu" and device != "cpu")
 
 
 def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:

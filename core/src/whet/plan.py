@@ -10,16 +10,18 @@ from typing import Any
 import attrs
 from attrs import frozen
 
-from whet.component import Facts, Problem, Selection, resolve
+from whet.cluster.ray_address import address_problem
+from whet.component import Facts, MemoryTerm, Problem, Selection, resolve
 from whet.config.endpoint import endpoint_problems
 from whet.config.evaluation import evaluation_problems
 from whet.config.sections import Config
 from whet.errors import ConfigError, PluginError
 from whet.fits import misfits
+from whet.memory import Room, fullest, memory_problems, rooms, size
 from whet.model import ModelInfo
 from whet.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, ranks_of, way_of
+from whet.rank_placement import gpu_problems
 from whet.roles import (
-    groups,
     known_roles,
     needed_roles,
     python_problems,
@@ -56,6 +58,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """What keeps this machine from running it, as another one might."""
+    memory: tuple[Room, ...] = ()
+    """What every host and GPU must hold at least; empty where it is not known who lives where."""
+    refusals: tuple[str, ...] = ()
+    """What would not fit on the machine that was planned for, and so must not be started."""
+    machines: int = 1
+    """How many machines it was planned for."""
 
     def role(self, name: str) -> RolePlan:
         """Find a role by its name."""
@@ -70,7 +78,7 @@ class Plan:
         where = "this process" if self.inline else f"worker processes of the {self.launcher} launcher"
         lines = [f"feeds on {self.feeds_on}, in {where}"]
         for role in self.roles:
-            memory = f", about {role.memory_bytes / 2**20:,.0f} MiB each" if role.memory_bytes else ""
+            memory = _memory_words(role)
             ranks = f"{role.ranks} rank{'s' if role.ranks > 1 else ''}"
             processes = "" if self.inline else f", in processes {role.processes!r}"
             processes += f" of the Python {role.python!r}" if role.python else ""
@@ -82,9 +90,26 @@ class Plan:
             lines.append(f"weights: backend -> generator by {self.way.transport}, {self.way.reason}")
         if self.turns:
             lines.append(f"take turns, asleep meanwhile: {' | '.join(map(', '.join, self.turns))}")
+        lines += [_room_words(room, self.machines) for room in fullest(self.memory).values()]
         if self.max_context:
             lines.append(f"longest sequence: {self.max_context} tokens")
         return "\n".join([*lines, *self.notes])
+
+
+def _memory_words(role: RolePlan) -> str:
+    if not role.memory_bytes:
+        return ""
+    if role.ranks == 1:
+        return f", at least {size(role.memory_bytes)}"
+    return f", at least {size(role.memory_bytes)} each, {size(role.ranks * role.memory_bytes)} in all"
+
+
+def _room_words(room: Room, machines: int) -> str:
+    """Return a line on how full a host or GPU is."""
+    of = f" of its {size(room.has)}" if room.has is not None else ""
+    where = f"{room.place} of machine {room.node + 1}" if machines > 1 else room.place
+    largest = ", ".join(f"{size(number)} {words}" for words, number in room.terms[:2])
+    return f"memory: {where} holds at least {size(room.needs)}{of}, most of it {largest}"
 
 
 def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInfo] | None = None) -> dict[str, Facts]:
@@ -132,13 +157,14 @@ def make_plan(
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
         *_inputs(config, facts, feeds_on),
+        *_epochs(config, algorithm, feeds_on),
         *_needs(config, facts),
         *_losses(facts, feeds_on, algorithm),
         *_weights(config, facts),
         *misfits(config, facts),
         *_lengths(config, model),
         *_conversations(config, model, facts, models or {}),
-        *_shares(config, facts, machine),
+        *_shares(config, facts),
         *_updates(config, facts),
         *sleep_problems(config, facts),
     ]
@@ -164,7 +190,35 @@ def make_plan(
     inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(m for name in role_names(config) for m in facts[role_path(name)].imports))
     launcher = config.cluster.launcher
-    return Plan(launcher, inline, roles, way, feeds_on, turns, context, imports, tuple(notes)), []
+    roles = tuple(_with_handed_over(role, way, model) for role in roles)
+    plan = Plan(launcher, inline, roles, way, feeds_on, turns, context, imports, tuple(notes))
+    return on_machine(plan, config, machine), []
+
+
+def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
+    """Add the weights that processes of one machine share, in the smallest dtype, to what the backend holds."""
+    if role.role != "backend" or way is None or way.transport != "shared-memory" or not model.parameters:
+        return role
+    change = "cluster.transport: disk hands weights over by files"
+    shared = MemoryTerm(
+        "weights for the generator", model.weight_bytes("bfloat16") // role.ranks, place="host", change=change
+    )
+    return attrs.evolve(role, memory=(*role.memory, shared))
+
+
+def on_machine(plan: Plan, config: Config, machine: Machine) -> Plan:
+    """Add to a plan what a machine has for it and what it lacks.
+
+    GPUs that this machine lacks are a warning, for the run may be meant for another one; that a given one lacks them
+    is a refusal, as is too little memory.
+    """
+    gpus = [str(problem) for problem in gpu_problems(config, plan.roles, machine)]
+    found = rooms(config, plan.roles, plan.turns, machine)
+    full = [str(problem) for problem in memory_problems(config, found, machine)]
+    return attrs.evolve(
+        plan, memory=tuple(found), machines=len(machine.nodes), warnings=() if machine.given else tuple(gpus),
+        refusals=(*gpus, *full) if machine.given else tuple(full),
+    )  # fmt: skip
 
 
 def _why_not_apart(config: Config) -> str:
@@ -203,6 +257,23 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
                 yield Problem(
                     f"{where}.{i}.name", f"there are two environments named {entry_name!r}; give one another name"
                 )
+
+
+def _epochs(config: Config, algorithm: Facts, feeds_on: str) -> Iterator[Problem]:
+    """Find epochs of a run that has none, and data files whose weights do not go together."""
+    name = config.algorithm.name
+    if config.run.epochs is not None and feeds_on == "rollouts":
+        yield Problem("run.epochs", f"{name} is fed by rollouts, which have no epochs; state run.steps")
+    elif config.run.epochs is not None and not (algorithm.encode and algorithm.records_per_step):
+        words = "does not state in its facts how it reads records (`encode`) and how many a step takes"
+        yield Problem("run.epochs", f"{name} {words} (`records_per_step`); state run.steps")
+    train, validation = (config.data.train, config.data.validation) if config.data else ([], [])
+    lacking = [i for i, file in enumerate(train) if file.weight is None]
+    for i in lacking if len(lacking) < len(train) else ():
+        yield Problem(f"data.train.{i}.weight", "missing: other files of data.train have a weight, so all need one")
+    for i, file in enumerate(validation):
+        if file.weight is not None:
+            yield Problem(f"data.validation.{i}.weight", "validation reads every record once; remove the weight")
 
 
 def _needs(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
@@ -291,15 +362,13 @@ def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
         )
 
 
-def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Iterator[Problem]:
+def _shares(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
     known = known_roles(config)
     yield from python_problems(config)
     for key in ("ranks", "gpus", "threads"):
-        for role, number in getattr(config.cluster, key).items():
+        for role in getattr(config.cluster, key):
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
-            elif number < (0 if key == "gpus" else 1):
-                yield Problem(f"cluster.{key}.{role}", f"is {number}, wanted at least {0 if key == 'gpus' else 1}")
     yield from _nodes(config)
     for i, group in enumerate(config.cluster.share or []):
         for role in group:
@@ -309,9 +378,6 @@ def _shares(config: Config, facts: Mapping[str, Facts], machine: Machine) -> Ite
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
     yield from gpus_apart(config, facts)
-    wanted = sum(max(config.cluster.gpus.get(role, 0) for role in group) for group in groups(config))
-    if wanted > machine.gpus and not joins(config):
-        yield Problem("cluster.gpus", f"asks for {wanted} GPUs; this machine has {machine.gpus}")
     if config.cluster.workers == "inline" and any(ranks_of(config, role, facts) > 1 for role in role_names(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
@@ -326,9 +392,8 @@ def _nodes(config: Config) -> Iterator[Problem]:
             yield Problem(f"cluster.{key}", "there is one node alone: this is for a Ray cluster to join; see address")
     if cluster.address and cluster.launcher != "ray":
         yield Problem("cluster.address", f"is of the launcher `ray`, and cluster.launcher is {cluster.launcher}")
-    host, _, port = cluster.address.rpartition(":")
-    if cluster.address and (not host or not port.isdigit() or "/" in host):
-        yield Problem("cluster.address", f"is {cluster.address!r}, wanted `host:port` of the cluster's head")
+    if cluster.workers != "inline" and (fault := address_problem(cluster)):
+        yield Problem("cluster.address", fault)
     for role, amounts in cluster.resources.items():
         for name, amount in amounts.items():
             if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):

@@ -15,8 +15,9 @@ from packaging.utils import canonicalize_name
 
 import whet
 from whet import hookspecs
+from whet.catalog import catalog, offered_words
 from whet.component import KINDS, Component, Kind, Problem, file_module, import_file
-from whet.config.words import a_kind, choice_words, kind_word
+from whet.config.words import a_kind, choice_words, kind_word, nearest
 from whet.errors import PluginError
 
 if TYPE_CHECKING:
@@ -78,6 +79,13 @@ class Registry:
         self.broken: list[Broken] = []
         self._offers: dict[Kind, dict[str, list[Offer]]] = {kind: {} for kind in KINDS}
         self._sources: dict[str, Source] = {}  # by the manager's name of a plugin
+        self.wanted: list[str] = []
+        """Distributions of the catalog that offer what was asked for, and are not installed."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The plugins that were loaded, in the order of loading."""
+        return tuple(self._sources.values())
 
     def offers(self, kind: Kind) -> dict[str, Offer]:
         """Give the components of a kind by name, without those that are offered twice."""
@@ -95,10 +103,30 @@ class Registry:
         if offers:
             owners = " and ".join(sorted(offer.distribution for offer in offers))
             raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; remove all but one of them")
-        known = choice_words(name, self._offers[kind]) or f"; no plugin that offers {a_kind(kind)} is installed"
+        known = self._elsewhere(kind, name) or choice_words(name, self._offers[kind]) or _none_of(kind)
         suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
         quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""
         raise PluginError(f"there is no {kind_word(kind)} {name!r:.80}{known}{quote}")
+
+    @property
+    def here(self) -> set[str]:
+        """The distributions and files that were found, usable or not."""
+        return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
+
+    def elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield KIND/NAME and distribution of all that a name may mean in the catalog and that is not installed."""
+        yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in self.here)
+
+    def _elsewhere(self, kind: Kind, name: str) -> str:
+        """Return which distribution that is not installed offers a name, or one like it; empty: none does."""
+        meant = name if catalog().owner(kind, name) else catalog().near(kind, name)
+        owner = catalog().owner(kind, meant) if meant else None
+        if owner is None or owner in self.here:
+            return ""
+        if meant != name:
+            return "" if nearest(name, self._offers[kind]) else f" (did you mean {meant!r}? {offered_words(owner)})"
+        self.wanted.append(owner)
+        return f"; {offered_words(owner)}"
 
     def problems(self, config: "Config") -> list[Problem]:
         """Ask the `whet_check_config` of every plugin. One that fails is recorded as broken."""
@@ -242,6 +270,10 @@ def _items(given: object, wanted: type, optional: bool) -> list[Any]:
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
         raise PluginError(f"it gave {given!r:.80}, wanted an iterable of {wanted.__name__}")
     return list(given)
+
+
+def _none_of(kind: Kind) -> str:
+    return f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
 
 
 def _fault(component: Component) -> str | None:

@@ -64,6 +64,11 @@ def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
     return needs
 
 
+def is_trained(facts: Mapping[str, Facts], name: str) -> bool:
+    """Return whether a role is trained: the backend is, and further models that a component wants trained."""
+    return name == "backend" or needed_roles(facts).get(name, RoleNeed()).trained
+
+
 def known_roles(config: Config) -> list[str]:
     """Give the names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
     return list(dict.fromkeys(["backend", "generator", *config.roles]))

@@ -21,16 +21,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from whet.errors import CheckpointError, WhetError
+
+PRIVATE: Final = ("rollouts/", "evaluations/", "endpoint.jsonl")
+"""Files of the run folder with what the model was asked and said: prompts may be a company's or a user's own."""
 
 
 class RunFolder:
     """Writes and reads the files of one run. Creating it touches nothing; `claim` does."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
+        """`private_records`: only this user may read what the model said, see `PRIVATE`; else who the umask lets."""
         self.path = Path(path)
+        self._private = private_records
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -103,10 +108,11 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         """Read a JSON file; None where there is none."""
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            with reading(self.path / name):
+                return json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -117,7 +123,8 @@ class RunFolder:
         target = self.path / name
         with disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("ab", buffering=0) as stream:
+            mode = 0o600 if self._private and name.startswith(PRIVATE) else 0o666
+            with open(target, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
                 end = stream.tell()
                 try:
                     while left:
@@ -151,7 +158,13 @@ class RunFolder:
         """Give the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
         file = self.path / "journal.jsonl"
         first = next(iter(read_rows(file)), {}) if file.exists() else {}
-        return datetime.fromtimestamp(first.get("time", time.time()))
+        try:
+            return datetime.fromtimestamp(first.get("time", time.time()))
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            raise CheckpointError(
+                f"{file}, first line: the time {first['time']!r:.60} is no time in seconds; it is that of the run's "
+                "first sitting, and what a chat template shows of the date depends on it"
+            ) from error
 
     def journal(self, event: str, **details: Any) -> None:
         """Note what happened."""
@@ -166,7 +179,7 @@ class RunFolder:
             self._keep_rows(name, step)
         for pattern in ("rollouts/step-*.jsonl", "evaluations/step-*.json*", "evaluations/tasks/step-*.jsonl"):
             for file in self.path.glob(pattern):
-                if int(file.name[5:11]) > step:
+                if (step_of(file.name) or 0) > step and not file.is_dir():
                     file.unlink()
         for unfinished in self.checkpoints.glob("*.partial"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -175,7 +188,46 @@ class RunFolder:
         file = self.path / name
         if not file.exists():
             return
-        self.write_text(name, "".join(json_line(row) for row in read_rows(file) if row.get("step", 0) <= step))
+        self.write_text(name, "".join(json_line(row) for row in read_rows(file) if _is_kept(row, step)))
+
+
+def _is_kept(row: Mapping[str, Any], step: float) -> bool:
+    number = row.get("step", 0)
+    return step == math.inf or (isinstance(number, int) and number <= step)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in the name of a file, e.g. of `step-000010-NAME.jsonl`; None where it has none."""
+    found = _STEP_NAME.match(name)
+    return int(found[1]) if found else None
+
+
+_STEP_NAME = re.compile(r"step-([0-9]{6,15})(?![0-9])")
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read, if it is made anew: an `opener` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def use_umask(*files: Path) -> None:
+    """Set the mode of files to the one that this process's umask has for new files.
+
+    Libraries that write a file under another name first, such as safetensors, leave it readable by its owner alone.
+    """
+    mode = 0o666 & ~_umask()
+    for file in files:
+        file.chmod(mode)
+
+
+def _umask() -> int:
+    with suppress(OSError):  # Linux; nothing has to be changed to find out
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def json_line(row: Mapping[str, Any]) -> str:
@@ -188,8 +240,11 @@ _STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\u
 
 
 def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; those that a kill or a power cut left damaged, or that are not wanted, are left out."""
-    with file.open(encoding="utf-8", errors="replace") as stream:
+    """Read JSON lines; those that a kill or a power cut left damaged, or that are not wanted, are left out.
+
+    Raises `FileNotFoundError`, and `WhetError` saying why a file that is there cannot be read.
+    """
+    with reading(file), file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             if not line.endswith("\n"):
                 return
@@ -199,6 +254,17 @@ def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> 
                 row = json.loads(line)
                 if isinstance(row, dict):
                     yield row
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise `WhetError` saying in plain words why a file that is there cannot be read, e.g. because it is a folder."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise WhetError(f"cannot read {file}: {error.strerror or error}") from error
 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float]]]:

@@ -1,11 +1,13 @@
 """What algorithms fed by rollouts do between taking a batch and training on it: small steps from batch to batch.
 
-    take -> mask_overlong, penalise_overlong -> scores -> penalise_kl -> advantages -> correct_gap -> train
+    take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> correct_gap
+         -> keep_uncertain -> train
 
 All of them run on the driver, on NumPy columns, and each leaves the batch as it was where its section asks for nothing.
 Only a correction that needs no more than the training pass itself happens there; see `place_correction`.
 """
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,13 +15,13 @@ from attrs import asdict, evolve
 from numpy.typing import NDArray
 
 from whet.component import Spec
-from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
+from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection, TopEntropySection
 from whet.data.batch import Batch
 from whet.metrics import Metric, largest, mean, smallest
 from whet.ops import correction
 from whet.ops.kl import kl_estimate, log_ratio
-from whet.ops.reductions import expand, of_tokens, segment_sum
-from whet.ops.shaping import overlong_penalty
+from whet.ops.reductions import expand, of_tokens, segment_mean, segment_sum
+from whet.ops.shaping import adapted_weight, overlong_penalty
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -27,18 +29,22 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, Metric]
 OldLogprobs = Literal["current", "score", "sampler"]
+_KL_WEIGHT = "kl_reward.weight"
+"""Under this name an adaptive weight is carried from step to step."""
 
 
 def place_correction(
-    section: CorrectionSection, scored: bool, penalty: KlRewardSection
+    section: CorrectionSection, scored: bool, penalty: KlRewardSection, uncertain: TopEntropySection | None = None
 ) -> tuple[CorrectionSection, CorrectionSection]:
     """Split a correction into what happens before the training pass, and what within it; one of the two is nothing.
 
     It happens within where that pass is the only one (not `scored`), so that its logprobs are those of the weights
-    before the step, where it need not know the whole batch, and where no penalty in the reward reads them before.
+    before the step, where it need not know the whole batch, where no penalty in the reward reads them before, and where
+    no token leaves the loss mask for its low entropy: a correction looks at all tokens of an answer.
     """
     nothing = CorrectionSection()
-    before = scored or section.whole or penalty.weight > 0
+    cut = uncertain is not None and uncertain.share < 1 and not uncertain.count_rest
+    before = scored or section.whole or penalty.weight > 0 or cut
     return (section, nothing) if before else (nothing, section)
 
 
@@ -101,22 +107,79 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
     return add_reward(batch, "overlong", penalty), {"reward/overlong": mean(float(penalty.mean()), 1)}
 
 
-def penalise_kl(batch: Batch, section: KlRewardSection) -> tuple[Batch, Metrics]:
+def penalise_kl(
+    batch: Batch, section: KlRewardSection, carried: MutableMapping[str, Any] | None = None
+) -> tuple[Batch, Metrics]:
     """Take the divergence from the reference from the reward, at each token.
 
     -weight * KL goes to the column `token_rewards` [N], its sum over an episode to the episode's reward and to the
-    named reward `kl`. The policy is that of `old_logprobs` where the batch has them, else the sampler.
+    named reward `kl`. The reward without it stays in the column `task_reward`, as a sum of the two in float32 cannot be
+    taken apart again. The policy is that of `old_logprobs` where the batch has them, else the sampler.
+
+    `carried` is what an algorithm carries from step to step (`whet.steps.Steps.state`). An adaptive weight is read
+    there and, once it has been charged, adapted there for the next step.
     """
     if not section.weight:
         return batch, {}
+    weight = _kl_weight(section, carried)
+    kl, mask = _divergence(batch, section), batch["loss_mask"]
+    costs = (-weight * kl).astype(np.float32)
+    totals = of_episodes(batch, segment_sum(costs, batch["lengths"]))
+    charged = add_reward(batch, "kl", totals.astype(np.float32))
+    charged = charged.with_columns(token_rewards=costs, task_reward=np.asarray(batch["reward"], np.float32))
+    metrics: Metrics = {"kl_reference/reward": mean(float(kl.sum()), int(mask.sum()))}
+    if section.adaptive.target:
+        metrics["kl_reward/weight"] = mean(weight)
+        if carried is not None:
+            carried[_KL_WEIGHT] = _adapted(weight, kl, batch, section)
+    return charged, metrics
+
+
+def _kl_weight(section: KlRewardSection, carried: MutableMapping[str, Any] | None) -> float:
+    """Return the weight of this step: the one that the steps before have left, or the first."""
+    return float((carried or {}).get(_KL_WEIGHT, section.weight)) if section.adaptive.target else section.weight
+
+
+def _divergence(batch: Batch, section: KlRewardSection) -> NDArray[Any]:
+    """Estimate the divergence of the policy from the reference at each trained token, 0 elsewhere: [N]."""
     policy = batch["old_logprobs"] if "old_logprobs" in batch else batch["sampler_logprobs"]
     ratio = log_ratio(policy, batch["reference_logprobs"], section.clamp_log_ratio)
-    mask = batch["loss_mask"]
-    kl = np.where(mask, kl_estimate(ratio, section.estimator, section.clamp), np.float32(0))
-    costs = (-section.weight * kl).astype(np.float32)
-    totals = of_episodes(batch, segment_sum(costs, batch["lengths"]))
-    batch = add_reward(batch, "kl", totals.astype(np.float32)).with_columns(token_rewards=costs)
-    return batch, {"kl_reference/reward": mean(float(kl.sum()), int(mask.sum()))}
+    return np.where(batch["loss_mask"], kl_estimate(ratio, section.estimator, section.clamp), np.float32(0))
+
+
+def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSection) -> float:
+    """Return the weight of the next step. kl [N]."""
+    control, lengths, episodes = section.adaptive, batch["lengths"], len(np.unique(np.asarray(batch["episode"])))
+    kl = kl.astype(np.float64)
+    if control.per == "sequence":
+        divergence = float(kl.sum()) / max(episodes, 1)
+    else:
+        divergence = float(segment_mean(kl, lengths, np.asarray(batch["loss_mask"])).mean()) if len(lengths) else 0.0
+    return adapted_weight(weight, divergence, control.target, control.horizon, episodes)
+
+
+def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection) -> tuple[Batch, Metrics]:
+    """Let only the tokens of the highest entropy teach: the share of them that the section says.
+
+    The entropy is that of the weights before the step, and its quantile is over the trained tokens of the whole batch,
+    so that neither depends on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss mask.
+    Wang et al. 2025 (arXiv:2506.01939).
+    """
+    if section.share >= 1:
+        return batch, {}
+    entropy, mask = backend.score(batch, ("entropy",))["entropy"], np.asarray(batch["loss_mask"])
+    if not mask.any():
+        return batch, {}
+    threshold = float(np.quantile(entropy[mask], 1.0 - section.share))
+    chosen = mask & (entropy >= np.float32(threshold))
+    metrics: Metrics = {
+        "top_entropy/threshold": mean(threshold),
+        "top_entropy/share": mean(int(chosen.sum()), int(mask.sum())),
+    }
+    if not section.count_rest:
+        return batch.with_columns(loss_mask=chosen), metrics
+    advantages = of_tokens(batch, "advantages")
+    return batch.with_columns(advantages=np.where(chosen, advantages, np.float32(0)).astype(np.float32)), metrics
 
 
 def of_episodes(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:

@@ -5,20 +5,20 @@
         step.log(metrics)            as often as needed; metrics merge by their kind
         step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
 
-A step that was begun must be finished.
+A step that was begun must be finished. What an algorithm must remember from one step to the next is in `steps.state`.
 """
 
+import copy
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
 from whet import metrics as merging
+from whet.interrupts import Interrupts, acknowledge, on_signals
 from whet.metrics import Metric
 from whet.randomness import derive_seed
 from whet.run_folder import RunFolder
@@ -86,7 +86,18 @@ class Steps:
         spans: Spans,
         sinks: Sinks,
         startup: Startup | None = None,
+        total: int = 0,
+        state: Mapping[str, Any] | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
+        """`total`: steps to take in all; 0: those of the section."""
+        self.total = total or section.steps or 0
+        """Steps of the run in all."""
+        self.state: dict[str, Any] = dict(state or {})
+        """What an algorithm carries from step to step beside weights: builtins, which JSON keeps to the last bit. Saved
+        with each checkpoint, and there again when the run resumes from it."""
+        self.saved_state = copy.deepcopy(self.state)
+        """`state` as the last finished step left it."""
         self.done = done
         """Steps finished so far, those of earlier sittings included."""
         self.stopped_by: int | None = None
@@ -94,24 +105,28 @@ class Steps:
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
         self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
         self._saved = done
-        self._interruptible, self._saving = False, False
+        self._interrupts = interrupts or Interrupts()
+        self._interruptible, self._saving, self._evaluating = False, False, False
+        self._current: int | None = None  # the step that was begun and is not finished
         self._began = time.perf_counter()
         self._before: dict[str, Metric] = {}
         self._listening = ExitStack()
 
     def is_last(self, number: int) -> bool:
         """Whether no step follows this one."""
-        return number >= self._section.steps
+        return number >= self.total
 
     def __iter__(self) -> Iterator[Step]:
         with self._listening:
-            self._listening.enter_context(_on_signals(self._stop))
+            self._listening.enter_context(on_signals(self._stop))
+            self._interrupts.moment = "closing"  # is what follows the loop
             if self._before:
                 self._record(0, self._before)
-            while self.done < self._section.steps and self.stopped_by is None:
+            while self.done < self.total and self.stopped_by is None:
                 self._began = time.perf_counter()
                 number = self.done + 1
                 step = Step(number, derive_seed(self._section.seed, "step", number), self)
+                self._current = number
                 yield step
                 if self.done != number:
                     raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
@@ -131,12 +146,19 @@ class Steps:
         merged = merging.merge([metrics, self._sinks.gather()])
         consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
-            merged = merging.merge([merged, self._sinks.evaluate(number)])
+            merged = merging.merge([merged, self._evaluate(number)])
         self._record(number, merged, batch.tokens)
-        self.done = number
+        self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
         self._run.journal("step", step=number, **consumed)
         if step.due(section.save_every):
             self._save()
+
+    def _evaluate(self, number: int) -> Mapping[str, Metric]:
+        self._evaluating = True
+        try:
+            return self._sinks.evaluate(number)
+        finally:
+            self._evaluating = False
 
     def _record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
         """Write a step's metrics and spans to the run folder, and tell loggers and hooks."""
@@ -187,35 +209,29 @@ class Steps:
 
     def _stop(self, number: int) -> None:
         again, self.stopped_by = self.stopped_by is not None, number
-        if self._saving:
-            return
         if again and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if number == signal.SIGINT and not self._interruptible:
-            with suppress(OSError):  # what reads along may have got the Ctrl-C as well, and be gone
-                print("\nending after this step; press Ctrl-C again to end at once", file=sys.stderr, flush=True)
-        if self._interruptible:
+            self._interrupts.at_once()
+        if not again:
+            acknowledge(number, self._what_follows())
+        if self._interruptible and not self._saving:
             raise Interrupted
+
+    def _what_follows(self) -> str:
+        """Return the words for what happens after a signal, and after a second Ctrl-C."""
+        again = "; Ctrl-C again ends at once, without saving"
+        if self._saving:
+            return f"saving step {self.done}, then ending{again}"
+        if self._evaluating:
+            return f"finishing the evaluation after step {self._current}, then saving{again}"
+        if self._current is not None and not self._interruptible:
+            return f"finishing step {self._current}, then saving{again}"
+        if self._saved != self.done:
+            return f"saving step {self.done}, then ending{again}"
+        kept = f"step {self.done} is saved already" if self.done else "no step is finished, so nothing is saved"
+        return f"ending; {kept}; Ctrl-C again ends at once"
 
     def save_now(self) -> None:
         """Save the last finished step, unless that is done. A second SIGTERM does not cut it short."""
         if self._saved != self.done:
-            with _on_signals(self._stop):
+            with on_signals(self._stop):
                 self._save()
-
-
-@contextmanager
-def _on_signals(function: Callable[[int], None]) -> Iterator[None]:
-    """Call a function on SIGTERM, SIGINT and SIGHUP; only in the main thread, where Python allows it."""
-    # Under nohup a closed terminal is to be ignored, and stays so.
-    hangups = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-    numbers = (signal.SIGTERM, signal.SIGINT, *hangups)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda n, _: function(n)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

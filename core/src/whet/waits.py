@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from whet.run_folder import disk_errors
 from whet.spans import Spans
+from whet.threads import Guard, watched
 
 LOOKS = 8
 """How often a wait is looked at before it is told."""
@@ -54,14 +55,12 @@ class Waits:
         self._told: dict[tuple[str, str, float], float] = {}
         """Of waits under way, by role, phase and begin: the seconds after which they are told next."""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="whet-waits", daemon=True)
-        if notice_seconds:
-            self._thread.start()
+        self._thread = watched("whet-waits", self._watch, over=self._over.is_set) if notice_seconds else None
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
         self._over.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(5.0)
 
     def look(self) -> None:
@@ -93,11 +92,12 @@ class Waits:
 
     def _watch(self) -> None:
         pause = min(self._notice / LOOKS, SLOWEST_LOOK_SECONDS)
+        guard = Guard("whet-waits", pause_seconds=0.0)
         while not self._over.wait(pause):
             try:
                 self.look()
-            except Exception:  # whatever it stumbles over, the run goes on, and so does the watch
-                traceback.print_exc()
+            except Exception as error:  # whatever it stumbles over, the run goes on, and so does the watch
+                guard.report(error)
 
 
 def driver_stacks() -> list[str]:

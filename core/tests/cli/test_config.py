@@ -15,7 +15,7 @@ def test_a_key_is_explained(command: Any, config: Path) -> None:
     assert done.stdout.splitlines() == [
         "rollout.max_tokens = 8",
         "    Longest completion of one turn, in tokens.",
-        "    an integer, at least 1; a key of the section `rollout`",
+        "    an integer, at least 1, at most 100000000; a key of the section `rollout`",
         f"from it.yaml, line {line}",
         "replaces 256 (default)",
         f"to change it: it.yaml, line {line}, or rollout.max_tokens=VALUE on the command line",

@@ -65,6 +65,15 @@ def test_every_kind_has_one() -> None:
     assert sorted(start.kind for start in STARTS.values()) == sorted(KINDS)
 
 
+@pytest.mark.parametrize("word", ["environment", "algorithm"])
+def test_the_recipe_of_a_package_is_written_where_it_is_wanted(packages: Packages, tmp_path: Path, word: str) -> None:
+    done = packages.run("-m", "whet.cli", "new", "recipe", f"my-{word}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / f"my-{word}.yaml").read_text()
+    assert f"from {packages.folders[word].name} 0.1.0" in text
+    assert f"my-{word}" in yaml.safe_dump(yaml.safe_load(text))
+
+
 @pytest.mark.parametrize("word", STARTS)
 def test_a_package_is_complete(packages: Packages, word: str) -> None:
     package = packages.folders[word]
@@ -72,7 +81,8 @@ def test_a_package_is_complete(packages: Packages, word: str) -> None:
     module = package.name.replace("-", "_")
     source = {f"src/{module}/{name}.py" for name in ("__init__", "hooks", "config")}
     assert files >= {*FILES, *source, f"src/{module}/py.typed", f"tests/test_{module}.py"}
-    assert not any("$" in path.read_text() for path in package.rglob("*") if path.is_file())
+    written = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert not any("$" in path.read_text() for path in written)
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     assert project["name"] == package.name
     assert list(project["entry-points"]["whet"].values()) == [f"{module}.hooks"]

@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -34,6 +37,32 @@ def _crash() -> None:
 def _die(code: int, words: str) -> None:
     print(words, file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _die_once(path: str) -> str:
+    """End the process at the first call, which leaves a folder behind."""
+    if not os.path.isdir(path):
+        os.mkdir(path)
+        os._exit(1)
+    return "answered"
+
+
+def _stop(seconds: float) -> str:
+    """Stop this process for so long, and then answer."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return "answered"
+
+
+def _forged(header: str) -> None:
+    """Send a message of one's own over the connection to the driver."""
+    from whet.cluster.channel import send
+
+    opened = [int(name) for name in os.listdir("/proc/self/fd")]
+    connection = next(
+        fd for fd in opened if os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode)
+    )
+    send(socket.socket(fileno=connection), [header.encode()])
 
 
 def _fail(words: str) -> None:
@@ -83,6 +112,9 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "spin": _spin,
     "crash": _crash,
     "die": _die,
+    "die_once": _die_once,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": _stop,
     "fail": _fail,
     "noise": _noise,
     "write": _write,
@@ -95,5 +127,6 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "pid": os.getpid,
     "unsendable": lambda: object(),
     "record": lambda: __import__("whet.data.records", fromlist=["Sampling"]).Sampling(),
+    "forged": _forged,
     "forge": lambda: Path,
 }

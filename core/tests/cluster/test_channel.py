@@ -51,6 +51,14 @@ def test_what_is_no_message_is_refused(pair: tuple[socket.socket, socket.socket]
         receive(pair[1])
 
 
+def test_more_buffers_than_a_message_of_its_limit_can_have_are_refused_before_they_are_read(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    pair[0].sendall(b"WHT1" + struct.pack("<I", 20_000))
+    with pytest.raises(WireError, match="no proper beginning"):
+        receive(pair[1], limit=1 << 20)
+
+
 def test_an_announcement_above_the_limit_is_refused_before_memory_is_taken(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_name_that_two_items_have_means_neither(one: Explain) -> None:
     ("key", "overrides", "value", "origins"),
     [
         ("run.seed", (), 3, ["base.yaml, line 1", "default"]),
-        ("run.steps", (), 200, ["base.yaml, line 1"]),
+        ("run.steps", (), 200, ["base.yaml, line 1", "default"]),
         ("run.keep", (), 2, ["default"]),
         ("algorithm.size", (), 6, ["it.yaml, line 4", "base.yaml, line 4", "default"]),
         (
@@ -112,7 +112,7 @@ def test_a_key_says_what_it_means_and_may_be(one: Explain) -> None:
     found = one("algorithm.loss.low")
     assert (found.type, found.allowed, found.doc) == ("a number", "at least 0", "How far down.")
     assert found.owner == "`clip` of whet-offers"
-    assert one("cluster.deadlines.train").allowed == "more than 0, finite"
+    assert one("cluster.deadlines.train").allowed == "more than 0, at most 1000000.0"
     assert one("run.steps").owner == "the section `run`"
     assert one("rollout.stop").allowed == "each item not empty"
 

@@ -252,6 +252,39 @@ def test_trained_is_the_content_and_the_end_of_turn_but_no_header(name, load):
         assert last.prompt_length == len(chat.prompt(talk[:-1]))
 
 
+PLAIN_ROLES = "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content{} }}}}{}{{% endfor %}}{}"
+ASKED = "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("trim", "end", "trained"),
+    [
+        ("", "\n", ["def f():\n    pass\n\n", "42 \n\t"]),
+        ("", "", ["def f():\n    pass\n\n", "42 \n\t"]),
+        ("", "\n### End\n", ["def f():\n    pass\n\n\n### End", "42 \n\t\n### End"]),
+        ("|trim", "\n", ["def f():\n    pass", "42"]),
+        ("", "<|im_end|>\n", ["def f():\n    pass\n\n<|im_end|>", "42 \n\t<|im_end|>"]),
+    ],
+)
+def test_white_space_at_the_end_of_an_answer_is_trained_whatever_closes_the_turn(trim, end, trained, load):
+    chat, _ = load("bytes", PLAIN_ROLES.format(trim, end, ASKED))
+    answers = [Message("assistant", "def f():\n    pass\n\n"), Message("assistant", "42 \n\t")]
+    talk = (Message("user", "write"), answers[0], Message("user", "and"), answers[1])
+    found = chat.training(talk)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], found.loss_mask, [False]]))).reshape(-1, 2)
+    assert [text_of(chat, found.tokens[begin:last]) for begin, last in edges] == trained
+    assert text_of(chat, found.tokens) == chat.template.render(talk)
+    assert found.prompt_length == len(chat.prompt(talk[:1]))
+    last = chat.training(talk, train_on="last")
+    assert text_of(chat, last.tokens[last.loss_mask]) == trained[1]
+
+
+def test_an_answer_that_quotes_the_end_token_is_trained_to_its_end(load):
+    chat, _ = load("bytes", PLAIN_ROLES.format("", "\n", ASKED))
+    found = chat.training((Message("user", "how?"), Message("assistant", "write <|im_end|> last\n")))
+    assert text_of(chat, found.tokens[found.loss_mask]) == "write <|im_end|> last\n"
+
+
 def test_messages_before_the_first_trainable_one_carry_no_loss(load):
     chat, _ = load("bytes", CHATML)
     trainable = chat.training(TALK, first=2)
@@ -489,6 +522,9 @@ def test_the_folder_may_be_named_by_a_string(load):
         ("tokenizer_config.json", b'{"added_tokens_decoder": 5}', "has added tokens that are none"),
         ("tokenizer_config.json", b'{"extra_special_tokens": 5}', "has added tokens that are none"),
         ("tokenizer_config.json", b'{"chat_template": [5]}', "has a list of no chat templates"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json cannot be read as JSON: it nests too deeply"),
+        ("tokenizer_config.json", b"[],[" * 1_000_000, "cannot be read as JSON: it has about 3,000,000 values"),
+        ("tokenizer.json", b"[" * 100_000, "tokenizer.json cannot be read"),
     ],
 )
 def test_files_of_nonsense_are_named(tiny_model_folder, tmp_path, name, content, message):

@@ -90,10 +90,10 @@ def test_fields_may_have_other_names(chat):
     [
         (
             {"question": "x"},
-            r"fields \['question'\]; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
+            r"columns 'question'; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
         ),
-        ({}, r"fields \[\]"),
-        ({"prompt": "x"}, r"fields \['prompt'\]"),
+        ({}, r"columns none"),
+        ({"prompt": "x"}, r"columns 'prompt'"),
         ({"messages": [USER]}, "no message of the assistant"),
         ({"messages": []}, "no message of the assistant"),
         ({"messages": 7}, "found 7"),
@@ -141,4 +141,4 @@ def test_the_fields_that_check_looks_for_are_those_that_are_read(tmp_path, recor
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
     section = SimpleNamespace(data=DataSection([DataFile(str(tmp_path / "data.jsonl"))]))
     found = [str(problem) for problem in data_problems(section, record_fields(fields))]
-    assert [problem.endswith(f"wanted {lacks}") for problem in found] == [True] * bool(lacks)
+    assert [f"wanted {lacks}; `fields` says" in problem for problem in found] == [True] * bool(lacks)

@@ -1,4 +1,5 @@
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -39,14 +40,14 @@ def encode(record, chat):
 
 @pytest.fixture
 def make(tmp_path, chat):
-    def make(records, validation=(), seed=0, max_length=0, max_bad_records=0.01, status=lambda text: None):
+    def make(records, validation=(), seed=0, max_length=0, max_bad_records=0.01, status=lambda text: None, epochs=None):
         files = []
         for name, rows in (("train", records), ("validation", validation)):
             text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
             (tmp_path / f"{name}.jsonl").write_text(text)
             files.append([DataFile(str(tmp_path / f"{name}.jsonl"))] if rows else [])
         section = DataSection(*files, max_bad_records=max_bad_records)
-        return OfflineData(section, chat, seed, max_length, status)
+        return OfflineData(section, chat, seed, max_length, status, encode=encode, epochs=epochs)
 
     return make
 
@@ -191,3 +192,100 @@ def test_a_part_without_data_gets_no_columns(make):
     data = make(numbered(2)).prepare(encode).with_columns(lambda name, part: {"one": np.ones(len(part))})
     assert data.batch(1, 2)["one"].tolist() == [1, 1]
     assert data.validation(4) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "epochs", "size", "sizes"),
+    [(10, 1, 4, [4, 4, 2]), (10, 2, 5, [5] * 4), (5, 3, 4, [4, 4, 4, 3]), (10, 0.5, 3, [3, 2]), (3, 0.01, 4, [1])],
+)
+def test_epochs_end_with_the_records_that_are_left(make, records, epochs, size, sizes):
+    data = make(numbered(records), epochs=epochs).prepare()
+    assert data.steps(size) == len(sizes)
+    batches = [numbers(data.batch(step, size)) for step in range(1, len(sizes) + 1)]
+    assert [len(batch) for batch in batches] == sizes
+    endless = make(numbered(records)).prepare()
+    flowing = [n for step in range(1, len(sizes) + 1) for n in numbers(endless.batch(step, size))]
+    assert [n for batch in batches for n in batch] == flowing[: sum(sizes)]
+    assert data.epoch(len(sizes), size) == sum(sizes) / records
+    if epochs >= 1:
+        assert sorted(n for batch in batches for n in batch) == sorted(list(range(records)) * int(epochs))
+
+
+@pytest.mark.parametrize(("epochs", "more"), [(1, 2), (1, 3), (0.5, 1), (1, None), (2, 1)])
+def test_a_run_that_gets_more_epochs_goes_on_with_the_next_record(make, epochs, more):
+    first = make(numbered(10), epochs=epochs)
+    steps = first.prepare().steps(4)
+    taken = [n for step in range(1, steps + 1) for n in numbers(first.prepare().batch(step, 4))]
+    further = make(numbered(10), epochs=more)
+    further.go_on(steps, first.position(steps, 4))
+    data = further.prepare().with_columns(lambda name, part: {"one": np.ones(len(part))})
+    assert data.until(steps, 4) == len(taken)
+    total = steps + 3 if more is None else data.steps(4)
+    taken += [n for step in range(steps + 1, total + 1) for n in numbers(data.batch(step, 4))]
+    whole = make(numbered(10)).prepare()
+    assert taken == numbers(whole.batch(1, len(taken)))
+    assert len(taken) == (22 if more is None else 10 * max(epochs, more))
+    assert further.position(total, 4)["records"] == len(taken), "where a later sitting goes on"
+    if more is None:
+        with pytest.raises(ValueError, match="the run goes on after step 3; the batch of step 2 is of an earlier"):
+            data.batch(2, 4)
+
+
+def test_a_run_that_never_stated_epochs_needs_no_position(make):
+    assert make(numbered(5)).position(3, 4) == {}
+
+
+def test_epochs_of_data_with_columns_end_in_the_same_place(make):
+    data = make(numbered(5), epochs=1).prepare().with_columns(lambda name, part: {"one": np.ones(len(part))})
+    assert (data.steps(4), len(data.batch(2, 4)["one"])) == (2, 1)
+
+
+def test_a_batch_behind_the_end_is_whole(make):
+    """A loop that takes more records than its facts state gets what it asks for."""
+    assert len(numbers(make(numbered(5), epochs=1).prepare().batch(3, 4))) == 4
+
+
+def test_data_is_prepared_once(make):
+    said = []
+    data = make(numbered(5), status=said.append)
+    assert data.prepare() is data.prepare()
+    assert len([words for words in said if words.startswith("train data: 5 records")]) == 1
+
+
+def test_data_without_an_end_has_no_number_of_steps(make):
+    with pytest.raises(ValueError, match="no number of steps"):
+        make(numbered(5)).prepare().steps(2)
+
+
+def test_files_with_weights_are_mixed_by_them_and_told(tmp_path, chat, make):
+    files = []
+    for name, first, count, weight in (("large", 0, 30, 1.0), ("small", 100, 10, 3.0)):
+        rows = ({"n": str(first + n), "answers": ["yes"]} for n in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(DataFile(str(tmp_path / f"{name}.jsonl"), weight=weight))
+    said = []
+    made = OfflineData(DataSection(files), chat, 0, 0, said.append, encode=encode, epochs=2)
+    data = made.prepare()
+    epochs = [[n for step in range(first, first + 5) for n in numbers(data.batch(step, 8))] for first in (1, 6)]
+    assert data.steps(8) == 10
+    assert [sum(n >= 100 for n in epoch) for epoch in epochs] == [30, 30]
+    assert [epoch.count(105) for epoch in epochs] == [3, 3]
+    assert len({n for epoch in epochs for n in epoch if n < 100}) == 20
+    assert said[-1].endswith("small.jsonl: 75.0% of the records, 3.00 times in an epoch of 40")
+    without = OfflineData(DataSection([DataFile(file.path) for file in files]), chat, 0, 0).fingerprint()
+    assert made.fingerprint() != without
+
+
+def test_all_of_the_tokenising_is_timed(make, chat):
+    told = []
+
+    @contextmanager
+    def timed():
+        told.append("begin")
+        yield
+        told.append("end")
+
+    data = make(numbered(3), numbered(2))
+    data._timed = timed
+    data.prepare(lambda record, chat: told.append("record") or encode(record, chat))
+    assert told == ["begin", *["record"] * 5, "end"]

@@ -65,9 +65,9 @@ def test_all_turns_after_a_prompt_are_compared(chat):
     [
         (
             {"prompt": "x", "chosen": "y"},
-            r"fields \['prompt', 'chosen'\]; wanted `chosen` and `rejected`.*algorithm.fields",
+            r"columns 'prompt', 'chosen'; wanted `chosen` and `rejected`.*algorithm.fields",
         ),
-        ({}, r"fields \[\]"),
+        ({}, r"columns none"),
         ({"chosen": "y", "rejected": "z"}, "there is no prompt, and an answer is a string"),
         ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
         (

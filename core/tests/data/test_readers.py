@@ -1,5 +1,6 @@
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from whet.config.sections import DataFile
-from whet.data.readers import content_hash, read
+from whet.data.readers import content_hash, format_words, read
 from whet.errors import DataError
 
 RECORDS = [{"text": "one"}, {"text": "zwei \u65e5\u672c"}, {"text": "3", "n": [1, {"a": None}]}]
@@ -161,3 +162,72 @@ def test_real_data_is_read(shared_data):
     assert rows[-1].where == "gsm8k_test.jsonl:1319"
     assert set(rows[0].record) == {"question", "answer"}
     assert len(list(read(DataFile(str(shared_data / "HumanEval.jsonl.gz"))))) == 164
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a data set and one with splits, as the library `datasets` saves them."""
+    datasets = pytest.importorskip("datasets", reason="datasets reads what it saved")
+    folder = tmp_path_factory.mktemp("saved")
+    one, two = (datasets.Dataset.from_list(records) for records in (RECORDS[:2], RECORDS[:1]))
+    one.save_to_disk(folder / "one")
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(folder / "splits")
+    return folder
+
+
+def test_a_data_set_that_was_saved_is_read(saved):
+    assert records_of(saved / "one") == RECORDS[:2]
+    assert records_of(saved / "one", format="saved", limit=1) == RECORDS[:1]
+    assert [row.where for row in read(DataFile(str(saved / "one")))] == ["one:0", "one:1"]
+    assert format_words(DataFile(str(saved / "one"))) == "a saved data set"
+
+
+def test_a_split_of_saved_splits_is_read(saved):
+    assert records_of(saved / "splits") == RECORDS[:2]
+    assert records_of(saved / "splits", split="test") == RECORDS[:1]
+    with pytest.raises(DataError, match="has no split 'validation'; it has test, train"):
+        records_of(saved / "splits", split="validation")
+    with pytest.raises(DataError, match=r"has no split '\.\./one'"):
+        records_of(saved / "splits", split="../one")
+
+
+def test_the_hash_of_a_saved_data_set_follows_its_rows(saved, tmp_path):
+    shutil.copytree(saved / "one", tmp_path / "copy")
+    hashes = [
+        content_hash(DataFile(str(path))) for path in (saved / "one", tmp_path / "copy", saved / "splits" / "test")
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_saved_data_set_that_is_damaged_is_refused(saved, tmp_path):
+    shutil.copytree(saved / "one", tmp_path / "bad")
+    next((tmp_path / "bad").glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="bad cannot be read"):
+        records_of(tmp_path / "bad")
+    (tmp_path / "bad" / "state.json").unlink()
+    with pytest.raises(DataError, match=r"has no state\.json or dataset_dict\.json"):
+        records_of(tmp_path / "bad", format="saved")
+    with pytest.raises(DataError, match="there is no folder"):
+        records_of(tmp_path / "gone", format="saved")
+
+
+def test_the_format_key_chooses_among_the_files_of_a_folder(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(lines(RECORDS))
+    (tmp_path / "train.csv").write_text("text\none\n")
+    assert records_of(tmp_path, format="csv") == [{"text": "one"}]
+    assert records_of(tmp_path, format="jsonl") == RECORDS
+
+
+@pytest.mark.parametrize("name", ["it.jsonl", "it.json"])
+def test_a_record_with_half_of_a_character_is_malformed_and_one_with_both_halves_is_not(tmp_path, name):
+    records = [
+        '{"text": "half \\ud83d"}',
+        '{"text": "whole \\ud83d\\ude00"}',
+        '{"\\udE00": 1}',
+        '{"text": "no \\\\ud83d"}',
+    ]
+    joined = f"[{', '.join(records)}]" if name == "it.json" else "\n".join(records)
+    (tmp_path / name).write_text(joined)
+    rows = list(read(DataFile(str(tmp_path / name))))
+    assert [row.problem[:19] for row in rows] == ["half of a character", "", "half of a character", ""]
+    assert rows[1].record == {"text": "whole \U0001f600"}

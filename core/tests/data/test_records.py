@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from whet.data.messages import Message
-from whet.data.records import Episode, Group, Task
+from whet.data.records import Episode, Group, Task, gold_answer
 
 
 def test_a_task_takes_its_prompt_as_people_write_it():
@@ -19,3 +19,20 @@ def test_the_rewards_of_a_group_are_those_of_its_episodes_in_order():
     rewards = Group(0, "e", 0, episodes).rewards
     assert rewards.tolist() == [1.0, 0.0, 0.5]
     assert rewards.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("data", "gold"),
+    [
+        ({}, None),
+        ({"answer": "4", "hint": "even"}, "4"),
+        ({"answer": 4}, "4"),
+        ({"answer": None}, "null"),
+        ({"answer": ["4", "four"]}, '["4", "four"]'),
+        ({"number": 3, "word": "\u202eabc"}, '{"number": 3, "word": "\u202eabc"}'),
+        ({"answer": "x" * 2_500}, "x" * 2_000 + " [500 more characters]"),
+        ({"answer": {1, }}, "\"{1}\""),
+    ],
+)  # fmt: skip
+def test_the_right_answer_of_a_task_is_text_of_a_bounded_length(data, gold):
+    assert gold_answer(Task("2+2?", data)) == gold

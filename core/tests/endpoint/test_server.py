@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -138,6 +140,7 @@ def test_models_are_listed_and_other_places_are_not_there() -> None:
         (b"[" * 100_000, 400),
         (b'{"messages": ' + b"9" * 5000 + b"}", 400),
         (b"[]", 400),
+        (gzip.compress(b"[" * 1_000_000), 400),
         (b"x" * 5001, 413),
     ],
 )
@@ -150,6 +153,39 @@ def test_bodies_that_cannot_be_read_are_refused(body: bytes, status: int) -> Non
             assert response.status == 200
 
     with_server(check, max_body=5000)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+def test_a_compressed_body_is_not_unpacked(encoding: str) -> None:
+    bomb = gzip.compress(b" " * (256 << 20))
+
+    async def check(address: Address, session: Any) -> None:
+        headers = {"Authorization": f"Bearer {address.api_key}", "Content-Encoding": encoding}
+        tracemalloc.start()
+        try:
+            async with session.post(address.base_url + "/chat/completions", data=bomb, headers=headers) as response:
+                assert response.status == 400
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
+
+    with_server(check)
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_read() -> None:
+    body = b'{"messages":[' + b"[]," * 2_000_000 + b"0]}"
+
+    async def check(address: Address, session: Any) -> None:
+        tracemalloc.start()
+        try:
+            async with post(address, session, body) as response:
+                assert response.status == 400
+                assert "4,000,002 values, wanted at most 1,048,576" in (await response.json())["error"]["message"]
+            assert tracemalloc.get_traced_memory()[1] < 6 * len(body)
+        finally:
+            tracemalloc.stop()
+
+    with_server(check)
 
 
 def test_a_body_of_unknown_length_is_bounded_too() -> None:

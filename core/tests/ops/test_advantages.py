@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.ops.advantages import gdpo, group_mean, whiten
+from whet.ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
 
 
 def array(*values: float) -> np.ndarray:
@@ -201,3 +201,35 @@ def test_against_the_others_it_is_what_nemo_rl_computes(rewards: list[float]) ->
         leave_one_out=True, deviation_of="others", unbiased=False, epsilon=1e-6,
     )  # fmt: skip
     np.testing.assert_allclose(ours, nemo_rl(rewards), rtol=1e-5, atol=1e-5)
+
+
+def test_less_group_mean_is_exactly_0_where_rewards_are_equal() -> None:
+    rewards, group = np.array([0.1, 0.1, 0.1, 1.0, 4.0, 7.0]), np.array([5, 5, 5, 2, 2, 9])
+    assert less_group_mean(rewards, group).tolist() == [0, 0, 0, -1.5, 1.5, 0]
+    assert less_group_mean(rewards, group, "reward").tolist() == [0, 0, 0, -1.5, 1.5, 7]
+
+
+def test_a_baseline_by_length_is_worked_by_hand() -> None:
+    # (1 * 2 + 0 * 6) / 8 = 1/4; the second group has no token, and the plain mean
+    found = length_weighted(array(1, 0, 3, 5), np.array([0, 0, 1, 1]), np.array([2, 6, 0, 0]))
+    assert found.tolist() == [0.75, -0.25, -1, 1]
+
+
+@given(
+    rewards=st.lists(st.floats(-5, 5), min_size=2, max_size=6),
+    sizes=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+)
+def test_no_other_baseline_has_less_variance(rewards: list[float], sizes: list[int]) -> None:
+    """Of gradients of independent tokens: the squared norm of an answer's is in proportion to its length."""
+    lengths = np.array(sizes[: len(rewards)], np.float64)
+    found = length_weighted(np.array(rewards), np.zeros(len(rewards), np.int64), lengths).astype(np.float64)
+
+    def variance(shift: float) -> float:
+        return float((lengths * (found + shift) ** 2).sum())
+
+    assert variance(0.0) <= min(variance(0.01), variance(-0.01)) + 1e-6
+
+
+@pytest.mark.parametrize("reward", [0.1, 1.0, -3.3])
+def test_equal_rewards_of_different_lengths_have_no_advantage(reward: float) -> None:
+    assert not length_weighted(np.full(3, reward), np.zeros(3, np.int64), np.array([1, 5, 7])).any()

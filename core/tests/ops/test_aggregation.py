@@ -43,3 +43,28 @@ def test_sequences_without_a_token_count_where_they_are_to(make: Any) -> None:
     assert int(count(mask, lengths, "sequence", count_empty=True)) == 4
     assert int(count(mask, lengths, "constant", 5, count_empty=True)) == 20
     assert int(count(mask, lengths, "token", count_empty=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({}, 1),
+        ({"count_empty": True}, 3),
+        ({"count_empty": True, "count_masked": False}, 2),
+        ({"count_masked": True}, 2),
+    ],
+)
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+def test_empty_and_masked_sequences_count_apart(make: Any, options: dict[str, Any], number: int) -> None:
+    """Of one that is trained, one that was sampled and masked, and one in which nothing was sampled."""
+    mask, sampled = make([False, True, False, False, False]), make([False, True, True, False, False])
+    found = count(mask, make([2, 1, 2]), "sequence", sampled=sampled, **options)
+    assert int(found) == number
+    assert int(count(mask, make([2, 1, 2]), "constant", 7, sampled=sampled, **options)) == 7 * number
+
+
+def test_without_knowing_what_was_sampled_all_that_are_left_are_empty() -> None:
+    mask, lengths = np.array([True, False]), np.array([1, 1])
+    assert count(mask, lengths, "sequence", count_empty=True) == 2
+    assert count(mask, lengths, "sequence", count_empty=True, count_masked=False) == 2
+    assert count(mask, lengths, "sequence", count_masked=True) == 1

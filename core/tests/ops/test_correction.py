@@ -89,3 +89,29 @@ def test_an_empty_mask_is_trusted() -> None:
     assert importance_weights(gaps, LENGTHS, "sequence").tolist() == [1, 1]
     assert within(gaps, LENGTHS, nothing, "sequence", 0.5, 2).all()
     assert trusted(gaps, LENGTHS, nothing, 0.1, 0.1).all()
+
+
+def test_log_ratios_are_added_up_before_they_are_clamped() -> None:
+    """Two tokens that are 29 and -27 nats away are 2 nats together, and 1 on average."""
+    far = gap(np.array([-1.0, -28.0]), np.array([-30.0, -1.0]), np.array([True, True]))
+    lengths, mask = np.array([2]), np.array([True, True])
+    assert importance_weights(far, lengths, "sequence", 0.0, 99.0).tolist() == pytest.approx([math.exp(2)], rel=1e-5)
+    assert importance_weights(far, lengths, "token", 0.0, math.inf).tolist() == pytest.approx(
+        [math.exp(20), math.exp(-20)], rel=1e-5
+    )
+    assert within(far, lengths, mask, "product", 7.3, 7.4).tolist() == [True]
+    assert within(far, lengths, mask, "sequence", 2.7, 2.8).tolist() == [True]
+    assert trusted(far, lengths, mask, max_token=28.0).tolist() == [False]
+    assert trusted(far, lengths, mask, max_mean=28.1).tolist() == [True]
+    assert trusted(far, lengths, mask, max_mean=27.9).tolist() == [False]
+
+
+def test_tokens_that_one_of_the_two_cannot_produce_leave_numbers() -> None:
+    far = gap(np.array([-np.inf, -1.0]), np.array([-1.0, -np.inf]), np.array([True, True]))
+    lengths, mask = np.array([2]), np.array([True, True])
+    assert np.isfinite(far).all()
+    assert importance_weights(far, lengths, "sequence").tolist() == [1.0]
+    for measure in ("ratio", "k2", "k3"):
+        for level in ("token", "sequence", "product", "worst"):
+            assert within(far, lengths, mask, level, 0.0, 9e9, measure).dtype == bool  # type: ignore[arg-type]
+    assert trusted(far, lengths, mask, max_mean_error=1e9).tolist() == [False]

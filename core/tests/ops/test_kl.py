@@ -116,6 +116,17 @@ def test_weighted_and_clamped_it_is_that_of_nemo_rl(estimator: Any, importance: 
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("importance", ["none", "score", "ratio"])
+def test_far_beyond_the_clamp_there_is_no_gradient_and_no_nan(importance: Any) -> None:
+    logprobs = torch.tensor([-80.0, -89.0, -1000.0], requires_grad=True)
+    found = penalty_of_kl(
+        logprobs, torch.zeros(3), logprobs.detach(), "k3", importance=importance, limit=0.0, clamp=10.0
+    )
+    found.sum().backward()
+    assert found.tolist() == [10.0] * 3
+    assert logprobs.grad.tolist() == [0.0] * 3
+
+
 def test_verls_absolute_estimate() -> None:
     assert kl_estimate(np.array([-3.0, 0.0, 0.5]), "abs").tolist() == [3.0, 0.0, 0.5]
     assert kl_estimate(torch.tensor([-3.0, 0.5]), "abs", 1.0).tolist() == [1.0, 0.5]
@@ -156,3 +167,17 @@ def test_numpy_and_torch_agree(log_ratios: list[float], estimator: Any) -> None:
     np.testing.assert_allclose(
         ours, kl_estimate(torch.tensor(log_ratios, dtype=torch.float64), estimator, 10.0), atol=1e-12
     )
+
+
+@pytest.mark.parametrize("importance", ["ratio", "score"])
+def test_the_weight_itself_is_not_clamped(importance: Any) -> None:
+    """The token is 25 nats likelier than when it was sampled, and the reference a thousandth of a nat away."""
+    start, reference, old = torch.tensor([-1.0]).double(), torch.tensor([-1.001]), torch.tensor([-26.0])
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    found = penalty_of_kl(ours, reference, old, "k1", importance=importance, limit=20.0, clamp=0.0)
+    weight = (theirs - (old if importance == "ratio" else theirs.detach())).exp()
+    expected = weight * (theirs - reference)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert importance == "score" or float(found.detach()) > math.exp(20) * 0.001 * 10
+    slopes = [torch.autograd.grad(x.sum(), y)[0] for x, y in ((found, ours), (expected, theirs))]
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=0)

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from whet.ops.losses import cispo, clip_ratio, clipped_policy_gradient, reinforce, sequence_ratio
+from whet.ops.losses import (
+    cispo,
+    clip_ratio,
+    clipped_policy_gradient,
+    gmpo,
+    near_policy,
+    reinforce,
+    sapo,
+    sequence_ratio,
+)
 
 
 def tensor(*values: float) -> Tensor:
@@ -179,6 +188,8 @@ def test_every_loss_is_proportional_to_its_advantages(scale: float, seed: int) -
         lambda a: clip_ratio(ratio, a, 0.01, 0.02),
         lambda a: cispo(logprobs, old, a, 0.2, 0.3),
         lambda a: reinforce(logprobs, old, a, 2.0),
+        lambda a: sapo(logprobs, old, a),
+        lambda a: gmpo(logprobs, old, a, MASK, LENGTHS),
     ):
         torch.testing.assert_close(loss(advantages * scale).loss, loss(advantages).loss * scale, rtol=1e-4, atol=1e-5)
 
@@ -194,6 +205,8 @@ def test_tokens_that_cannot_occur_leave_every_loss_finite(own: float, other: flo
         lambda p: cispo(p, old, advantages, 1.0, 4.0),
         lambda p: reinforce(p, old, advantages, 2.0),
         lambda p: reinforce(p, old, advantages),
+        lambda p: sapo(p, old, advantages),
+        lambda p: gmpo(p, old, advantages, mask, lengths),
     ):
         logprobs = tensor(own).requires_grad_()
         found = loss(logprobs)
@@ -201,3 +214,62 @@ def test_tokens_that_cannot_occur_leave_every_loss_finite(own: float, other: flo
         assert torch.isfinite(found.loss).all()
         assert torch.isfinite(found.ratio).all()
         assert gradient is None or torch.isfinite(gradient).all()
+
+
+def test_a_sequences_ratio_is_clamped_after_the_mean_and_not_before() -> None:
+    """One token is 35 nats away and four are not: 7 nats on average."""
+    logprobs = tensor(0.0, -1.0, -1.0, -1.0, -1.0, -1.0).requires_grad_()
+    old = tensor(0.0, -1.0, -1.0, -1.0, -1.0, -36.0)
+    mask, lengths = torch.arange(6) > 0, torch.tensor([6])
+    ratio = sequence_ratio(logprobs, old, mask, lengths)
+    assert ratio.tolist() == pytest.approx([math.exp(7)] * 6, rel=1e-5)
+    (gradient,) = torch.autograd.grad(ratio[0], logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, *[math.exp(7) / 5] * 5], rel=1e-5)
+    whole = sequence_ratio(logprobs, old - 0.0, mask, lengths, product=True)
+    assert whole.tolist() == pytest.approx([math.exp(20)] * 6, rel=1e-5)
+    assert not torch.autograd.grad(whole[0], logprobs)[0].any()
+    free = sequence_ratio(logprobs, old, mask, lengths, product=True, limit=0.0)
+    assert free.tolist() == pytest.approx([math.exp(35)] * 6, rel=1e-4)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_opposite_tokens_cancel_before_the_clamp(per_token: bool) -> None:
+    logprobs, old = tensor(-1.0, -31.0).requires_grad_(), tensor(-31.0, -1.0)
+    ratio = sequence_ratio(logprobs, old, torch.tensor([True, True]), torch.tensor([2]), per_token)
+    assert ratio.tolist() == [1.0, 1.0]
+    (gradient,) = torch.autograd.grad(ratio.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_the_soft_gate_of_sapo_is_worked_by_hand() -> None:
+    """At a ratio of 1 the gradient is that of the policy gradient; at 3, with temperature 1, it is 3 * 4p(1 - p)."""
+    logprobs = tensor(-1.0, math.log(3.0) - 1, -1.0).requires_grad_()
+    found = sapo(logprobs, tensor(-1.0, -1.0, -1.0), tensor(2.0, 2.0, -2.0), 1.0, 4.0)
+    assert found.loss.tolist() == pytest.approx([-4.0, -8 / (1 + math.exp(-2)), 1.0], rel=1e-5)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    p = 1 / (1 + math.exp(-2))
+    assert gradient.tolist() == pytest.approx([-2.0, -2 * 3 * 4 * p * (1 - p), 2.0], rel=1e-5)
+    assert not found.clipped.any()
+
+
+def test_the_geometric_mean_of_gmpo_is_worked_by_hand() -> None:
+    """A good answer's token at 1 nat counts as 0.4, one at -1 as it is: a mean of -0.3. A bad one's the other way."""
+    change, old = [1.0, -1.0, 1.0, -1.0], tensor(-3.0, -3.0, -3.0, -3.0)
+    logprobs = tensor(*(c - 3 for c in change)).requires_grad_()
+    mask, lengths = torch.ones(4, dtype=torch.bool), torch.tensor([2, 2])
+    found = gmpo(logprobs, old, tensor(2.0, 2.0, -2.0, -2.0), mask, lengths, 0.4, 0.4)
+    good, bad = math.exp(-0.3), math.exp(0.3)
+    assert found.loss.tolist() == pytest.approx([-2 * good, -2 * good, 2 * bad, 2 * bad], rel=1e-5)
+    (gradient,) = torch.autograd.grad(found.loss.sum() / 2, logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, -good, bad, 0.0], rel=1e-5)
+    assert found.clipped_high.tolist() == [True, False, False, False]
+    assert found.clipped_low.tolist() == [False, False, False, True]
+
+
+def test_only_bad_answers_that_have_become_unlikely_are_masked() -> None:
+    new, sampled = tensor(-2.0, -1.0, -2.0, -1.0, -1.0, -1.0), tensor(-1.0, -1.0, -1.0, -1.0, -1.0, -1.0)
+    advantages, lengths = tensor(-1.0, -1.0, 1.0, 1.0, -1.0, -1.0), torch.tensor([2, 2, 2])
+    mask = torch.ones(6, dtype=torch.bool)
+    kept = near_policy(new, sampled, advantages, mask, lengths, 0.4)
+    assert kept.tolist() == [False, False, True, True, True, True]
+    assert near_policy(new, sampled, advantages, mask, lengths, 0.5).all()

@@ -19,7 +19,8 @@ def episode(group: int, sample: int, step: int, said: str, gap: float | None) ->
     sampler = [0.0, 0.0, -0.5, -1.5, -0.25]
     row = {
         "group": group, "environment": "sums", "task": group, "id": f"task-{group}", "sample": sample,
-        "reward": float(sample), "rewards": {"correct": float(sample), HOSTILE: 0.0}, "turns": 1, "response_length": 3,
+        "reward": float(sample), "advantage": sample - 1.5, "gold": f"gold {HOSTILE}",
+        "rewards": {"correct": float(sample), HOSTILE: 0.0}, "turns": 1, "response_length": 3,
         "stop": "stop", "versions": [step - 1, step - 1],
         "messages": [{"role": "user", "content": f"What is {group}?"}, {"role": "assistant", "content": said}],
     }  # fmt: skip

@@ -85,7 +85,8 @@ def test_a_chart_reads_its_values_under_the_pointer(opened):
 
 def test_searching_leaves_the_metrics_that_are_meant(opened):
     opened.go("metrics")
-    assert opened.run("document.querySelectorAll('[data-chart]').length") == 5  # the group of seconds is closed
+    # The group of seconds is closed, and what never changed is no chart.
+    assert opened.run("document.querySelectorAll('[data-chart]').length") == 4
     opened.click("input[type=search]")
     opened.type("reward")
     opened.wait("document.querySelectorAll('[data-chart]').length === 2")
@@ -194,4 +195,127 @@ def test_what_is_never_below_0_has_no_axis_and_no_interval_below_it(browser, tmp
     assert below("sums") == (False, True)
     assert below("once") == (False, True)
     assert below("games") == (True, True)  # a reward that can be negative keeps its interval
+    assert browser.complaints == []
+
+
+def width(browser):
+    return browser.run("document.documentElement.scrollWidth")
+
+
+@pytest.mark.parametrize("columns", [420, 800])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_narrow_window_is_never_scrolled_sideways(opened, view, columns):
+    opened.resize(columns, 900)
+    try:
+        opened.go(view)
+        opened.wait("document.querySelector('main').childElementCount > 0")
+        assert width(opened) <= columns
+        inside = "[...document.querySelectorAll('main *')].filter((e) => e.scrollWidth > e.clientWidth + 1"
+        inside += " && ['auto', 'scroll'].includes(getComputedStyle(e).overflowX)).map((e) => e.className)"
+        assert opened.run(inside) == []
+    finally:
+        opened.resize(1280, 900)
+
+
+def test_the_right_answer_stands_with_the_rollout_as_text(opened):
+    opened.go("rollouts")
+    opened.click("[data-step='2']")
+    shown = text(opened, ".gold pre")
+    assert shown.startswith("gold <script>alert(1)</script><img")
+    assert "\u202e" not in shown
+    assert "right answer" in text(opened, ".facts")
+    assert opened.run("document.querySelectorAll('main img').length") == 0
+
+
+def test_samples_of_a_group_stand_side_by_side_with_their_advantages(opened):
+    opened.go("rollouts")
+    opened.click("[data-step='3']")
+    opened.wait("document.querySelectorAll('#group .sample').length === 4")
+    told = opened.run("[...document.querySelectorAll('#group .advantage')].map((e) => e.innerText)")
+    assert told == ["advantage −1.5", "advantage −0.5", "advantage 0.5", "advantage 1.5"]
+    colours = opened.run("[...document.querySelectorAll('.advantage')].map((e) => getComputedStyle(e).backgroundColor)")
+    assert len(set(colours)) == 4
+    opened.click("[data-sample='2']")
+    opened.wait("document.querySelector('[data-sample=\"2\"]').getAttribute('aria-pressed') === 'true'")
+    assert "3 · 2" in text(opened, ".facts")
+
+
+def test_a_task_is_followed_over_the_evaluations(opened):
+    opened.go("rollouts")
+    opened.click(".turns button", 1)
+    opened.wait("document.querySelectorAll('#history tbody tr').length === 2")
+    rows = opened.run("[...document.querySelectorAll('#history tbody td:first-child')].map((e) => e.innerText)")
+    assert rows == ["5", "10"]
+    opened.wait("document.querySelectorAll('#history circle').length === 2")
+    opened.click("#history tbody tr")
+    opened.wait("document.querySelector('[data-step=\"5\"]').getAttribute('aria-pressed') === 'true'")
+    opened.click(".turns button")
+    opened.wait("document.querySelector('#history p')")  # each training task of this run was played once
+
+
+def made(browser, tmp_path, rows, view="overview", rollouts=()):
+    run = RunFolder(tmp_path)
+    run.append("metrics.jsonl", [{"step": i, "time": 1.0 * i, **row} for i, row in enumerate(rows, 1)])
+    for step, episodes in rollouts:
+        run.append(f"rollouts/step-{step:06d}.jsonl", episodes)
+    write_page(tmp_path / "report.html", read_run(tmp_path))
+    browser.events.clear()
+    browser.open(tmp_path / "report.html", view)
+
+
+def test_the_first_view_has_kl_deviation_and_cut(browser, tmp_path):
+    rows = [{"reward/mean": 0.1 * i, "reward/std": 0.3 + 0.01 * i, "response_length/cut": 0.01 * i,
+             "kl_reference/k1": -0.1, "kl_reference/k3": 0.02 * i, "lr": 1e-5} for i in range(10)]  # fmt: skip
+    made(browser, tmp_path, rows)
+    shown = text(browser)
+    for part in ("Reward deviation\n0.39", "Cut\n9 %", "KL\n0.18\nkl_reference/k3, last tenth"):
+        assert part in shown
+    charts = browser.run("[...document.querySelectorAll('[data-chart]')].map((e) => e.dataset.chart)")
+    assert charts == ["reward", "reward/std", "kl_reference/k3", "response_length/cut"]  # no chart of a constant rate
+    assert browser.complaints == []
+
+
+def test_metrics_that_never_change_are_folded_into_their_value(browser, tmp_path):
+    made(browser, tmp_path, [{"loss": 1.0 / i, "lr": 1e-5, "grad_norm": 0.5} for i in range(1, 9)], "metrics")
+    assert browser.run("[...document.querySelectorAll('[data-chart]')].map((e) => e.dataset.chart)") == ["loss"]
+    assert browser.run("document.querySelector('.still').open") is False
+    browser.click(".still summary")
+    assert text(browser, ".still .facts").split() == ["grad_norm", "0.5", "lr", "1e−5"]
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.1e-6, 4.4e-6), (0.011, 0.012), (6e-6, 8e-6), (3e-7, 2e-6), (1e-8, 1e-2)])
+def test_a_log_chart_has_labels_whatever_its_range(browser, tmp_path, low, high):
+    made(browser, tmp_path, [{"logprob_gap/max": low + (high - low) * i / 8} for i in range(9)], "gaps")
+    browser.wait("document.querySelector('[data-chart] svg text')")
+    labels = "[...document.querySelectorAll('[data-chart] svg text[text-anchor=end]')].map((e) => e.textContent)"
+    found = browser.run(labels)
+    assert len(found) >= 2
+    assert len(set(found)) == len(found)
+    assert browser.complaints == []
+
+
+def test_samples_that_begin_alike_are_one_row_of_gaps(browser, tmp_path, run_folders):
+    alike = [run_folders.episode(1, sample, 1, "so", 0.25) for sample in range(3)]
+    other = [run_folders.episode(2, 0, 1, "so", 0.5)]
+    made(browser, tmp_path, [{"loss": 1.0}], "gaps", [(1, alike + other)])
+    first = browser.run("[...document.querySelectorAll('#worst tr.link')].map((r) => r.children[6].innerText)")
+    assert first[:2] == ["2 · 0", "1 · 0, 1, 2 (3 alike)"]
+    assert browser.complaints == []
+
+
+def test_rollouts_of_an_older_run_need_neither_answer_nor_advantage(browser, tmp_path, run_folders):
+    old = [run_folders.episode(1, sample, 1, "so", 0.25 if sample else None) for sample in range(3)]
+    for row in old:
+        del row["gold"], row["advantage"]
+    old[2]["sequences"][0]["columns"] = {}
+    odd = [{"group": None, "gold": {"a": ["<b>"]}, "advantage": "x"}, {"group": 1, "task": None, "gold": 5}]
+    made(browser, tmp_path, [{"loss": 1.0}, {"loss": 2.0}], "rollouts", [(1, old), (2, odd)])
+    for step in (2, 1):
+        browser.click(f"[data-step='{step}']")
+        for i in range(browser.run("document.querySelectorAll('.item').length")):
+            browser.click(".item", i)
+            browser.wait("document.querySelector('#episode')")
+    told = browser.run("[...document.querySelectorAll('#group .sample')].map((e) => e.innerText.includes('advantage'))")
+    assert told == [False, True, False]
     assert browser.complaints == []

@@ -88,6 +88,11 @@ def test_no_answer_can_end_the_data_block(name):
     assert json.loads(embedded({answer: 1})) == {answer: 1}
 
 
+def test_the_page_quotes_rollouts_and_is_as_private_as_they_are(tmp_path, run_folders):
+    write_page(tmp_path / "page.html", read_run(run_folders.write(tmp_path / "run", run_folders.HOSTILE)))
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o600
+
+
 def test_the_page_is_written_whole(tmp_path):
     size = write_page(tmp_path / "deep" / "report.html", {"a": 1})
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["report.html"]

@@ -2,9 +2,12 @@ import json
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from whet.data.records import Episode, Group, Trajectory
+from whet.metrics import mean
 from whet.rollout.collate import collate, record, rollout_metrics
+from whet.rollout.scores import Passing
 
 
 def trajectory(prompt: int, answer: int, stop: str = "stop", version: int = 2) -> Trajectory:
@@ -101,6 +104,30 @@ def test_metrics_are_over_episodes(groups: list[Group]) -> None:
     assert rollout_metrics([]) == {}
 
 
+def test_each_of_several_environments_has_metrics_of_its_own(groups: list[Group]) -> None:
+    names = list(dict.fromkeys(group.environment for group in groups))
+    assert len(names) == 2
+    passing = {name: Passing() for name in names}
+    found = rollout_metrics(groups, passing)
+    whole = {name: metric.number() for name, metric in rollout_metrics(groups, {names[0]: Passing()}).items()}
+    assert not any(name.startswith(tuple(f"{own}/" for own in names)) for name in whole)
+    assert {name: metric.number() for name, metric in found.items() if name in whole} == {**whole, "pass_rate": 3 / 4}
+    for own in names:
+        alone = rollout_metrics([group for group in groups if group.environment == own], {own: passing[own]})
+        assert {f"{own}/{name}": metric for name, metric in alone.items()} == {
+            name: metric for name, metric in found.items() if name.startswith(f"{own}/")
+        }
+        assert {f"{own}/reward/mean", f"{own}/response_length/cut", f"{own}/pass_rate"} < set(found)
+    # a step without a group of one of them has none of its metrics
+    assert not any(name.startswith(f"{names[1]}/") for name in rollout_metrics(groups[:1], passing))
+
+
+def test_an_episode_without_the_reward_that_decides_neither_passes_nor_fails(groups: list[Group]) -> None:
+    passing = {group.environment: Passing("correct") for group in groups}
+    assert rollout_metrics(groups, passing)["pass_rate"] == mean(1, 2)
+    assert "pass_rate" not in rollout_metrics(groups, {name: Passing("other") for name in passing})
+
+
 def test_records_are_json_and_keep_the_text(groups: list[Group]) -> None:
     rows = [row for group in groups for row in record(group)]
     assert json.loads(json.dumps(rows)) == rows
@@ -118,3 +145,44 @@ def test_records_are_json_and_keep_the_text(groups: list[Group]) -> None:
         "versions": [2, 2],
         "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "\x1b[31m4"}],
     }
+
+
+def test_a_greedy_episode_gives_its_reward_and_nothing_else(groups: list[Group]) -> None:
+    plain, columns = rollout_metrics(groups), collate(groups, 1.0, ["games", "sums"])
+    likeliest = [
+        episode("sums", 2, {"correct": 1.0}, trajectory(2, 9)),
+        episode("games", 2, {"won": 3.0}, trajectory(1, 1)),
+    ]
+    beside = [evolve(group, greedy=one) for group, one in zip(groups, likeliest, strict=True)]
+    batch, metrics = collate(beside, 1.0, ["games", "sums"]), rollout_metrics(beside)
+    assert batch["greedy_reward"].tolist() == [1, 1, 1, 3, 3]
+    assert set(batch.columns) - set(columns.columns) == {"greedy_reward"}
+    assert batch["tokens"].tolist() == columns["tokens"].tolist()
+    assert metrics.pop("reward/greedy").number() == 2.0
+    assert {name: m.number() for name, m in metrics.items()} == {name: m.number() for name, m in plain.items()}
+    assert [record(group) for group in beside] == [record(group) for group in groups]
+
+
+def test_a_row_has_the_right_answer_where_the_task_has_one(groups):
+    (row, *_) = record(groups[0])
+    assert "gold" not in row
+    known = evolve(groups[0], episodes=tuple(evolve(one, gold="4") for one in groups[0].episodes))
+    assert [row["gold"] for row in record(known)] == ["4", "4"]
+
+
+def test_an_answer_that_nobody_can_decide_about_is_wrong_by_every_reward_of_its_environment(
+    groups: list[Group],
+) -> None:
+    sums, games = groups
+    right, undecided = sums.episodes[0], evolve(sums.episodes[1], rewards={}, reward=0.0, undecided=("too much",))
+    found = [evolve(sums, episodes=(right, undecided)), games]
+    metrics = rollout_metrics(found, {"sums": Passing("correct")})
+    assert (metrics["pass_rate"], metrics["reward/correct"], metrics["reward/won"]) == (
+        mean(1, 2),
+        mean(1, 2),
+        mean(6, 2),
+    )
+    batch = collate(found, 0.7, ["games", "sums"])
+    np.testing.assert_array_equal(batch["reward:correct"], np.array([1, 0, 0, np.nan, np.nan], np.float32))
+    alone = rollout_metrics([evolve(sums, episodes=(undecided,))], {"sums": Passing("correct")})
+    assert alone["pass_rate"] == mean(0, 1)

@@ -8,12 +8,13 @@ import pytest
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
-from whet.errors import InfrastructureError, RequestLost, WorkerError
+from whet.errors import InfrastructureError, RequestLost, Undecided, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.episode import Assignment, EpisodeFailed
 from whet.rollout.routing import Route
 from whet.testing.fakes import ByteChat, FakeGenerator
 from whet.testing.playing import AltChat, AltTokens, make_player
+from whet.undecided import note
 
 END = ByteChat.stop_tokens[0]
 
@@ -299,6 +300,67 @@ def test_what_breaks_down_twice_is_tried_with_other_randomness_until_its_own_bud
     assert len({request.seed for request in generator.requests[:2]}) == 1
     assert len({request.seed for request in generator.requests}) == 2
     assert assignment.tally == {"retried": 2, "infrastructure": 1}
+
+
+async def _raised(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("hello")
+    raise Undecided("it needs too much")
+
+
+async def _noted_and_raised(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("hello")
+    note("it needs too much")
+    raise Undecided("it needs too much, says the pool")
+
+
+async def _raised_in_a_group(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("hello")
+    raise ExceptionGroup("tasks", [Undecided("it needs too much"), ExceptionGroup("more", [Undecided("and this")])])
+
+
+async def _noted_and_scored(task: Task, model: Model) -> Mapping[str, float]:
+    await model.reply("hello")
+    await asyncio.create_task(asyncio.to_thread(note, "it needs too much"))
+    return {"fine": 0.0, "right": 0.0}
+
+
+@pytest.mark.parametrize("run", [_raised, _noted_and_raised, _raised_in_a_group, _noted_and_scored])
+def test_an_answer_that_nobody_can_decide_about_is_worth_nothing_and_is_counted_once(run: Any) -> None:
+    environment, generator = Played(run), FakeGenerator("yes")
+    environment.reward_weights = {"fine": 2.0, "right": 1.0}
+    assignment = assigned(environment)
+    episodes = asyncio.run(make_player(generator).group(assignment, 2)).episodes
+    assert [episode.rewards for episode in episodes] == [{"fine": 0.0, "right": 0.0}] * 2
+    assert [(episode.reward, episode.undecided) for episode in episodes] == [(0.0, ("it needs too much",))] * 2
+    assert assignment.tally == {"done": 2, "undecided": 2}
+    assert all(episode.trajectories[0].loss_mask.any() for episode in episodes)
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised", "attempts"),
+    [
+        ([Undecided("it needs too much"), KeyError("answer")], EpisodeFailed, 2),
+        ([ConnectionError("the sandbox"), ExceptionGroup("more", [InfrastructureError("a server")])], EpisodeFailed, 4),
+        ([KeyError("answer"), WorkerError("generator", 0, "generate", "died")], WorkerError, 1),
+    ],
+)
+def test_a_group_of_errors_means_what_it_holds(errors: list[Exception], raised: type, attempts: int) -> None:
+    async def run(task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply("hello")
+        raise ExceptionGroup("tasks", errors)
+
+    generator = FakeGenerator("yes")
+    with pytest.raises(raised):
+        play(Played(run), generator, retries=1, infrastructure_retries=3)
+    assert len(generator.requests) == attempts
+
+
+def test_only_the_reward_that_nobody_can_decide_about_is_0() -> None:
+    def grade(text: str, data: Any) -> float:
+        raise Undecided("it needs too much")
+
+    episode = play(SingleTurn({}, {"right": grade, "long": lambda text, data: float(len(text))}), FakeGenerator("yes"))
+    assert episode.rewards == {"right": 0.0, "long": 3.0}
 
 
 async def _no_question(task: Task, model: Model) -> Mapping[str, float]:

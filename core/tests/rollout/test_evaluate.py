@@ -117,7 +117,7 @@ def test_metrics_and_records_are_named_by_environment() -> None:
     }  # fmt: skip
     figures = [f"{name}{end}" for name in ("reward", "first", "count", "response_length") for end in ENDS]
     assert set(result.metrics) == {
-        f"evaluation/{env}/{name}" for env in ("ab", "more") for name in [*figures, "dropped"]
+        f"evaluation/{env}/{name}" for env in ("ab", "more") for name in [*figures, "dropped", "undecided"]
     }
     assert result.metrics["evaluation/ab/reward"].number() == result.environments[0].reward
 
@@ -209,5 +209,5 @@ def test_it_runs_on_a_loop_of_others_and_says_how_far_it_is() -> None:
         assert loop.call(lambda: "alive") == "alive"
     finally:
         loop.close()
-    assert told[0] == "evaluation 0 %"
+    assert told[0] == "evaluation, 0 of 6 episodes finished"
     assert told[-1] == ""

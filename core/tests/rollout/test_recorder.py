@@ -71,7 +71,8 @@ def test_the_first_groups_are_recorded_with_what_everybody_says_of_each_token(gr
     }
     assert asked["group"].tolist() == [10, 10, 10, 11, 11]
     plain = [row for each in groups for row in record(each)]
-    assert [{k: v for k, v in row.items() if k != "sequences"} for row in rows] == plain
+    assert [{k: v for k, v in row.items() if k not in ("sequences", "advantage")} for row in rows] == plain
+    assert [row["advantage"] for row in rows] == [0.5] * 8
 
 
 @pytest.mark.parametrize(("every", "due"), [(10, [1, 10, 20]), (1, [*range(1, 21)]), (0, [])])
@@ -127,3 +128,29 @@ def test_a_batch_that_the_algorithm_cut_gives_no_columns(groups):
     rows = recorder.rows(groups, cut)()
     assert rows[0]["sequences"][0]["columns"] == {}
     assert "trainer_logprobs" not in rows[0]["sequences"][0]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_every_episode_has_its_advantage_over_all_of_its_sequences(groups, step):
+    def by_sequence(batch):
+        return {"advantages": np.arange(batch.sequences, dtype=np.float32)}
+
+    rows, _ = played(groups, columns=by_sequence, step=step)
+    # the second episode has two sequences, of 1 and 2 trained tokens, with the advantages 1 and 2
+    assert [row["advantage"] for row in rows] == [0.0, round(5 / 3, 6), 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+    def by_token(batch):
+        return {"advantages": np.where(batch["loss_mask"], batch["tokens"], 100).astype(np.float32)}
+
+    rows, _ = played(groups, columns=by_token, step=step)
+    assert [row["advantage"] for row in rows][:3] == [3.0, round((2 + 4 + 5) / 3, 6), 2.5]
+
+
+def test_what_the_algorithm_says_of_other_sequences_is_no_advantage_of_these(groups):
+    batch = collate(groups, 1.0, ["sums"])
+    recorder = Recorder(RecordSection(every=0), None, pieces)
+    assert not any("advantage" in row for row in recorder.rows(groups, batch)())
+    some = batch.take([0, 1, 2]).with_columns(advantages=np.ones(3, np.float32))
+    assert not any("advantage" in row for row in recorder.rows(groups, some)())
+    odd = batch.with_columns(advantages=np.full(batch.sequences, np.nan, np.float32))
+    assert [row["advantage"] for row in recorder.rows(groups, odd)()] == [None] * 8

@@ -11,7 +11,10 @@ from attrs import evolve
 
 from whet.data.records import Episode, Task, Trajectory
 from whet.errors import ConfigError
+from whet.interfaces.environment import SingleTurn
 from whet.ops.estimators import majority_at, pass_at
+from whet.rollout.judgement import judge
+from whet.rollout.routing import Route
 from whet.rollout.scores import Passing, Scoring, TaskScore, figures, missing, score
 
 TASK = Task("What is 6*7?", {"answer": "42"}, id="six")
@@ -96,6 +99,17 @@ def test_a_reward_that_there_is_not_is_an_error_that_names_those_that_are() -> N
         scored([episode(1.0)], Scoring(passing=Passing("corect")))
 
 
+def test_an_answer_that_nobody_can_decide_about_does_not_pass_whatever_its_rewards() -> None:
+    undecided = evolve(episode(0.0), rewards={}, undecided=("it needs too much",))
+    assert Passing("correct")(undecided) is Passing("corect")(undecided) is False
+    route = Route("sums", SingleTurn({"train": [TASK, TASK]}, {}), "train", scoring=Scoring(passing=Passing("correct")))
+    result = judge(route, [[undecided], [episode(1.0)]], [])
+    assert [task.passes for task in result.tasks] == [0, 1]
+    assert [(result.figures[name].value, result.figures[name].tasks) for name in ("reward", "correct")] == [
+        (0.5, 2)
+    ] * 2
+
+
 def test_a_task_with_too_few_samples_is_left_out_of_the_figure_and_named() -> None:
     scoring = Scoring((1, 2))
     tasks = [scored([episode(1.0)] * 2, scoring), scored([episode(0.0)], scoring, wanted=2), scored([], scoring, 2)]
@@ -122,3 +136,10 @@ def test_the_digest_tells_tasks_apart_by_what_they_ask() -> None:
 def test_rewards_of_only_some_episodes_are_a_mean_of_those() -> None:
     found = scored([episode(1.0, a=1.0), episode(0.0, b=3.0), episode(0.0, b=5.0)])
     assert (found.values["a"], found.values["b"]) == (1.0, 4.0)
+
+
+def test_the_interval_of_a_length_does_not_reach_below_0() -> None:
+    lengths = [scored([episode(1.0, length=length)]) for length in (1, 1, 40)]
+    found = figures(lengths, [episode(1.0)])["response_length"]
+    assert (found.value, found.low) == (14.0, 0.0)
+    assert found.high == pytest.approx(14 + 4.302653 * np.std([1, 1, 40], ddof=1) / np.sqrt(3))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.loop import EpisodeLoop
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
+from whet.testing.contracts.workers import wait_until
 from whet.testing.fakes import ByteChat, FakeGenerator
 
 GROUP_SIZE = 3
@@ -53,7 +55,7 @@ def environment(tasks: int = 50) -> SingleTurn:
 
 @contextmanager
 def stream(generator: Any = None, routes: Any = None, **changes: Any) -> Iterator[RolloutStream]:
-    names = {"group_size", "seed", "filters", "deadline_seconds", "status", "loop"}
+    names = {"group_size", "seed", "filters", "deadline_seconds", "status", "loop", "greedy"}
     options = {name: changes.pop(name) for name in names & set(changes)}
     section = RolloutSection(**{"max_tokens": 8, "retries": 0, **changes})
     routes = routes or [Route("letters", environment(), "train")]
@@ -490,7 +492,7 @@ def test_an_interrupt_reaches_the_taker_and_costs_no_group() -> None:
         batch = made.take(2)
         assert sorted(set(batch["group"].tolist())) == [0, 1]
         assert made.state() == {"groups": {"letters": 2}, "beyond": []}
-    assert told[0] in {f"generator {100 * done / 6:.0f} %" for done in range(7)}
+    assert told[0] in {f"rollouts, {done} of 6 episodes finished" for done in range(7)}
     assert told[-1] == ""
 
 
@@ -569,3 +571,25 @@ def test_environments_that_cannot_give_anything_are_refused() -> None:
         stream(routes=[Route("letters", environment(), "train", weight=0.0)]),
     ):
         pass
+
+
+def test_one_more_answer_of_each_group_is_the_likeliest_and_changes_no_other() -> None:
+    plain, asked = Jittery(), Jittery()
+    with stream(plain) as made:
+        expected = made.take(2)
+    with stream(asked, greedy=True) as made:
+        found, metrics = made.take(2), made.metrics()
+    assert len(asked.requests) == 2 * (GROUP_SIZE + 1)
+    cold = [request for request in asked.requests if request.sampling.temperature == 0]
+    assert sorted(request.id for request in cold) == [f"sample-{group}-{GROUP_SIZE}-0-0-0" for group in (0, 1)]
+    assert found["greedy_reward"].shape == (2 * GROUP_SIZE,)
+    columns = {name: column for name, column in found.per_sequence.items() if name != "greedy_reward"}
+    assert same(expected, evolve(found, per_sequence=columns))
+    assert "reward/greedy" in metrics
+
+
+def test_the_progress_counts_the_likeliest_answers_among_all() -> None:
+    with stream(Jittery(), greedy=True, max_staleness=1) as made:
+        made.take(2)
+        wait_until(lambda: made.loop.call(made._progress)[0] == 2 * (GROUP_SIZE + 1), "the next take is played")
+        assert made.loop.call(made._progress) == (2 * (GROUP_SIZE + 1),) * 2

@@ -6,7 +6,10 @@ Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ende
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
+
+BY_CTRL_C = "ended by Ctrl-C"
 
 
 def main() -> None:
@@ -18,6 +21,8 @@ def main() -> None:
 
         code = run_command()
     except KeyboardInterrupt:
+        with suppress(OSError, AttributeError):
+            print(BY_CTRL_C, file=sys.stderr, flush=True)
         code = 128 + signal.SIGINT
     except Terminated:
         code = 128 + signal.SIGTERM

@@ -7,8 +7,12 @@ import sys
 import click
 
 import whet
+from whet.cli import BY_CTRL_C
 from whet.cli.check import check
+from whet.cli.command import Commands, say
 from whet.cli.config import config
+from whet.cli.data import data
+from whet.cli.demo import demo
 from whet.cli.doctor import doctor
 from whet.cli.env import env
 from whet.cli.evaluate import evaluate
@@ -20,13 +24,13 @@ from whet.cli.run import run
 from whet.cli.schema import schema
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(whet.__version__, package_name="whet", prog_name="whet")
 def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, doctor, evaluate, report, export, plugins, schema, new, env):
+for _command in (demo, run, check, config, data, doctor, evaluate, report, export, plugins, schema, new, env):
     group.add_command(_command)
 
 
@@ -39,6 +43,7 @@ def run_command() -> int:
         error.show()
         return error.exit_code
     except click.Abort:  # what click makes of Ctrl-C
+        say(BY_CTRL_C)
         return 128 + signal.SIGINT
     return code
 

@@ -9,31 +9,43 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 
 @click.command(cls=Command)
 @config_arguments
+@click.option(
+    "--machine", metavar="WORDS|FILE", help="Plan for this machine or cluster instead, e.g. 8xH100-80GB; see below."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print problems and plan as JSON.")
-def check(config: str, overrides: tuple[str, ...], as_json: bool) -> int:
+def check(config: str, overrides: tuple[str, ...], machine: str | None, as_json: bool) -> int:
     """Check CONFIG and print the plan of its run.
 
     Nothing is started and no weights are read: this needs no GPU and takes about a second. A warning tells what is not
-    installed here and would have to be wherever it runs.
+    here, GPUs included, and would have to be wherever it runs. What cannot fit into memory is refused.
+
+    `--machine` plans for a machine that is not here: `8xH100` is one with eight of these GPUs, `2x8xA100-40GB` are two
+    with eight each, `4x24GB,cores=32,memory=256GB` tells the rest as well. GPUs that are not well known get their
+    memory behind the name. A `.yaml` file lists machines that are not alike.
     """
     from whet.errors import ConfigError
+    from whet.given_machine import given_machine
     from whet.prepare import prepare
 
     try:
-        prepared = prepare(config, overrides)
+        prepared = prepare(config, overrides, target=None if machine is None else given_machine(machine))
     except ConfigError as error:
         if not as_json:
             raise
         click.echo(json.dumps({"ok": False, "problems": error.problems, "warnings": [], "plan": None}, indent=2))
         return 1
     warn_of_broken(prepared.loaded.registry)
+    refused = list(prepared.plan.refusals)
     if as_json:
         plan = prepared.plan.to_dict()
-        click.echo(json.dumps({"ok": True, "problems": [], "warnings": plan.pop("warnings"), "plan": plan}, indent=2))
-    else:
-        click.echo("structure: ok\nproblems: none")
-        if warnings := prepared.plan.warnings:
-            click.echo("\n".join(["warnings, for it cannot run here:", *(f"  {line}" for line in warnings)]))
-        click.echo("plan:")
-        click.echo("\n".join(f"  {line}" for line in prepared.plan.describe().splitlines()))
+        found = {"ok": not refused, "problems": list(plan.pop("refusals")), "warnings": plan.pop("warnings")}
+        click.echo(json.dumps({**found, "plan": plan}, indent=2))
+        return int(bool(refused))
+    click.echo(f"structure: ok\nproblems: {len(refused) or 'none'}")
+    if warnings := prepared.plan.warnings:
+        click.echo("\n".join(["warnings, for it cannot run here:", *(f"  {line}" for line in warnings)]))
+    click.echo("plan:")
+    click.echo("\n".join(f"  {line}" for line in prepared.plan.describe().splitlines()))
+    if refused:
+        raise ConfigError(refused)
     return 0

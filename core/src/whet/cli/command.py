@@ -14,7 +14,24 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class PlainErrors(click.Command):
+class Utf8(click.Command):
+    """Takes arguments that are UTF-8 text."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the arguments; what is no text is refused before anything looks for a file of that name."""
+        for argument in args:
+            if any("\ud800" <= letter <= "\udfff" for letter in argument):
+                raise click.UsageError(f"the argument {argument!r:.80} is not UTF-8 text")
+        return super().make_context(info_name, args, parent, **extra)
+
+
+class Commands(Utf8, click.Group):
+    """The list of commands."""
+
+
+class PlainErrors(Utf8):
     """Prints what whet reports in plain words; `--traceback` shows where it came from as well."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,6 +47,22 @@ class PlainErrors(click.Command):
             if ctx.meta.get("traceback"):
                 raise
             raise click.ClickException(message(error)) from error
+        except BrokenPipeError:
+            raise
+        except (OSError, UnicodeError, RecursionError) as error:  # of what the command was given
+            if ctx.meta.get("traceback"):
+                raise
+            raise click.ClickException(message(WhetError(_of_input(error)))) from error
+
+
+def _of_input(error: Exception) -> str:
+    """Say in plain words what is wrong with a file, a text or a nesting that nothing else refused."""
+    if isinstance(error, OSError):
+        name = f"{str(error.filename)!r:.200}: " if error.filename else ""
+        return f"{name}{error.strerror or error}; `--traceback` shows where it was needed"
+    if isinstance(error, RecursionError):
+        return "something is nested too deeply; `--traceback` shows what"
+    return f"a text is not UTF-8: {error.reason if hasattr(error, 'reason') else error}; `--traceback` shows where"
 
 
 class Command(PlainErrors):
@@ -48,6 +81,7 @@ def message(error: WhetError) -> str:
     problems = error.problems if isinstance(error, ConfigError) else []
     lines = [f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)]
     text = str(error) if len(problems) < 2 else "\n".join(lines)
+    text += f"\n{error.remedy}" if isinstance(error, ConfigError) and error.remedy else ""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""`whet new`: write a whole installable package to start from."""
+"""`whet new`: write a whole installable package to start from, or a recipe."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from whet.cli.command import Command
+from whet.cli.recipe import recipe
 from whet.errors import WhetError
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ STARTS: dict[str, _Start] = {
 }  # fmt: skip
 
 
-@click.group(short_help="Write a package to start from.")
+@click.group(short_help="Write a package or a recipe to start from.")
 def new() -> None:
-    """Write a new package to start from, whose tests pass as they stand."""
+    """Write a new package to start from, whose tests pass as they stand, or a recipe."""
 
 
 def _command(word: str, start: _Start) -> click.Command:
@@ -69,6 +70,7 @@ def _command(word: str, start: _Start) -> click.Command:
 
 for _word, _start in STARTS.items():
     new.add_command(_command(_word, _start))
+new.add_command(recipe)
 
 
 def _make(word: str, start: _Start, name: str, into: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,10 @@ from whet.cli.command import Group, load_registry, registry_option
 from whet.cli.why import why
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from rich.console import Console
+
     from whet.plugins import Registry
 
 
@@ -51,12 +56,45 @@ def _to_dict(registry: "Registry") -> dict[str, Any]:
 
 def _print(registry: "Registry") -> None:
     from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+    if registry.sources:
+        _print_components(registry, console)
+    else:
+        click.echo("\n".join(_to_install()))
+    for broken in registry.broken:
+        console.print(f"\nnot usable: {broken}", soft_wrap=True)
+
+
+def _to_install() -> "Iterator[str]":
+    """Yield what there is for somebody who has core alone."""
+    from whet.catalog import bundle_words, catalog
+
+    found = catalog()
+    yield "No plugin is installed: core alone trains nothing. Bundles bring what a first run needs:\n"
+    commands = {bundle_words(name): held for name, held in found.bundles.items()}
+    yield from _columns((click.style(command, bold=True), ", ".join(held)) for command, held in commands.items())
+    yield "\nEach plugin can be installed alone, `pip install NAME`:\n"
+    yield from _columns((click.style(name, bold=True), about) for name, about in found.distributions.items())
+    yield "\n`whet plugins why NAME` says who offers a name, such as grpo."
+
+
+def _columns(rows: "Iterable[tuple[str, str]]") -> "Iterator[str]":
+    """Yield two columns, the second folded beside the first."""
+    table = list(rows)
+    width = max(len(click.unstyle(first)) for first, _ in table)
+    for first, second in table:
+        begin, *rest = textwrap.wrap(second, max(100 - width, 40), break_on_hyphens=False) or [""]
+        yield f"  {first}{' ' * (width - len(click.unstyle(first)))}  {begin}"
+        yield from (f"  {' ' * width}  {line}" for line in rest)
+
+
+def _print_components(registry: "Registry", console: "Console") -> None:
     from rich.table import Table
 
     from whet.component import KINDS
     from whet.config.explain import summary
 
-    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, pad_edge=False)
     for heading in ("kind", "use", "distribution", "what it is"):
         table.add_column(heading, overflow="fold")
@@ -68,5 +106,3 @@ def _print(registry: "Registry") -> None:
         for name, offers in registry.contested(kind).items():
             owners = " and ".join(offer.distribution for offer in offers)
             console.print(f"\noffered twice: {kind} {name!r} by {owners}", soft_wrap=True)
-    for broken in registry.broken:
-        console.print(f"\nnot usable: {broken}", soft_wrap=True)

@@ -1,6 +1,7 @@
 """`whet run`: run a config from the beginning, or from its last checkpoint, to the end."""
 
 import shlex
+import signal
 from typing import TYPE_CHECKING
 
 import click
@@ -17,7 +18,7 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     """Run CONFIG, or continue it after its last checkpoint.
 
     Keys of the config are changed by KEY.PATH=VALUE, for example `algorithm.group_size=16`. Ctrl-C and SIGTERM end
-    the run after the step under way and save it.
+    the run after the step under way and save it; a second Ctrl-C ends it at once, without saving.
     """
     from whet.compose import run as run_config
     from whet.plugins import load_plugins
@@ -27,9 +28,9 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     warn_of_broken(registry)
     try:
         outcome = run_config(config, overrides, registry=registry, began=began)
-    except KeyboardInterrupt:  # the second: the first ends the run in order
+    except KeyboardInterrupt:  # during the start-up, or the second one
         say("ended at once; `whet run` with the same config continues after its last checkpoint, if it has one")
-        raise
+        return 128 + signal.SIGINT
     if outcome.before:
         say(_nothing_left(config, overrides, outcome))
         return 0
@@ -43,8 +44,9 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
 def _nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") -> str:
     """Say that a run is finished, where its results are, and how to go on."""
     folder, steps = outcome.folder, outcome.steps
-    others = [override for override in overrides if not override.startswith("run.steps=")]
-    longer = shlex.join(["whet", "run", config, *others, f"run.steps={2 * steps}"])
+    others = [override for override in overrides if not override.startswith(("run.steps=", "run.epochs="))]
+    further = f"run.epochs={2 * outcome.epochs:g}" if outcome.epochs else f"run.steps={2 * steps}"
+    longer = shlex.join(["whet", "run", config, *others, further])
     model = f"the model is in {folder / 'model'}, and " if (folder / "model").is_dir() else ""
     return (
         f"this run is finished, all {steps} steps of it; nothing was started\n"

@@ -70,6 +70,7 @@ def _list(classes: dict[str, type], as_json: bool) -> None:
 
 
 def _unknown(name: str, registry: "Registry", titles: list[str], config: str | None) -> Exception:
+    from whet.catalog import offered_words
     from whet.component import KINDS
     from whet.config.explain import selections
     from whet.config.words import choice_words, nearest
@@ -81,6 +82,8 @@ def _unknown(name: str, registry: "Registry", titles: list[str], config: str | N
     given_kind = next((kind for kind in KINDS if name.startswith(f"{kind}/")), None)
     if given_kind is not None:
         registry.find(given_kind, name.partition("/")[2])  # quotes plugins that are broken or offer a name twice
+    if owners := dict.fromkeys(owner for _, owner in registry.elsewhere(name)):
+        return ConfigError(f"no installed plugin has {name!r}; {'; '.join(map(offered_words, owners))}")
     known = [*titles, *(title.rpartition("/")[2] for title in titles)]
     suspects = "".join(f"\nnot usable, and might offer it: {broken}" for broken in registry.broken)
     hint = "" if config else "\na component of a single file is seen with the config that names it: --config FILE"

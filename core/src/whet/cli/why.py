@@ -62,6 +62,7 @@ def why(name: str, config: str | None, as_json: bool) -> int:
             "found": [one._asdict() for one in found],
             "broken": [attrs.asdict(one) for one in broken],
             "near": [] if found else _near(registry, name),
+            "elsewhere": [] if found else [f"{title} ({owner})" for title, owner in registry.elsewhere(name)],
         }
         click.echo(json.dumps(document, indent=2))
     elif found:
@@ -143,8 +144,14 @@ def _described(found: Found) -> "Iterator[str]":
 
 
 def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[str]":
+    from whet.catalog import install_words
+
     yield f"no usable plugin offers {name!r}"
-    if near := _near(registry, name):
+    elsewhere = list(registry.elsewhere(name))
+    for owner in dict.fromkeys(owner for _, owner in elsewhere):
+        offers = ", ".join(title for title, other in elsewhere if other == owner)
+        yield f"{owner} offers {offers}, and is not installed: {install_words([owner])}"
+    if not elsewhere and (near := _near(registry, name)):
         yield f"near names: {', '.join(near)}"
     sources = {offer.distribution for _, offers in _every(registry) for offer in offers}
     yield f"plugins that were found: {', '.join(sorted(sources)) or 'none'}"
@@ -155,7 +162,12 @@ def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[s
 def _near(registry: "Registry", name: str) -> list[str]:
     import difflib
 
-    names: dict[str, str] = {}
+    from whet.catalog import catalog
+
+    names = {
+        name: f"{kind}/{name} ({owner}, not installed)"
+        for kind, owners in catalog().components.items() for name, owner in owners.items() if owner not in registry.here
+    }  # fmt: skip
     for kind, (offer, *_) in _every(registry):
         names |= {offer.component.name: f"{kind}/{offer.component.name} ({offer.distribution})"}
     close = difflib.get_close_matches(name.rpartition("/")[2], names, n=3, cutoff=0.6)

@@ -22,6 +22,8 @@ _PADDING: Final = bytes(_ALIGN)
 _SMALL: Final = 1 << 16
 _MOST_PIECES: Final = 512  # of one sendmsg; the kernel takes 1024
 _MOST_BUFFERS: Final = 1 << 20
+_FEW_BUFFERS: Final = 1 << 10
+"""Of a small message; a large one may have a buffer for each KiB of its limit."""
 _LIMIT: Final = 1 << 42
 
 
@@ -81,7 +83,7 @@ def receive(sock: socket.socket, limit: int = _LIMIT, deadline: float | None = N
     `limit` bytes are the most that is taken. `deadline` is in the seconds of `time.monotonic`. Raises `EOFError`
     when the other end is gone, `TimeoutError` at the deadline and `WireError` for what is no message.
     """
-    count = _count(receive_exactly(sock, _HEAD.size, deadline))
+    count = _count(receive_exactly(sock, _HEAD.size, deadline), limit)
     shape = _Shape(receive_exactly(sock, 8 * count, deadline), limit)
     return shape.cut(receive_exactly(sock, shape.size, deadline))
 
@@ -128,7 +130,7 @@ class Incoming:
         missing = self._wanted - len(self._begin)
         self._begin += data[:missing]
         if len(self._begin) == self._wanted == _HEAD.size:
-            self._wanted += 8 * _count(self._begin)
+            self._wanted += 8 * _count(self._begin, self._limit)
         if len(self._begin) == self._wanted:
             self._shape = _Shape(memoryview(self._begin)[_HEAD.size :], self._limit)
             self._payload = _room(self._shape.size)
@@ -174,10 +176,10 @@ def _bare_size(data: memoryview) -> int:
     return int(size) if whole else 0
 
 
-def _count(head: Buffer) -> int:
-    """Read how many buffers a message has, or raise `WireError` where none begins."""
+def _count(head: Buffer, limit: int) -> int:
+    """Read how many buffers a message has, or raise `WireError` where none begins, or too many for its limit."""
     magic, count = _HEAD.unpack_from(head)
-    if magic != _MAGIC or count > _MOST_BUFFERS:
+    if magic != _MAGIC or count > min(_MOST_BUFFERS, max(_FEW_BUFFERS, limit >> 10)):
         raise WireError("a message is damaged: it has no proper beginning")
     return int(count)
 

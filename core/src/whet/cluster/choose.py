@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from whet.cluster.ray_address import address_to_join
 from whet.interpreters import located
 from whet.roles import share_groups
 
@@ -21,8 +22,8 @@ def make_cluster(config: "Config", roles: Sequence[str], logs: Path) -> "Cluster
         from whet.cluster.ray import RayCluster
 
         return RayCluster(
-            logs, section.deadlines, share, address=section.address, placement=section.placement,
-            resources=section.resources, python=python,
+            logs, section.deadlines, share, run=Path(config.run.folder).name, address=address_to_join(section),
+            placement=section.placement, resources=section.resources, python=python,
         )  # fmt: skip
     from whet.cluster.local import LocalCluster
 

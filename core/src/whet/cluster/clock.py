@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from whet.errors import in_words
+from whet.threads import Guard, watched
 
 if TYPE_CHECKING:
     from whet.cluster.connection import Connection
@@ -16,12 +17,16 @@ _PATIENCE_FOR_WORDS = 1.5
 """For whatever the processes that missed a deadline can still tell: more than a distant one needs for its stacks."""
 _STOOD_STILL_SECONDS = 1.0
 """A clock that is so late stood still, with the driver: what processes said meanwhile was not heard."""
+_LONGEST_WAIT_SECONDS = 3600.0
+"""A lock takes no wait of any length: the clock looks again after this."""
 
 
 class Clock:
     """One thread that watches the deadlines of all calls of a cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
+        """`lost` is called with words if the thread ends unexpectedly: nobody watches deadlines any more."""
+        self._lost, self._guard = lost, Guard("whet-deadlines")
         self._connections: set[Connection] = set()
         self._next = math.inf
         self._changed = threading.Condition()
@@ -33,8 +38,7 @@ class Clock:
         with self._changed:
             self._connections.add(connection)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="whet-deadlines", daemon=True)
-                self._thread.start()
+                self._thread = watched("whet-deadlines", self._run, self._lost, lambda: self._stopped)
             elif expires < self._next:
                 self._changed.notify()
 
@@ -50,22 +54,48 @@ class Clock:
             self._changed.notify()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._next = min((c.next_deadline() for c in self._connections), default=math.inf)
-                wait = self._next - time.monotonic()
-                if wait > 0:
-                    self._changed.wait(None if wait == math.inf else wait)
-                if self._stopped:
-                    return
-                connections = list(self._connections)
-                if (late := time.monotonic() - self._next) > _STOOD_STILL_SECONDS:
-                    for connection in connections:
-                        connection.excuse(late)
-            for connection in connections:
+        while not self._stopped:
+            with self._guard.item():
+                self._look()
+
+    def _look(self) -> None:
+        """Wait for the next deadline, and see to the connections that have missed one."""
+        with self._changed:
+            self._next = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
+            wait = self._next - time.monotonic()
+            if wait > 0 and not self._stopped:
+                self._changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
+            if self._stopped:
+                return
+            connections = list(self._connections)
+            if (late := time.monotonic() - self._next) > _STOOD_STILL_SECONDS:
+                for connection in connections:
+                    connection.excuse(late)
+        overdue = []
+        for connection in connections:
+            try:
                 connection.end_if_deaf()
                 connection.inquire()
-            _end_overdue(sorted((c for c in connections if c.overdue), key=lambda c: (len(c.name), c.name)))
+                if connection.overdue:
+                    overdue.append(connection)
+            except Exception as error:  # of one connection: the deadlines of the others must be watched
+                self._give_up(connection, error)
+        _end_overdue(sorted(overdue, key=lambda c: (len(c.name), c.name)))
+
+    def _deadline_of(self, connection: "Connection") -> float:
+        try:
+            return connection.next_deadline()
+        except Exception as error:
+            self._give_up(connection, error)
+            return math.inf
+
+    def _give_up(self, connection: "Connection", error: Exception) -> None:
+        """Fail the calls of a connection whose deadlines cannot be watched: they must not wait without any."""
+        self._guard.report(error)
+        self._connections.discard(connection)
+        words = f"its deadlines cannot be watched: {in_words(error)}"
+        # On a thread of its own: it calls those who wait, who may ask the clock, which holds its lock.
+        threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
 
 
 def _end_overdue(connections: "Sequence[Connection]") -> None:

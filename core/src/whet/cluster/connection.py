@@ -17,6 +17,7 @@ from whet.cluster.process import last_words
 from whet.cluster.traffic import Line, Traffic
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
+from whet.threads import watched
 
 _PATIENCE_FOR_STACKS = 0.1
 _PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
@@ -58,7 +59,7 @@ class Connection:
         self._heartbeat_seconds = 0.0
         self._heard, self._said = 0.0, ("", 0.0)
         self._started = threading.Event()
-        threading.Thread(target=self._live, name=f"whet-{name}", daemon=True).start()
+        watched(f"whet-{name}", self._live, self.fail, lambda: self._gone.is_set())
 
     @property
     def dead(self) -> bool:
@@ -186,6 +187,13 @@ class Connection:
         """End the process because of a failure; every call under way fails."""
         with self._lock:
             self._cause = self._cause or f"its process was ended because {str(reason).splitlines()[0]}"
+        self._kill()
+
+    def fail(self, words: str) -> None:
+        """Fail every call because of a fault of the driver, and end the process. No restart would mend that."""
+        self._left = True
+        self._bury(words)
+        self._started.set()
         self._kill()
 
     def next_deadline(self) -> float:

@@ -25,6 +25,7 @@ from whet.cluster.channel import receive_exactly
 from whet.cluster.greetings import Greetings, Refusals
 from whet.cluster.ports import listen
 from whet.errors import WhetError
+from whet.threads import watched
 
 _MAGIC: Final = b"whet\x00\x01\r\n"
 _NONCE: Final = 32
@@ -61,7 +62,7 @@ class Door:
         self._closed = False
         self._token, self._take, self._seconds = token, take, handshake_seconds
         self._greetings, self._refusals = Greetings(), Refusals()
-        threading.Thread(target=self._listen, name="whet-door", daemon=True).start()
+        watched("whet-door", self._listen, self._lost, lambda: self._closed)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -81,12 +82,17 @@ class Door:
         while True:
             try:
                 self._let_in(*self._listener.accept())
-            except (OSError, RuntimeError) as error:
+            except Exception as error:
                 if self._closed:
                     return
                 # Out of file descriptors or threads, or a guest that left while it waited: others will still come.
                 self._refusals.add(f"could not let a guest in: {error}")
                 time.sleep(_PAUSE_SECONDS)
+
+    def _lost(self, words: str) -> None:
+        """Refuse guests at once, who would wait for an answer."""
+        self._refusals.add(words)
+        self._listener.close()
 
     def _let_in(self, guest: socket.socket, address: tuple[str, int]) -> None:
         self._greetings.enter(guest, address[0])

@@ -9,7 +9,6 @@ import secrets
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from whet.cluster.watchdog import FAMILY
 from whet.cluster.wire import decode, encode
 from whet.errors import WhetError
 from whet.spans import Span
+from whet.threads import watched
 
 if TYPE_CHECKING:
     from whet.cluster.launcher import Host
@@ -34,6 +34,8 @@ _WORD_SECONDS: Final = 2.0
 _LARGEST_WORD: Final = 1 << 16
 _ALONE: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables of a fork server itself: NumPy starts its threads when it is imported."""
+_OF_EACH: Final = ("GLOO_SOCKET_IFNAME",)
+"""Variables that processes of one fork server need not have alike."""
 
 
 class NoForkServer(WhetError):  # noqa: N818 - it says what there is
@@ -137,8 +139,7 @@ class ForkServer:
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(f"\0{self.name}")  # without a file, which nobody would remove after a kill
         self._listening.listen(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._live, name=f"whet-{title.strip()}", daemon=True)
-        self._thread.start()
+        self._thread = watched(f"whet-{title.strip()}", self._live, over=lambda: True)
 
     def close(self) -> None:
         """End it, and with it what it forked."""
@@ -218,7 +219,7 @@ class ForkServers:
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
     """Give the variables of a process that its fork server does not have."""
-    return {name: environment[name] for name in _ALONE if name in environment}
+    return {name: environment[name] for name in (*_ALONE, *_OF_EACH) if name in environment}
 
 
 def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socket.socket:

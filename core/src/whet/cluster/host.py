@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from whet.cluster.channel import receive, send
@@ -35,6 +36,7 @@ from whet.cluster.wire import Buffer, WireError, decode, encode
 from whet.component import resolve
 from whet.errors import WhetError, in_words
 from whet.interpreters import refuse_another_core
+from whet.threads import Guard, watched
 
 T = TypeVar("T")
 
@@ -129,14 +131,14 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
-        self._traffic = Traffic()
+        self._traffic = Traffic(give_up)
         self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
         self._ways = Ways(self._tell)
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
-        threading.Thread(target=self._read, name="whet-reader", daemon=True).start()
-        threading.Thread(target=self._loop.run_forever, name="whet-loop", daemon=True).start()
+        watched("whet-reader", self._read, give_up)
+        watched("whet-loop", self._loop.run_forever, give_up)
         self._live()
 
     def close(self) -> None:
@@ -152,9 +154,6 @@ class Host:
             while True:
                 self._take(decode(receive(self._connection)))
         except (EOFError, OSError):
-            _end_all()
-        except BaseException:  # without a reader this process would be deaf
-            traceback.print_exc()
             _end_all()
 
     def _take(self, message: dict[str, Any], route: Route | None = None) -> None:
@@ -177,7 +176,7 @@ class Host:
             case "import":
                 self._compute.submit(_named("import", import_ahead), message["modules"])
             case "beat":
-                threading.Thread(target=self._beat, args=(message["every"],), name="whet-heart", daemon=True).start()
+                watched("whet-heart", partial(self._beat, message["every"]), give_up)
             case "relay":
                 self._relay(message)
             case "waits" | "gone":
@@ -244,9 +243,11 @@ class Host:
 
     def _beat(self, every: float) -> None:
         """Say again and again that this process lives, whatever its workers do."""
+        guard = Guard("whet-heart", pause_seconds=0.0)
         while True:
             time.sleep(every)
-            self._live()
+            with guard.item():
+                self._live()
 
     def _live(self) -> None:
         name, since = self._compute.doing

@@ -23,11 +23,12 @@ from whet.cluster.channel import receive, send
 from whet.cluster.door import knock
 from whet.cluster.forked import Forked, NoForkServer, fixed
 from whet.cluster.ports import reserve
-from whet.cluster.process import Child, worker_environment
+from whet.cluster.process import Child, on_loopback, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import decode, encode
 from whet.errors import ConfigError, WhetError, in_words
 from whet.interpreters import faults, probe
+from whet.threads import watched
 
 OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Variables that Ray set for its own processes, and that its guests have no business with."""
@@ -70,8 +71,8 @@ class Keeping:
 
     def begin(self) -> None:
         """Start the process from a thread that lives as long as it may."""
-        threading.Thread(target=self._live, name="whet-keeper", daemon=True).start()
-        threading.Thread(target=self._obey, name="whet-keeper-orders", daemon=True).start()
+        watched("whet-keeper", self._live, self._lost, self._over.is_set)
+        watched("whet-keeper-orders", self._obey, self._lost)
 
     def _live(self) -> None:
         watchdog().detached = True  # Ray kills the children of an actor that ends, but not those that they started
@@ -79,16 +80,23 @@ class Keeping:
             self._child, output = self._start()
         except OSError as error:
             self._started.set()
+            self._over.set()
             self._say(ended=f"its process could not be started: {error}")
             return
         self._started.set()
         self._say(started=self._child.pid)
-        pump = threading.Thread(target=self._pass_on, args=(output,), name="whet-keeper-log", daemon=True)
-        pump.start()
+        pump = watched("whet-keeper-log", lambda: self._pass_on(output), self._lost, lambda: True)
         end = self._child.end()
         self._over.set()
         pump.join(_PATIENCE_FOR_OUTPUT)  # its last words come before its end
         self._say(ended=end)
+
+    def _lost(self, words: str) -> None:
+        """End the process, and say why: without this thread nobody would hear of it, or end it."""
+        self._started.set()
+        self._say(ended=words)
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
 
     def _start(self) -> tuple[Child | Forked, IO[bytes]]:
         """Start the process, by a fork where the driver is on this machine and has a server for it."""
@@ -123,6 +131,7 @@ class Keeping:
 
     def _environment(self) -> dict[str, str]:
         own = {name: value for name, value in os.environ.items() if name not in OURS}
+        own = on_loopback(own) if self._order["one_machine"] else own
         gpus = own.get("CUDA_VISIBLE_DEVICES", "") if self._order["gpu"] else ""
         return {**worker_environment(own, self._order["threads"], gpus), **self._order["environment"]}
 

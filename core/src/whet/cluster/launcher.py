@@ -114,7 +114,9 @@ class Cluster:
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
         self.terms = Terms(itertools.count(1), self.deadline, grace_seconds, fan_out)
-        self.clock, self.traffic = Clock(), Traffic()
+        self.clock, self.traffic = Clock(self._lose), Traffic(self._lose)
+        self._broken = ""
+        """Why no process can be used any more: a thread of the driver was lost."""
         self._slices: dict[str, ProcessSlice] = {}
         self._groups: dict[str, list[Host]] = {}
         """Of processes, by the role that names them."""
@@ -158,6 +160,8 @@ class Cluster:
         with self._lock:
             if self._closed:
                 raise WorkerError(name, None, "start", "the cluster is closed")
+            if self._broken:
+                raise WorkerError(name, None, "start", self._broken)
             found = self._connections.get(name)
             if found is None or found.dead:
                 log = self._log_file(name)
@@ -217,6 +221,14 @@ class Cluster:
         self.clock.stop()
         self.traffic.stop()
         self._launcher.close()
+
+    def _lose(self, words: str) -> None:
+        """Fail every call, and those to come: without the thread they would wait for ever."""
+        with self._lock:
+            self._broken = self._broken or f"{words}; start the same command again: it resumes"
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.fail(self._broken)
 
     def __enter__(self) -> "Cluster":
         return self

@@ -14,7 +14,7 @@ from typing import Any, Final
 from whet.cluster.call import HostProcess
 from whet.cluster.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
 from whet.cluster.launcher import FAN_OUT, Cluster, Host
-from whet.cluster.process import Child, extra_folders, import_folders, worker_environment
+from whet.cluster.process import Child, extra_folders, import_folders, on_loopback, worker_environment
 from whet.cluster.watchdog import watchdog
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError
@@ -101,7 +101,7 @@ class LocalLauncher:
             self._scratch = None
 
     def _variables(self, threads: int, gpus: str = "") -> dict[str, str]:
-        return {**worker_environment(os.environ, threads, gpus), **self._environment}
+        return {**worker_environment(on_loopback(os.environ), threads, gpus), **self._environment}
 
 
 class LocalProcess:

@@ -3,14 +3,27 @@
     pool = GraderPool(verify, timeout_seconds=5.0)  # or "my_package.grading:verify", which imports nothing here
     correct = await pool.call(answer, gold)      # from any event loop
 
-A call that gets no answer in time costs its process, never the run: it is killed and another one is started.
+What ends a call, and whose fault it is:
+
+    more processor time than `timeout_seconds`, recursion too deep     Undecided: the text's
+    no answer for ten times as long, more memory than the limit,       once more, alone, in a fresh process;
+    death of the process by itself, an answer that is too large        again: Undecided
+    or damaged
+    the process cannot be started, or is killed from outside;          GraderCrash: the machinery's
+    an error of the driver's own
+    the function raises                                                GraderRaised: the function's
+
+A busy machine makes calls slow and leaves their processor time as it is. A call that ends its process costs that
+process, never the run: another one is started.
 """
 
 import asyncio
 import itertools
+import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -18,32 +31,38 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from attrs import field, frozen
 
 from whet.cluster.channel import receive, send
+from whet.cluster.grader import OUT_OF_MEMORY
 from whet.cluster.process import Child, describe_end, import_folders, printable
 from whet.cluster.watchdog import watchdog
 from whet.cluster.wire import Buffer, decode, encode
 from whet.component import import_path
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, WhetError
+from whet.errors import InfrastructureError, Undecided, WhetError, in_words
+from whet.threads import watched
+from whet.undecided import note
 
-_LARGEST_ANSWER: Final = 1 << 26
+logger = logging.getLogger(__name__)
+
+_LARGEST_ANSWER: Final = 1 << 24
 _MOST_WORDS: Final = 1 << 14
 _MOST_AHEAD: Final = 16
 """Calls sent to a process before it has answered."""
 _MOST_AHEAD_BYTES: Final = 1 << 15  # far less than a socket holds, so that sending never waits for the process
 
 
-class GraderTimeout(InfrastructureError):  # noqa: N818 - the word that callers catch
-    """A grader gave no answer in time. It was killed."""
+_PATIENCE: Final = 10
+"""Times the limit of processor time that a call may take by the clock: room for a busy machine, or for waiting."""
 
 
-class GraderCrash(InfrastructureError):  # noqa: N818
-    """A grader died, could not be started or sent no proper answer."""
+class GraderCrash(InfrastructureError):  # noqa: N818 - the word that callers catch
+    """A grader could not be started, was killed from outside, or could not be asked."""
 
 
 class GraderRaised(WhetEnvironmentError):  # noqa: N818
@@ -93,15 +112,16 @@ class GraderPool:
 
         `target` is a function of a module, or its name as `module:function`; with `setup` it is instead called once
         in each process, as `target(**setup)`, and gives the function. Arguments and results are builtins.
-        `timeout_seconds` is each call's deadline, and `start_seconds` that of a process importing its modules.
+        `timeout_seconds` is the processor time that a call may use, `memory_bytes` the address space of a process, and
+        `start_seconds` the deadline of a process importing its modules.
         """
         target = target if isinstance(target, str) else import_path(target)
         self.target, self.timeout_seconds = target, timeout_seconds
-        self.timeouts = 0
-        """Calls that missed their deadline."""
+        self.undecided = 0
+        """Calls that raised `Undecided`."""
         self.crashes = 0
-        """Calls that raised or killed their process."""
-        self._order = {
+        """Calls that failed otherwise: `GraderCrash` and `GraderRaised`."""
+        self._order: dict[str, Any] = {
             "path": import_folders(), "target": target, "setup": None if setup is None else dict(setup),
             "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds,
         }  # fmt: skip
@@ -112,16 +132,25 @@ class GraderPool:
         self._graders: list[_Grader] = []
         self._folder: Path | None = None
         self._closed = False
+        self._lost: GraderCrash | None = None
+        """Why no more calls are taken, where a thread has ended that may not."""
 
     async def call(self, *args: Any) -> Any:
-        """Call the function. Raises `GraderTimeout`, `GraderCrash` or `GraderRaised`, saying which function and why."""
+        """Call the function. Raises `Undecided`, `GraderCrash` or `GraderRaised`, saying which function and why.
+
+        `Undecided` is also noted for the episode under way; see `whet.undecided`.
+        """
         loop = asyncio.get_running_loop()
         job = _Job(encode(args), loop, loop.create_future())
         with self._changed:
             self._open()
             self._jobs.append(job)
             self._changed.notify()
-        return await job.future
+        try:
+            return await job.future
+        except Undecided as error:
+            note(str(error).partition("\n")[0])
+            raise
 
     def warm(self) -> None:
         """Start the processes without waiting for them."""
@@ -147,6 +176,8 @@ class GraderPool:
     def _open(self) -> None:
         if self._closed:
             raise WhetError(f"the graders of {self.target} are closed")
+        if self._lost is not None:
+            raise self._lost
         if self._threads:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="whet-grader-"))
@@ -154,23 +185,40 @@ class GraderPool:
         self._graders = [_Grader(self._order, self._folder, self._start_seconds) for _ in range(self._workers)]
         for number, grader in enumerate(self._graders):
             # Each process is started from its own thread, which lives as long as the process may.
-            thread = threading.Thread(target=self._serve, args=(grader,), name=f"whet-grader-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            serve = partial(self._serve, grader)
+            self._threads.append(watched(f"whet-grader-{number}", serve, self._lose, over=lambda: self._closed))
 
     def _serve(self, grader: "_Grader") -> None:
         """Be one worker: take calls, send them, hand answers out."""
+        jobs: list[_Job] = []
         try:
             self._prepare(grader)
             while jobs := self._take():
-                error = self._prepare(grader)
-                if error is None:
-                    self._grade(grader, jobs)
-                else:
-                    self._put_back(jobs)
-                    self._fail_waiting(error)
+                if not self._ready(grader, jobs):
+                    continue
+                suspect = self._grade(grader, jobs)
+                if suspect is not None and self._ready(grader, [suspect]):
+                    self._grade(grader, [suspect], alone=True)
+        except BaseException as error:  # the thread ends; see `_lose`
+            for job in jobs:
+                self._crash(job, in_words(error))
+            raise
         finally:
             grader.end()
+
+    def _lose(self, words: str) -> None:
+        """Fail what waits and every later call: a thread has ended that may not."""
+        with self._changed:
+            self._lost = GraderCrash(f"the grader {self.target} failed: {words}")
+        self._fail_waiting(self._lost)
+
+    def _ready(self, grader: "_Grader", jobs: list[_Job]) -> bool:
+        """Have a living process; where there is none, fail these calls and all that wait."""
+        error = self._prepare(grader)
+        if error is not None:
+            self._put_back(jobs)
+            self._fail_waiting(error)
+        return error is None
 
     def _prepare(self, grader: "_Grader") -> GraderCrash | None:
         """Have a living process, or say why there is none."""
@@ -186,6 +234,9 @@ class GraderPool:
             reason = str(error)
         except (EOFError, OSError) as error:
             reason = grader.end(patience_seconds=1.0) if grader.alive else str(error)
+        except Exception as error:
+            grader.end()
+            reason = in_words(error)
         else:
             return None
         return GraderCrash(f"the grader {self.target} could not be started: {reason}")
@@ -207,36 +258,72 @@ class GraderPool:
             self._jobs.extendleft(reversed(jobs))
             self._changed.notify()
 
-    def _grade(self, grader: "_Grader", jobs: list[_Job]) -> None:
-        """Send calls and take their answers, each under its own deadline."""
+    def _grade(self, grader: "_Grader", jobs: list[_Job], alone: bool = False) -> _Job | None:
+        """Send calls and take their answers. Return the call that is to be tried again: alone, in a fresh process."""
         waiting = deque(job for job in jobs if not job.future.cancelled())
+        limit = self.timeout_seconds * _PATIENCE
+        again: _Job | None = None
         try:
             # One that dies meanwhile may have answered some calls before: those answers are read below.
             with suppress(BrokenPipeError, ConnectionResetError):
                 for job in waiting:
-                    grader.send(job.buffers, self.timeout_seconds)
+                    grader.send(job.buffers, limit)
             while waiting:
-                answer = grader.receive(self.timeout_seconds)
-                self._hand_out(waiting.popleft(), answer)
+                answer = grader.receive(limit)
+                self._hand_out(waiting[0], answer)
+                waiting.popleft()
         except TimeoutError:
             grader.end()
-            self.timeouts += 1
-            late = f"the grader {self.target} gave no answer within {self.timeout_seconds:g} s"
-            waiting.popleft().finish(None, GraderTimeout(late))
+            again = self._failed(waiting.popleft(), f"no answer within {limit:g} s", alone)
         except (EOFError, OSError):
-            cause = grader.end(patience_seconds=1.0)
-            self._crash(waiting.popleft(), "the pool was closed" if self._closed else cause)
+            words = grader.end(patience_seconds=1.0)
+            again = self._died(waiting.popleft(), grader.code, words, alone)
         except WhetError as error:
             grader.end()
-            self._crash(waiting.popleft(), f"it sent no proper answer: {error}")
+            again = self._failed(waiting.popleft(), f"it sent no proper answer: {error}", alone)
+        except Exception as error:  # of the driver's own, such as no memory for an answer
+            grader.end()
+            self._crash(waiting.popleft(), in_words(error))
         if waiting:
             self._put_back(list(waiting))
+        return again
+
+    def _died(self, job: _Job, code: int, words: str, alone: bool) -> _Job | None:
+        """Settle a call whose process is dead, or return it to be tried again."""
+        if self._closed:
+            self._crash(job, "the pool was closed")
+        elif code in (-signal.SIGPROF, -signal.SIGXCPU):
+            self._undecided(job, f"it needs more than {self.timeout_seconds:g} s of processor time")
+        elif alone and code == -signal.SIGKILL:  # not by the pool: by the kernel, where memory is short, or by hand
+            self._crash(job, words)
+        elif code == OUT_OF_MEMORY:
+            mebibytes = self._order["memory_bytes"] / (1 << 20)
+            return self._failed(job, f"it needs more memory than {mebibytes:g} MiB; {words}", alone)
+        else:
+            return self._failed(job, words, alone)
+        return None
+
+    def _failed(self, job: _Job, cause: str, alone: bool) -> _Job | None:
+        """Settle a call that failed alone in a fresh process; else return it to be tried so."""
+        if not alone:
+            return job
+        self._undecided(job, f"also alone in a fresh process: {cause}")
+        return None
 
     def _hand_out(self, job: _Job, answer: Any) -> None:
         if "value" in answer:
             job.finish(answer["value"])
+        elif "undecided" in answer:
+            self._undecided(job, str(answer["undecided"])[:200])
         else:
             self._crash(job, str(answer.get("raised"))[:600], GraderRaised)
+
+    def _undecided(self, job: _Job, cause: str) -> None:
+        self.undecided += 1
+        error = Undecided(f"the grader {self.target} cannot decide about an answer: {cause}")
+        if self.undecided == 1:
+            logger.warning(f"{error}. It is counted in the metric grader/undecided; where this happens often, read it")
+        job.finish(None, error)
 
     def _crash(self, job: _Job, cause: str, kind: type[GraderCrash] | type[GraderRaised] = GraderCrash) -> None:
         self.crashes += 1
@@ -258,6 +345,8 @@ class _Grader:
         self._child: Child | None = None
         self._words = b""
         self._killed = False
+        self.code = 0
+        """Exit code of the process that ended last."""
 
     @property
     def alive(self) -> bool:
@@ -305,7 +394,7 @@ class _Grader:
                 if descriptor == words:
                     self._listen(waiting, words)
             if any(descriptor != words for descriptor, _ in ready):
-                answer = decode(receive(connection, _LARGEST_ANSWER, deadline), records=False)
+                answer = decode(receive(connection, _LARGEST_ANSWER, deadline), records=False, packed=False)
                 return answer if type(answer) is dict else {}
         raise TimeoutError
 
@@ -317,7 +406,8 @@ class _Grader:
         child.socket.close()
         child.ended(patience_seconds)
         child.signal()
-        end = describe_end(child.wait())
+        self.code = child.wait()
+        end = describe_end(self.code)
         if child.stderr is not None:
             os.set_blocking(child.stderr.fileno(), False)
             self._words += child.stderr.read() or b""

@@ -179,6 +179,15 @@ def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[
     }
 
 
+def on_loopback(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process whose ranks are all on this machine: gloo listens on the loopback alone.
+
+    By itself it listens at the address of this machine's name, which others may reach. `own` has the last word.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    return {**({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}), **own}
+
+
 def import_folders() -> list[str]:
     """Give the folders from which this process imports, so that another one imports the same modules."""
     return [os.path.abspath(folder) for folder in sys.path]

@@ -28,7 +28,7 @@ from whet.cluster.launcher import FAN_OUT, Cluster, Host
 from whet.cluster.local import LocalLauncher
 from whet.cluster.process import extra_folders, foreign_folders, worker_environment
 from whet.cluster.ray_life import Life
-from whet.cluster.ray_places import Bundle, Places
+from whet.cluster.ray_places import Bundle, Names, Places
 from whet.cluster.ray_session import RaySession
 from whet.cluster.wire import decode, encode
 from whet.config.sections import DeadlinesSection
@@ -54,6 +54,7 @@ class RayCluster(Cluster):
         deadlines: DeadlinesSection | None = None,
         share: Sequence[Sequence[str]] = (),
         *,
+        run: str = "run",
         address: str = "",
         placement: Mapping[str, str] | None = None,
         resources: Mapping[str, Mapping[str, float]] | None = None,
@@ -64,12 +65,12 @@ class RayCluster(Cluster):
     ) -> None:
         """Make a cluster, as `Cluster` says; Ray starts in the background.
 
-        `address` is `host:port` of the head of a cluster to join; empty: Ray is started on this machine and ends with
-        this cluster. `placement` and `resources` are those of `ClusterSection`, by role.
+        `run` is what Ray's lists call it. `address` is `host:port` of the head of a cluster to join, or `auto`; empty:
+        Ray is started on this machine and ends with this cluster. `placement` and `resources` are those of
+        `ClusterSection`, by role.
         """
-        launcher = RayLauncher(
-            address, placement or {}, resources or {}, environment or {}, (deadlines or DeadlinesSection()).start
-        )
+        start = (deadlines or DeadlinesSection()).start
+        launcher = RayLauncher(run, address, placement or {}, resources or {}, environment or {}, start)
         super().__init__(
             launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds, fan_out=fan_out
         )
@@ -80,6 +81,7 @@ class RayLauncher:
 
     def __init__(
         self,
+        run: str,
         address: str,
         placement: Mapping[str, str],
         resources: Mapping[str, Mapping[str, float]],
@@ -87,7 +89,8 @@ class RayLauncher:
         start_seconds: float,
     ) -> None:
         self.session = RaySession(address)
-        self.places = Places(self.session, placement, resources)
+        self.ray_names = Names(run)
+        self.places = Places(self.session, placement, resources, self.ray_names)
         self.environment = dict(environment)
         self.start_seconds = 0.9 * start_seconds  # so that who starts a process can say what it waited for
         self.token = secrets.token_bytes(32)
@@ -242,7 +245,8 @@ class RayProcess:
         door = self._launcher.door()
         control, connection = (self._launcher.guests.expect(f"{self._name}/{end}") for end in ("control", "host"))
         while True:
-            self._keeper = self._bundle.start(Keeper)
+            called = self._launcher.ray_names
+            self._keeper = self._bundle.start(Keeper, called.of_process(self._host), called.namespace)
             try:
                 found = self._answer_of(self._keeper.keep.remote(self._order(door.address)), deadline)
                 break
@@ -271,6 +275,7 @@ class RayProcess:
             "versions": versions(),
             "threads": self._host.threads,
             "gpu": bool(self._host.gpus),
+            "one_machine": self._launcher.session.local,
             "python": self._host.python,
             "environment": self._launcher.environment,
             "fork_server": self._server.name if self._server else "",
@@ -380,11 +385,12 @@ class RayProcess:
 
     @property
     def _where(self) -> str:
-        """Name its node, as far as Ray still says it."""
+        """Name its node: as Ray does, or by the address from which its keeper came where Ray has forgotten it."""
         try:
-            return "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
+            found = "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
         except WhetError:
-            return "?"
+            found = "?"
+        return self.node or found if found == "?" else found
 
 
 class _NeverRan(WhetError):  # noqa: N818 - it says what happened

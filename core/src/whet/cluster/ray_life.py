@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from whet.cluster.process import describe_end
 from whet.cluster.watchdog import close_pidfd, kill_pidfd, pidfd, watchdog
 from whet.errors import ClusterGone, WhetError
+from whet.threads import Guard
 
 Answer = TypeVar("Answer")
 
@@ -102,8 +103,10 @@ class Life:
     def watch(self, signs: Signs, until: Event) -> None:
         """Look for signs of life until it is left."""
         self._signs = signs
+        guard = Guard("whet-ray")
         while not until.wait(signs.every) and not self.lost.done():
-            self._look(signs)
+            with guard.item():
+                self._look(signs)
         until.wait()
 
     def look(self) -> None:

@@ -1,8 +1,10 @@
 """Where Ray puts processes: a placement group for each group of roles, a bundle for each process."""
 
 import math
+import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -23,6 +25,36 @@ _LOOK_SECONDS: Final = 5.0
 """Between two looks at where bundles are: all of them start at one time."""
 
 
+class Names:
+    """What Ray's lists and its dashboard call the processes of a run and their places.
+
+    Actors are named `whet:RUN:ROLES-RANK`, each start of a process after the first `~2`, `~3`, in a namespace of the
+    run's alone; placement groups, whose names cannot be, `whet:RUN:ROLES~TAG` by the tag of that namespace.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._tag = run, secrets.token_hex(4)
+        self._starts = Counter[str]()
+        self._lock = threading.Lock()
+
+    @property
+    def namespace(self) -> str:
+        """That of all actors of the run."""
+        return f"whet:{self._run}~{self._tag}"
+
+    def of_process(self, host: Host) -> str:
+        """Return a new name for a process that is started."""
+        name = f"whet:{self._run}:{'+'.join(host.roles)}-{host.name.rpartition('-')[2]}"
+        with self._lock:
+            self._starts[name] += 1
+            starts = self._starts[name]
+        return name if starts == 1 else f"{name}~{starts}"
+
+    def of_group(self, host: Host) -> str:
+        """Return the name of the placement group of the processes that are like this one."""
+        return f"whet:{self._run}:{'+'.join(host.roles)}~{self._tag}"
+
+
 @frozen(eq=False)
 class Bundle:
     """The place of one process in a placement group that is there."""
@@ -32,8 +64,8 @@ class Bundle:
     resources: Mapping[str, float]
     session: RaySession
 
-    def start(self, cls: type) -> Any:
-        """Start an actor of a class in it, with all that the bundle has."""
+    def start(self, cls: type, name: str, namespace: str) -> Any:
+        """Start an actor of a class in it, with all that the bundle has, under a name that people see."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,7 +74,15 @@ class Bundle:
         strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
         return (
             ray.remote(cls)
-            .options(num_cpus=cpus, num_gpus=gpus, resources=rest, max_restarts=0, scheduling_strategy=strategy)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                resources=rest,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+                name=name,
+                namespace=namespace,
+            )
             .remote()
         )
 
@@ -59,9 +99,14 @@ class Places:
     """All bundles of a cluster; a process that is started again gets its old one."""
 
     def __init__(
-        self, session: RaySession, placement: Mapping[str, str], resources: Mapping[str, Mapping[str, float]]
+        self,
+        session: RaySession,
+        placement: Mapping[str, str],
+        resources: Mapping[str, Mapping[str, float]],
+        names: Names,
     ) -> None:
         self._session, self._placement, self._resources = session, placement, resources
+        self._names = names
         self._bundles: dict[str, Bundle] = {}
         self._groups: list[Any] = []
         self._looked: dict[int, tuple[float, Mapping[int, str]]] = {}
@@ -122,7 +167,7 @@ class Places:
 
         wanted = [self._wanted(host) for host in hosts]
         word = next((self._placement[role] for role in hosts[0].roles if role in self._placement), "pack")
-        group = placement_group(wanted, strategy=STRATEGIES[word])
+        group = placement_group(wanted, strategy=STRATEGIES[word], name=self._names.of_group(hosts[0]))
         self._groups.append(group)
         for index, host in enumerate(hosts):
             self._bundles[host.name] = Bundle(group, index, wanted[index], self._session)

@@ -11,7 +11,6 @@ import ctypes
 import math
 import os
 import resource
-import secrets
 import shutil
 import signal
 import sys
@@ -19,8 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -28,10 +27,13 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.cluster.ports import is_taken, shortage
+from whet.cluster.ray_address import VARIABLE, head_of
 from whet.cluster.ray_life import HeadSigns, Life, OwnSigns, connect
+from whet.cluster.ray_token import hide_token, make_token, shown_token
 from whet.cluster.watchdog import watchdog
 from whet.errors import ConfigError, WhetError
 from whet.machine import without_ray
+from whet.threads import watched
 
 PROCESS: Final = "whet_process"
 """The resource that processes take of a cluster of our own: what the machine has is shared out by the plan."""
@@ -65,9 +67,10 @@ class RaySession:
     """A share in this process's connection to Ray, which is made in the background."""
 
     def __init__(self, address: str = "") -> None:
-        """Begin to connect to `host:port`, or to start Ray on this machine where the address is empty."""
+        """Begin to connect to `host:port` or `auto`, or to start Ray on this machine where the address is empty."""
         if words := without_ray():
             raise ConfigError(f"cluster.launcher: {words}")
+        hide_token()
         self.began = time.time()
         """In seconds since the epoch, and `there`: when Ray was there; 0.0: not yet."""
         self.there = 0.0
@@ -127,12 +130,13 @@ class _Connection:
         self.life = Life()
         self.sessions = 1
         self._before = before
+        self._head = ""
+        """`host:port` of a cluster that was joined."""
         self._folder: Path | None = None
         self._own: OwnSigns | None = None
         self._ready: Future[None] = Future()
         self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="whet-ray", daemon=True)
-        self._thread.start()
+        self._thread = watched("whet-ray", self._live, self._lost, lambda: True)
 
     @property
     def usable(self) -> bool:
@@ -165,20 +169,26 @@ class _Connection:
             self._own.kill()
             self._thread.join(_END_SECONDS)
 
+    def _lost(self, words: str) -> None:
+        with suppress(InvalidStateError):
+            self._ready.set_exception(WhetError(words))
+        with suppress(InvalidStateError):
+            self.life.lost.set_result(words)
+
     def _live(self) -> None:
         if self._before is not None:
             self._before._thread.join()
             self._before = None
         _set_variables(self.local)
         breakpoints = os.environ.get("PYTHONBREAKPOINT")
-        import ray
-
-        if ray.is_initialized():  # by whoever uses whet as a library; it is theirs to end
+        there = sys.modules.get("ray")
+        if there is not None and there.is_initialized():  # by whoever uses whet as a library; it is theirs to end
             self.local = False
             self._ready.set_result(None)
             return
         try:
-            with _own_sigterm():
+            with shown_token(self._made_folder()), _own_sigterm():
+                import_module("ray")  # reads some of the environment by itself
                 self._start() if self.local else self._join()
             _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
             self._own = OwnSigns() if self.local else None
@@ -186,11 +196,11 @@ class _Connection:
             self._ready.set_exception(error if isinstance(error, WhetError) else _not_started(error))
         else:
             self._ready.set_result(None)
-            self.life.watch(self._own or HeadSigns(self.address), self._leaving)
+            self.life.watch(self._own or HeadSigns(self._head), self._leaving)
         if self._own is not None and self.life.lost.done():
             self._own.kill()
         with _own_sigterm():
-            ray.shutdown()
+            import_module("ray").shutdown()
         if self._own is not None:
             self._own.close()
         if self._folder is not None:
@@ -201,34 +211,37 @@ class _Connection:
         import ray
 
         _refuse_what_ray_would_wait_for()
-        self._folder = Path(tempfile.mkdtemp(prefix="whet-ray-", dir=_short(tempfile.gettempdir(), "/tmp")))
-        watchdog().guard("folder", str(self._folder))
         # No CPUs: Ray starts an idle worker for each.
-        ray.init(
-            address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self._folder), **_quiet(),
-        )  # fmt: skip
+        with _without_address(), _on_loopback():
+            ray.init(
+                address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._made_folder()), **_quiet(),
+            )  # fmt: skip
+
+    def _made_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="whet-ray-", dir=_short(tempfile.gettempdir(), "/tmp")))
+            watchdog().guard("folder", str(self._folder))
+        return self._folder
 
     def _join(self) -> None:
         import ray
 
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit() or "//" in host:
-            raise ConfigError(f"cluster.address: is {self.address!r}, wanted `host:port` of the cluster's head")
+        self._head = head = head_of(self.address)
         try:  # Ray itself would try for minutes
-            connect(self.address)
+            connect(head)
         except OSError as error:
             raise ConfigError(
-                f"cluster.address: nobody answers at {self.address} ({error}); is this the address that `ray start "
-                "--head` printed, and does it run?"
+                f"cluster.address: nobody answers at {head} ({error}); is this the address that `ray start --head` "
+                "printed, and does it run?"
             ) from error
         try:
-            ray.init(address=self.address, **_quiet(joining=True))
+            ray.init(address=head, **_quiet(joining=True))
         except ConnectionError as error:
             if "InvalidAuthToken" not in str(error.__cause__):
                 raise
             raise ConfigError(
-                f"cluster.address: Ray at {self.address} wants a token that this process does not show; set "
+                f"cluster.address: Ray at {head} wants a token that this process does not show; set "
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what `ray get-auth-token` says on its head (or copy "
                 "~/.ray/auth_token)"
             ) from error
@@ -268,10 +281,31 @@ def _set_variables(own: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if own:
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default workers yield to whatever else there is
-    chosen = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ)
-    if own and not chosen and "ray" not in sys.modules:
-        # By default it would write a token to the home folder, and say so on every start.
-        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+        make_token()
+
+
+@contextmanager
+def _without_address() -> Iterator[None]:
+    """Hide the address of another cluster from a Ray that starts: its own processes would go there."""
+    named = os.environ.pop(VARIABLE, None)
+    try:
+        yield
+    finally:
+        _restore(VARIABLE, named)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Make a Ray that starts take the loopback for the address of its node, as it does by itself on macOS.
+
+    Elsewhere it takes the machine's own address, and its processes listen there or on every interface.
+    """
+    constants: Any = import_module("ray._private.ray_constants")
+    kept, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = kept
 
 
 def _refuse_what_ray_would_wait_for() -> None:

@@ -26,6 +26,7 @@ from whet.cluster.traffic import Line, Traffic
 from whet.cluster.ways import Route
 from whet.cluster.wire import Buffer, decode, encode
 from whet.errors import WhetError, in_words
+from whet.threads import watched
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ class Sibling:
         """Go to a leader, in the background; `joined` is called when it is admitted, or with why it is not."""
         self._obey, self._joined = obey, joined
         self._sending = threading.Lock()
-        threading.Thread(target=self._live, args=(place, rank), name="whet-relay", daemon=True).start()
+        watched("whet-relay", partial(self._live, place, rank), over=lambda: True)
 
     def _live(self, place: Mapping[str, Any], rank: int) -> None:
         try:

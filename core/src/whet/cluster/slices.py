@@ -271,7 +271,7 @@ class Site:
     scratch: "Path"
     """A folder of this run for files that need not last."""
     status: Callable[[str], None] = lambda text: None
-    """Say what is going on, e.g. "generator 71 %"."""
+    """Say what is going on, e.g. "rollouts, 91 of 128 episodes finished"."""
     max_context: int = 0
     """Longest sequence that will be asked for; 0: the model's own limit."""
     trained: bool = True

@@ -15,6 +15,7 @@ from typing import Any, Final
 from whet.cluster.channel import Incoming, frame, send_some
 from whet.cluster.wire import Buffer
 from whet.errors import WhetError, in_words
+from whet.threads import Guard, watched
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,9 @@ _PATIENCE_FOR_THE_THREAD: Final = 5.0
 class Traffic:
     """The thread; it starts with the first line that is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
+        """`lost` is called with words if the thread ends unexpectedly: nothing is sent or received any more."""
+        self._lost, self._guard = lost, Guard("whet-traffic")
         self._lock = threading.Lock()
         self._orders: deque[Callable[[], None]] = deque()
         """What the thread is to do to its selector, which is its alone."""
@@ -71,8 +74,7 @@ class Traffic:
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="whet-traffic", daemon=True)
-        self._thread.start()
+        self._thread = watched("whet-traffic", self._run, self._lost, lambda: self._stopped)
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it has been woken often enough
@@ -81,14 +83,12 @@ class Traffic:
     def _run(self) -> None:
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         while not self._stopped:
-            for key, events in self._selector.select():
-                if key.data is None:
-                    self._woken.recv(_SCRATCH_BYTES)
-                    continue
-                if events & selectors.EVENT_READ:
-                    key.data.receive(scratch)
-                if events & selectors.EVENT_WRITE:
-                    key.data.send_waiting()
+            with self._guard.item():
+                for key, events in self._selector.select():
+                    if key.data is None:
+                        self._woken.recv(_SCRATCH_BYTES)
+                    else:
+                        self._serve(key.data, events, scratch)
             self._obey()
         self._obey()
         for key in list(self._selector.get_map().values()):
@@ -98,9 +98,24 @@ class Traffic:
             for closing in (self._selector, self._waker, self._woken):
                 closing.close()
 
+    def _serve(self, line: "Line", events: int, scratch: memoryview) -> None:
+        """See to one line. Whatever goes wrong with it, the others must be served."""
+        try:
+            if events & selectors.EVENT_READ:
+                line.receive(scratch)
+            if events & selectors.EVENT_WRITE:
+                line.send_waiting()
+        except Exception as error:
+            self._guard.report(error)
+            line.give_up(f"the driver could not serve its connection: {in_words(error)}")
+
     def _obey(self) -> None:
         while self._orders:
-            self._orders.popleft()()
+            order = self._orders.popleft()
+            try:
+                order()
+            except Exception as error:
+                self._guard.report(error)
 
 
 class Line:
@@ -153,6 +168,11 @@ class Line:
     def close(self) -> None:
         """End it, whatever still waits."""
         self._traffic.order(self._leave)
+
+    def give_up(self, cause: str) -> None:
+        """Take and send nothing any more. For the thread alone."""
+        if self._socket is not None and not self.over.is_set():
+            self._break(cause)
 
     def shut(self) -> None:
         """Close the socket, which the thread must not be using."""

@@ -6,6 +6,10 @@
 What crosses: builtins (dicts with string keys), NumPy arrays of booleans, integers and floats, and the records of
 core that `RECORDS` names. Lists of one record travel by column and lists of flat arrays as one buffer with lengths,
 so that a hundred completions cost a few buffers. Whatever arrives is checked before it is believed.
+
+A message never becomes much larger than it was on the way: packed lists are the only short way to write a long value,
+all repetitions of a message together have a limit, and each buffer stands in one place. Between processes that do not
+trust each other nothing is packed (`packed=False`), and the number of values has a limit.
 """
 
 import importlib
@@ -20,6 +24,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
+from whet.bounded import loads
 from whet.errors import WhetError
 
 Buffer = bytes | bytearray | memoryview
@@ -57,7 +62,12 @@ RECORDS: Final = {
 """The records that cross, each with its module, which is imported when the first one does."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _BUILTINS: tuple[Any, ...] = (int, float, str, bytes)
-_LONGEST_REPEAT = 1 << 20
+_MOST_REPEATS: Final = 1 << 20
+"""Of values in all packed lists of a message together."""
+_ROW_REPEATS: Final = 8
+"""Of them, what a row counts for of whose columns none stands value by value in the message."""
+_MOST_VALUES: Final = 1 << 18
+"""Of a message that is not packed: some 50 MB at most."""
 _WANTED = "only builtins (dicts with string keys), NumPy arrays of bool, int or float, and records of core cross"
 
 
@@ -65,12 +75,13 @@ class WireError(WhetError):
     """A value cannot cross between processes, or what arrived is damaged."""
 
 
-def encode(value: Any) -> list[Buffer]:
-    """Give the buffers of a value, the header first. Arrays are not copied where they are contiguous.
+def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
+    """Return the buffers of a value, the header first. Arrays are not copied where they are contiguous.
 
-    Raises `WireError` saying where in the value something stands that cannot cross.
+    `packed=False` writes every value by itself, for receivers that do not trust this process. Raises `WireError` saying
+    where in the value something stands that cannot cross.
     """
-    writer = _Writer()
+    writer = _Writer(packed)
     try:
         return writer.message(writer.tree(value))
     except _UnsendableError:
@@ -112,15 +123,16 @@ def _encoded(value: Any) -> "list[Buffer] | WireError":
         return error
 
 
-def decode(buffers: Sequence[Buffer], *, records: bool = True) -> Any:
-    """Give the value of buffers that `encode` made. Arrays are views of the buffers, writable where those are.
+def decode(buffers: Sequence[Buffer], *, records: bool = True, packed: bool = True) -> Any:
+    """Return the value of buffers that `encode` made. Arrays are views of the buffers, writable where those are.
 
-    With `records=False` a record is refused, for what untrusted code sends. Raises `WireError`.
+    With `records=False` a record is refused, for what untrusted code sends; with `packed=False` also every packed list,
+    and more values than a result has. Raises `WireError`.
     """
     try:
-        header = json.loads(bytes(buffers[0]))
+        header = json.loads(bytes(buffers[0])) if packed else loads(buffers[0], _MOST_VALUES)
         arrays = [_array(spec, buffer) for spec, buffer in zip(header["arrays"], buffers[1:], strict=True)]
-        return _Reader(arrays, records).value(header["value"])
+        return _Reader(arrays, records, packed).value(header["value"])
     except WireError:
         raise
     except Exception as error:  # the edge: records check what they are given in their own ways
@@ -134,9 +146,10 @@ class _UnsendableError(Exception):
 class _Writer:
     """Turns a value into a JSON tree, and collects the buffers that stand beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed: bool = True) -> None:
         self.arrays: list[list[Any]] = []
         self.buffers: list[Buffer] = []
+        self._packs, self._repeats = packed, _MOST_REPEATS
 
     def message(self, tree: Any) -> list[Buffer]:
         """Give all buffers, with the tree in the header."""
@@ -189,7 +202,7 @@ class _Writer:
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return list(values)
-        if len(kinds) == 1 and len(values) > 1:
+        if self._packs and len(kinds) == 1 and len(values) > 1:
             packed = self.packed(values, kinds.pop())
             if packed is not None:
                 return packed
@@ -197,29 +210,39 @@ class _Writer:
 
     def packed(self, values: Sequence[Any], kind: type) -> dict[str, Any] | None:
         first = values[0]
-        if all(value is first for value in values) and len(values) <= _LONGEST_REPEAT:
+        if all(value is first for value in values):
+            if len(values) > self._repeats:
+                return None
+            self._repeats -= len(values)
             return {TAG: "repeat", "of": self.tree(first), "count": len(values)}
         if kind is np.ndarray:
             if _fit_together(values):
                 return {TAG: "ragged", "at": self.append(np.concatenate(values)), "lengths": list(map(len, values))}
         elif kind is tuple:
             if first and all(len(value) == len(first) for value in values):
-                return {
-                    TAG: "rows",
-                    "of": "tuple",
-                    "columns": [self.items(column) for column in zip(*values, strict=True)],
-                }
+                columns = [self.items(column) for column in zip(*values, strict=True)]
+                return self.rows({TAG: "rows", "of": "tuple", "columns": columns}, len(values))
         elif kind is dict:
             keys = list(first)
             if keys and TAG not in first and all(list(value) == keys for value in values):
                 if not all(type(key) is str for key in keys):
                     raise _UnsendableError
                 columns = [self.items([value[key] for value in values]) for key in keys]
-                return {TAG: "rows", "of": "dict", "keys": keys, "columns": columns}
+                return self.rows({TAG: "rows", "of": "dict", "keys": keys, "columns": columns}, len(values))
         elif (name := _record_name(kind)) is not None:
             columns = [self.items([getattr(value, field) for value in values]) for field in _record(name)[1]]
-            return {TAG: "rows", "of": name, "columns": columns}
+            return self.rows({TAG: "rows", "of": name, "columns": columns}, len(values))
         return None
+
+    def rows(self, tree: dict[str, Any], count: int) -> dict[str, Any] | None:
+        """Return rows, or None where the message has too many that cost it nothing."""
+        self._repeats -= 0 if _backed(tree["columns"]) else _ROW_REPEATS * count
+        return tree if self._repeats >= 0 else None
+
+
+def _backed(columns: Sequence[Any]) -> bool:
+    """Return whether one of the columns stands in the message value by value, so that rows cost what they weigh."""
+    return any(type(column) is list or column[TAG] == "ragged" for column in columns)
 
 
 def _fit_together(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
@@ -256,8 +279,10 @@ _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
 class _Reader:
     """Turns a JSON tree back into the value; every tagged object is checked."""
 
-    def __init__(self, arrays: list[np.ndarray[Any, Any]], records: bool) -> None:
+    def __init__(self, arrays: list[np.ndarray[Any, Any]], records: bool, packed: bool) -> None:
         self.arrays, self.records = arrays, records
+        self._unused, self._repeats = set(range(len(arrays))), _MOST_REPEATS
+        self._packed = packed
 
     def value(self, tree: Any) -> Any:
         if type(tree) is list:
@@ -273,11 +298,14 @@ class _Reader:
         """Read what `_Writer.items` wrote: always a list."""
         if type(tree) is list:
             return [self.value(item) if type(item) in (dict, list) else item for item in tree]
+        if not self._packed:
+            raise WireError(f"a message holds the packed list {tree[TAG]!r:.40}, which must not cross")
         match tree[TAG]:
             case "repeat":
                 count = tree["count"]
-                if type(count) is not int or not 0 <= count <= _LONGEST_REPEAT:
+                if type(count) is not int or count < 0:
                     raise WireError(f"a message is damaged: {count!r:.40} repetitions")
+                self.spend(count)
                 return [self.value(tree["of"])] * count
             case "ragged":
                 return _split(self.array(tree["at"]), tree["lengths"])
@@ -303,6 +331,8 @@ class _Reader:
         columns = [self.items(column) for column in tree["columns"]]
         if not columns:
             raise WireError("a message is damaged: rows without columns")
+        if not _backed(tree["columns"]):
+            self.spend(_ROW_REPEATS * len(columns[0]))
         if tree["of"] == "dict":
             return [self.dictionary(tree["keys"], row) for row in zip(*columns, strict=True)]
         rows = zip(*columns, strict=True)
@@ -317,9 +347,16 @@ class _Reader:
         return dict(zip(keys, values, strict=True))
 
     def array(self, at: Any) -> np.ndarray[Any, Any]:
-        if type(at) is not int or not 0 <= at < len(self.arrays):
-            raise WireError(f"a message is damaged: there is no buffer {at!r:.40}")
+        if type(at) is not int or at not in self._unused:
+            raise WireError(f"a message is damaged: there is no buffer {at!r:.40}, or it stands in two places")
+        self._unused.remove(at)
         return self.arrays[at]
+
+    def spend(self, repeats: int) -> None:
+        """Count values that stand in the message only once for all of them."""
+        self._repeats -= repeats
+        if self._repeats < 0:
+            raise WireError(f"a message is damaged: it unpacks to more than {_MOST_REPEATS:,} repeated values")
 
     def record(self, name: Any) -> Callable[..., Any]:
         if not self.records or type(name) is not str or name not in RECORDS:

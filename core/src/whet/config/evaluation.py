@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 OWN = ("pass_at", "majority_at", "passing")
 """Keys of `evaluation` that an environment of it may have for itself."""
+TAKEN = ("evaluation", "validation", "seconds", "reward", "response_length", "groups", "episodes", "grader")
+"""First parts of metrics of a run, which its environments cannot have for theirs."""
 MOST_SUBSET_SAMPLES = 256
 """Votes of fewer than all samples are the exact mean over subsets, which takes seconds a task from here on."""
 
@@ -87,6 +89,13 @@ def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterato
         for key in OWN:
             if getattr(entry, key) is not None:
                 yield Problem(f"environments.{i}.{key}", "is of evaluation; move it to evaluation.environments")
+        name = entry.name or entry.component.name
+        if len(config.environments) > 1 and name in TAKEN:
+            yield Problem(
+                f"environments.{i}.name",
+                f"is {name}, with which other metrics begin, and those of an environment are NAME/reward/mean and so "
+                "on; give it another name",
+            )
 
 
 def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
@@ -95,6 +104,14 @@ def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
         f"the environment {entry.name or entry.component.name!r} does not say what an answer is, so nobody can vote; "
         "give it a `final_answer`, or this entry `majority_at: []`",
     )
+
+
+def passes(config: "Config") -> "Scoring":
+    """Return what passes in training: what `evaluation.passing` says."""
+    from whet.rollout.scores import Passing, Scoring
+
+    passing = config.evaluation.passing
+    return Scoring(passing=Passing(passing.reward, passing.at_least))
 
 
 def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":

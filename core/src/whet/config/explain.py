@@ -12,7 +12,7 @@ from typing import Any, Union
 
 import attrs
 from attrs import frozen
-from attrs.validators import and_, deep_iterable, ge, in_, matches_re, max_len, min_len, optional
+from attrs.validators import and_, deep_iterable, deep_mapping, ge, in_, matches_re, max_len, min_len, optional
 
 from whet.component import Kind, Selection
 from whet.config.document import to_line
@@ -138,6 +138,7 @@ _ALLOWED: dict[type, Callable[[Any], str]] = {  # attrs names the classes of its
     type(in_([])): lambda one: f"one of {', '.join(map(value_words, one.options))}",
     type(matches_re("")): lambda matching: f"matching {matching.pattern.pattern!r}",
     type(deep_iterable(ge(0))): lambda items: f"each item {allowed(items.member_validator)}",
+    type(deep_mapping(value_validator=ge(0))): lambda values: f"each value {allowed(values.value_validator)}",
     type(optional(ge(0))): lambda inner: f"{allowed(inner.validator)}, or null",
 }
 

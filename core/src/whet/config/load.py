@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
 
+from whet.catalog import catalog
 from whet.config.document import Document, read_file, read_text
 from whet.config.sections import Config
 from whet.config.structure import structure
@@ -64,12 +65,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     try:
         config = structure(document, Config, registry, also=["extends"])
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        raise ConfigError([*problems, *error.problems], _remedy(registry.wanted)) from None
     if problems:
         raise ConfigError(problems)
     if found := registry.problems(config):
         raise ConfigError([str(problem) for problem in found])
     return Loaded(config, registry, document, path, tuple(layers))
+
+
+def _remedy(wanted: Sequence[str]) -> str:
+    """Return the one command that installs all that a config uses and is not here, where it uses several."""
+    missing = list(dict.fromkeys(wanted))
+    if len(missing) < 2:
+        return ""
+    return f"all that is not installed: {catalog().command(missing)}"
 
 
 def _laid_out(layers: Iterable[Layer]) -> tuple[dict[str, Any], list[str]]:
@@ -223,6 +232,13 @@ def _locate_plugins(document: dict[str, Any], path: Path) -> None:
         document["plugins"] = [os.path.abspath(path.parent / file) if isinstance(file, str) else file for file in files]
 
 
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # what no file system can name
+        return False
+
+
 def _load_files(files: object, registry: Registry) -> Iterable[str]:
     """Load single-file plugins. A config names them because it needs them, so a broken one is a problem."""
     if not isinstance(files, list):
@@ -230,7 +246,7 @@ def _load_files(files: object, registry: Registry) -> Iterable[str]:
     for index, file in enumerate(files):
         if not isinstance(file, str):
             continue
-        if not Path(file).is_file():
+        if not _is_file(file):
             yield f"plugins.{index}: there is no file {file!r}"
             continue
         registry.load_file(Path(file))

@@ -2,21 +2,40 @@
 
 Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` says of which kind. Of a field's metadata,
 `off` is the value that switches its section off, `path: True` says that it may name a file or folder, `policy: True`
-that it is of the model that is trained alone: roles that are `like: backend` do not take it over.
+that it is of the model that is trained alone: roles that are `like: backend` do not take it over, `infinite: True` that
+it takes infinity, `names_path: True` that it holds names or paths, `writes: True` that a component writes to this path,
+which is relative to the run folder.
 """
 
-import math
 from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, ge, gt, le, lt, min_len, optional
+from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, min_len, optional
 
 from whet.component import Kind, Selection
+from whet.config.bounds import (
+    BYTES,
+    FACTOR,
+    GROUP,
+    PROCESSES,
+    RECORDS,
+    RETRIES,
+    SECONDS,
+    SEED,
+    STEPS,
+    TOKENS,
+    above,
+    between,
+)
 from whet.interpreters import absolute_paths
 
-_FINITE = lt(math.inf)
-_COUNTS: Any = deep_iterable(ge(1))
+_SHARE: Any = optional(above(0, FACTOR))
+_EPOCHS: Any = optional(above(0, 1_000_000))
+_COUNTS: Any = deep_iterable(between(1, GROUP))
+_RANKS: Any = deep_mapping(value_validator=between(1, PROCESSES))
+_GPUS: Any = deep_mapping(value_validator=between(0, PROCESSES))
+_AMOUNTS: Any = deep_mapping(value_validator=deep_mapping(value_validator=above(0, FACTOR)))
 
 
 def _file_name(instance: object, attribute: Any, value: str) -> None:
@@ -25,10 +44,41 @@ def _file_name(instance: object, attribute: Any, value: str) -> None:
         raise ValueError(f"is {value!r:.60}, wanted a word: it becomes part of the names of files and metrics")
 
 
+def _folder(instance: object, attribute: Any, value: str) -> None:
+    """Refuse what cannot be shown on one line, as the run folder is in messages, logs and commands."""
+    if not value.isprintable():
+        raise ValueError(f"is {value!r:.60}, wanted the path of a folder without line breaks or control characters")
+
+
+_FOLDER: Any = [min_len(1), _folder]
+
+
 def _heartbeat(instance: object, attribute: Any, value: float) -> None:
     """Refuse what would end healthy workers."""
     if value and not value >= 1:
         raise ValueError(f"is {value:g}, wanted 0 or at least 1: a worker that is busy may be silent for a moment")
+
+
+def _length(instance: Any, attribute: Any, value: float | None) -> None:
+    """Refuse a run whose length is stated twice, or not at all."""
+    if instance.steps is not None and value is not None:
+        raise ValueError(f"is {value:g}, and run.steps is {instance.steps}; state one of the two")
+    if instance.steps is None and value is None:
+        raise ValueError("states neither `steps` nor `epochs`: how long to train")
+
+
+COLUMNS = (
+    "messages", "prompt", "completion", "text", "chosen", "rejected", "label", "margin",
+    "conversations", "instruction", "input", "output", "system", "history",
+)  # fmt: skip
+"""Columns that a data file may have, under these names or under its own."""
+
+
+def _known_columns(instance: object, attribute: Any, value: dict[str, str]) -> None:
+    unknown = [name for name in value if name not in COLUMNS]
+    if unknown:
+        words = f"names {', '.join(unknown)}, wanted {', '.join(COLUMNS)}"
+        raise ValueError(f"{words}: what a column is, then its name in the file")
 
 
 def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -> Any:
@@ -52,15 +102,18 @@ def optional_selection(kind: Kind) -> Any:
 class RunSection:
     """The run itself."""
 
-    folder: str = field(validator=min_len(1), metadata={"path": True})
+    folder: str = field(validator=_FOLDER, metadata={"path": True})
     """Where everything the run writes goes."""
-    steps: int = field(validator=ge(1))
-    """Steps to take in all, counted over resumes."""
-    seed: int = 0
+    steps: int | None = field(default=None, validator=optional(between(1, STEPS)))
+    """Steps to take in all, counted over resumes. State this or `epochs`."""
+    epochs: float | None = field(default=None, validator=[_EPOCHS, _length])
+    """Of algorithms that train on data files, instead of `steps`: how often to train on every record, e.g. 3 or 0.5.
+    The last step takes the records that are left, which may be fewer than `batch_size`."""
+    seed: int = field(default=0, validator=between(0, SEED))
     """Every random draw of the run is derived from this."""
-    save_every: int = field(default=0, validator=ge(0))
+    save_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = field(default=2, validator=ge(0))
+    keep: int = field(default=2, validator=between(0, GROUP))
     """Checkpoints kept, the newest; 0 keeps all."""
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto` continues the folder's run if there is one; `never` refuses a folder that holds a run; `must` refuses
@@ -69,6 +122,9 @@ class RunSection:
     """Config paths that may differ from the run that is resumed, e.g. `backend.optimizer.lr`."""
     export: bool = True
     """Write the final model as a folder that `transformers` loads, in `FOLDER/model`."""
+    private_records: bool = True
+    """Only this user may read what the model was asked and said: the rows of rollouts, evaluations and the endpoint;
+    `false`: whoever the umask lets, as with all other files of the run folder."""
 
 
 @frozen
@@ -104,22 +160,22 @@ class RoleSection:
 class DeadlinesSection:
     """How long each kind of wait may take, in seconds, before the run ends with an error that names it."""
 
-    start: float = field(default=600.0, validator=[gt(0), _FINITE])
+    start: float = field(default=600.0, validator=above(0, SECONDS))
     """Workers importing, loading the model and answering for the first time."""
-    train: float = field(default=1800.0, validator=[gt(0), _FINITE])
+    train: float = field(default=1800.0, validator=above(0, SECONDS))
     """One optimizer step, scoring or loss evaluation."""
-    generate: float = field(default=1800.0, validator=[gt(0), _FINITE])
+    generate: float = field(default=1800.0, validator=above(0, SECONDS))
     """One completion, from request to last token."""
-    refit: float = field(default=600.0, validator=[gt(0), _FINITE])
+    refit: float = field(default=600.0, validator=above(0, SECONDS))
     """One hand-over of weights."""
-    save: float = field(default=1800.0, validator=[gt(0), _FINITE])
+    save: float = field(default=1800.0, validator=above(0, SECONDS))
     """Writing or reading a checkpoint."""
-    episode: float = field(default=3600.0, validator=[gt(0), _FINITE])
+    episode: float = field(default=3600.0, validator=above(0, SECONDS))
     """One episode with all its turns."""
-    heartbeat: float = field(default=120.0, validator=[_heartbeat, _FINITE])
+    heartbeat: float = field(default=120.0, validator=[_heartbeat, between(0, SECONDS)])
     """Silence of a worker process after which it counts as hung, whatever it was asked; 0: it may be silent for ever.
     Code that keeps Python's interpreter lock for longer is silent too."""
-    notice: float = field(default=60.0, validator=[ge(0), _FINITE])
+    notice: float = field(default=60.0, validator=between(0, SECONDS))
     """A wait as long as this, and twice as long as the longest of its kind before, is told with who waits for whom,
     and with stacks in `logs/waits.log`; nothing is ended. 0: never."""
 
@@ -130,11 +186,11 @@ class RecoverySection:
 
     enabled: bool = field(default=True, metadata={"off": False})
     """`false`: the first death ends the run with its error."""
-    replicas: int = field(default=8, validator=ge(0))
+    replicas: int = field(default=8, validator=between(0, RETRIES))
     """How often replicas of the generator may be restarted by themselves."""
-    restarts: int = field(default=3, validator=ge(0))
+    restarts: int = field(default=3, validator=between(0, RETRIES))
     """How often the run may begin again after its last checkpoint, where another worker is lost."""
-    refill: int = field(default=100, validator=ge(0))
+    refill: int = field(default=100, validator=between(0, STEPS))
     """New steps after which a restart no longer counts; 0: it always does."""
 
 
@@ -145,15 +201,16 @@ class ClusterSection:
     launcher: Literal["local", "ray"] = "local"
     """`local`: on this machine. `ray`: on the nodes of a Ray cluster."""
     address: str = ""
-    """Of the launcher `ray`: `host:port` of the head of a cluster to join, as `ray start --head` prints it. Empty: Ray
-    is started on this machine for this run, and ends with it."""
+    """Of the launcher `ray`: `host:port` of the head of a cluster to join, as `ray start --head` prints it. `auto`: the
+    one that the environment variable RAY_ADDRESS names, else the one that was started on this machine. `local`: Ray is
+    started on this machine for this run, and ends with it. Empty: as RAY_ADDRESS says, else `local`."""
     workers: Literal["process", "inline"] = "process"
     """`process`: every role in worker processes. `inline`: everything in this process, so that a debugger works."""
-    ranks: dict[str, int] = attrs.Factory(dict)
+    ranks: dict[str, int] = field(factory=dict, validator=_RANKS)
     """Worker processes for each role; 1 where a role is not named."""
-    gpus: dict[str, int] = attrs.Factory(dict)
+    gpus: dict[str, int] = field(factory=dict, validator=_GPUS)
     """GPUs for each role; none named: the CPU. One rank for each GPU unless `ranks` says otherwise."""
-    threads: dict[str, int] = attrs.Factory(dict)
+    threads: dict[str, int] = field(factory=dict, validator=_RANKS)
     """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
     work at one time."""
     share: list[list[str]] | None = None
@@ -166,12 +223,15 @@ class ClusterSection:
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
     """Of the launcher `ray`: how the ranks of a role lie on nodes. `pack`: on as few as possible, which is the default.
     `spread`: on as many as possible. `one-node`: all on one, or not at all. Roles that share processes have one."""
-    resources: dict[str, dict[str, float]] = attrs.Factory(dict)
+    resources: dict[str, dict[str, float]] = field(factory=dict, validator=_AMOUNTS)
     """Of the launcher `ray`: what each rank of a role takes of Ray's custom resources, e.g. `{generator: {a100: 1}}`
     for nodes started with `ray start --resources='{"a100": 8}'`."""
+    memory: Literal["check", "ignore"] = "check"
+    """`check`: a run is refused whose weights, gradients, optimizer and caches alone need more memory than a host or a
+    GPU has. `ignore`: it is tried all the same."""
     transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"] = ""
     """How weights travel from backend to generator. Empty: the best way that both know and their places allow."""
-    python: dict[str, str] = field(factory=dict, converter=absolute_paths)
+    python: dict[str, str] = field(factory=dict, converter=absolute_paths, metadata={"names_path": True})
     """The Python environment of a role's worker processes where that is not the driver's: the name of one that `whet
     env create` has made, or a path, which has a slash in it, e.g. `{generator: vllm}`."""
     deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
@@ -182,11 +242,11 @@ class ClusterSection:
 
 @frozen
 class PassingSection:
-    """What counts as a pass in `pass_at` and `majority_at`."""
+    """What counts as a pass in `pass_at` and `majority_at`, and in `pass_rate` of training."""
 
     reward: str = ""
     """Name of the reward that decides; empty: the weighted sum of all."""
-    at_least: float = field(default=1.0, validator=[gt(-math.inf), _FINITE])
+    at_least: float = field(default=1.0, validator=between(-FACTOR, FACTOR))
     """The smallest value that passes."""
 
 
@@ -200,11 +260,11 @@ class EnvironmentSection:
     """Its name in metrics and records; by default the component's."""
     split: str = ""
     """The split of its tasks; by default `train` in training and `test` in evaluation."""
-    weight: float = field(default=1.0, validator=[ge(0), _FINITE])
+    weight: float = field(default=1.0, validator=between(0, FACTOR))
     """Share of the groups that come from it, relative to the others."""
-    samples: int = field(default=1, validator=ge(1))
+    samples: int = field(default=1, validator=between(1, GROUP))
     """Episodes for each task in evaluation."""
-    limit: int = field(default=0, validator=ge(0))
+    limit: int = field(default=0, validator=between(0, RECORDS))
     """Of evaluation: use only the first so many tasks; 0: all of them."""
     pass_at: list[int] | None = field(default=None, validator=optional(_COUNTS))
     """Of evaluation: instead of `evaluation.pass_at`."""
@@ -218,13 +278,13 @@ class EnvironmentSection:
 class RecordSection:
     """Which training rollouts are recorded token by token. Of all others the messages and rewards are recorded."""
 
-    every: int = field(default=10, validator=ge(0), metadata={"off": 0})
+    every: int = field(default=10, validator=between(0, STEPS), metadata={"off": 0})
     """Steps between steps that are recorded; the first step is, too. 0: none."""
-    groups: int = field(default=2, validator=ge(1))
+    groups: int = field(default=2, validator=between(1, GROUP))
     """Groups recorded on such a step, the first ones. The trainer scores them beforehand, which costs a forward pass
     over them. Where the algorithm has the trainer score whole batches anyway, as many sequences are added in which
     sampler and trainer differ most."""
-    max_tokens: int = field(default=65_536, validator=ge(1))
+    max_tokens: int = field(default=65_536, validator=between(1, TOKENS))
     """Tokens recorded on one step, at most; whole sequences are left out beyond."""
 
 
@@ -232,15 +292,15 @@ class RecordSection:
 class RolloutSection:
     """How episodes are played for training."""
 
-    max_tokens: int = field(default=256, validator=ge(1))
+    max_tokens: int = field(default=256, validator=between(1, TOKENS))
     """Longest completion of one turn, in tokens."""
-    max_context: int = field(default=0, validator=ge(0))
+    max_context: int = field(default=0, validator=between(0, TOKENS))
     """Longest sequence, prompt included, in tokens; 0: the model's own limit."""
-    temperature: float = field(default=1.0, validator=[gt(0), _FINITE])
+    temperature: float = field(default=1.0, validator=above(0, 100))
     """Logits are divided by this, in the generator and in the trainer alike."""
     stop: list[str] = field(factory=list, validator=deep_iterable(min_len(1)))
     """Stop strings, beside the model's own end-of-turn tokens."""
-    max_staleness: int = field(default=0, validator=ge(0))
+    max_staleness: int = field(default=0, validator=between(0, PROCESSES))
     """How many versions behind the trainer the weights that made a training token may be. 0 is synchronous."""
     order: Literal["admission", "completion"] = "admission"
     """Which groups a step gets: the oldest, or those that are through first. From a `max_staleness` of 2 on,
@@ -249,15 +309,15 @@ class RolloutSection:
     """What happens to requests under way when new weights arrive. `drain`: they end with the old weights first.
     `keep`: they go on with the new ones, at their next token. `abort`: they end at once, and their rest is asked for
     anew. At `max_staleness` 0 none is under way."""
-    retries: int = field(default=2, validator=ge(0))
+    retries: int = field(default=2, validator=between(0, RETRIES))
     """How often an episode that failed is played again before its group is dropped."""
-    infrastructure_retries: int = field(default=3, validator=ge(0))
+    infrastructure_retries: int = field(default=3, validator=between(0, RETRIES))
     """The same where what it stands on failed, not the episode: a grader's process, a sandbox, a connection."""
-    max_failed_groups: int = field(default=16, validator=ge(1))
+    max_failed_groups: int = field(default=16, validator=between(1, RETRIES))
     """Dropped groups in a row after which the run ends with the last error."""
-    max_infrastructure_groups: int = field(default=16, validator=ge(1))
+    max_infrastructure_groups: int = field(default=16, validator=between(1, RETRIES))
     """The same for groups that were dropped because of what episodes stand on."""
-    max_filtered_groups: int = field(default=0, validator=ge(0))
+    max_filtered_groups: int = field(default=0, validator=between(0, RETRIES))
     """Groups that filters may drop in a row before the run ends with an error; 0: 20 times what a step needs."""
     record: RecordSection = attrs.Factory(RecordSection)
     """What is written down token by token, for `whet report`."""
@@ -269,14 +329,14 @@ class ProbeSection:
     the trainer's. Where they differ by more than the bound, the run ends.
     """
 
-    every: int = field(default=10, validator=ge(0), metadata={"off": 0})
+    every: int = field(default=10, validator=between(0, STEPS), metadata={"off": 0})
     """Versions of the weights between those that are probed; the first two hand-overs of a sitting are, too, and one
     after which a replica was restarted. 0: none."""
-    prompts: int = field(default=4, validator=ge(1))
+    prompts: int = field(default=4, validator=between(1, GROUP))
     """Prompts of random tokens that each replica continues."""
-    tokens: int = field(default=8, validator=ge(1))
+    tokens: int = field(default=8, validator=between(1, GROUP))
     """Tokens sampled for each prompt."""
-    bound: float | None = field(default=None, validator=optional(gt(0)))
+    bound: float | None = field(default=None, validator=optional(above(0, FACTOR)))
     """Largest mean of the absolute difference, in nats, at temperature 1. Null: that of the coarser dtype of generator
     and trainer, 0.001 for float32, 0.02 for float16, 0.1 for bfloat16, 0.3 for anything else."""
 
@@ -295,17 +355,17 @@ class EvaluationSection:
 
     environments: list[EnvironmentSection] = field(factory=list, metadata={"off": []})
     """What to evaluate on."""
-    every: int = field(default=0, validator=ge(0))
+    every: int = field(default=0, validator=between(0, STEPS))
     """Steps between evaluations; 0: only at the end."""
     at_start: bool = True
     """Also evaluate before the first step."""
-    temperature: float = field(default=1.0, validator=[ge(0), _FINITE])
+    temperature: float = field(default=1.0, validator=between(0, 100))
     """0 picks the likeliest token."""
     top_p: float = field(default=1.0, validator=[gt(0), le(1)])
     """Sample from the smallest set of tokens with this much probability."""
-    top_k: int = field(default=0, validator=ge(0))
+    top_k: int = field(default=0, validator=between(0, TOKENS))
     """Sample from this many likeliest tokens; 0: all."""
-    max_tokens: int = field(default=0, validator=ge(0))
+    max_tokens: int = field(default=0, validator=between(0, TOKENS))
     """Longest completion of one turn; 0: as in `rollout`."""
     pass_at: list[int] = field(factory=list, validator=_COUNTS)
     """Estimate pass@k for each of these k: how likely it is that one of k answers passes. None above `samples`."""
@@ -332,29 +392,43 @@ class EndpointSection:
     """Where to listen. What goes beyond this machine is not encrypted."""
     port: int = field(default=0, validator=[ge(0), le(65535)])
     """0: one that is free."""
-    max_tokens: int = field(default=0, validator=ge(0))
+    max_tokens: int = field(default=0, validator=between(0, TOKENS))
     """Of `serve`: the longest answer; 0: as in `rollout`. With `rollout.running: drain` new weights wait for it."""
-    max_body: int = field(default=8 << 20, validator=ge(1))
+    max_body: int = field(default=8 << 20, validator=between(1, BYTES))
     """Largest request, in bytes."""
-    max_connections: int = field(default=1024, validator=ge(1))
+    max_connections: int = field(default=1024, validator=between(1, RETRIES))
     """Connections open at a time."""
-    record: int = field(default=256 << 20, validator=ge(0), metadata={"off": 0})
+    record: int = field(default=256 << 20, validator=between(0, BYTES), metadata={"off": 0})
     """Of `serve`: how large `endpoint.jsonl` of the run folder may become, in bytes. It has prompt, answer, logprobs
     and versions of each answer, as tokens. What comes later is answered and counted. 0: nothing is recorded."""
 
 
 @frozen
 class DataFile:
-    """One file or hub data set."""
+    """One file, folder or hub data set."""
 
     path: str = field(metadata={"path": True})
-    """A `.jsonl`, `.jsonl.gz`, `.json` or `.parquet` file, a folder of them, or a name on the Hugging Face hub."""
+    """A `.jsonl`, `.json`, `.csv`, `.tsv` (each also with `.gz`) or `.parquet` file, a folder with one such file for
+    each split, a folder that `save_to_disk` of the library `datasets` wrote, or a name on the Hugging Face hub."""
     split: str = "train"
-    """Of a hub data set, or the name of the file in a folder."""
+    """Of a hub data set or a `DatasetDict`, or the name of the file in a folder."""
     subset: str = ""
     """Of a hub data set that has several, e.g. `main`."""
-    limit: int = field(default=0, validator=ge(0))
+    limit: int = field(default=0, validator=between(0, RECORDS))
     """Use only the first so many records; 0: all."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "saved", "hub"] = "auto"
+    """How the file is written. `auto`: as its name ends. `saved`: a folder of `save_to_disk`. `hub`: a data set of the
+    Hugging Face hub, also where a folder has that name."""
+    layout: Literal["auto", "plain", "sharegpt", "alpaca"] = "auto"
+    """How a record is laid out. `plain`: in the columns that the algorithm reads. `sharegpt`: `conversations`, a list
+    of turns with `from` and `value`. `alpaca`: `instruction`, `input` and `output`. `auto`: as its columns show; `whet
+    check` prints what it recognised."""
+    fields: dict[str, str] = field(factory=dict, validator=_known_columns)
+    """Names of this file's columns where they are not the usual ones, e.g. `{prompt: question, completion: answer}`;
+    they come before `algorithm.fields`."""
+    weight: float | None = field(default=None, validator=_SHARE)
+    """Of training: share of the records that come from this file, relative to the weights of the others. All files
+    have one, or none; with none, an epoch holds every record once."""
 
 
 @frozen
@@ -365,7 +439,7 @@ class DataSection:
     """What to train on."""
     validation: list[DataFile] = attrs.Factory(list)
     """What to compute the validation loss on."""
-    max_length: int = field(default=0, validator=ge(0))
+    max_length: int = field(default=0, validator=between(0, TOKENS))
     """Longer records are left out and counted, in tokens; 0: the model's limit."""
     max_bad_records: float = field(default=0.01, validator=[ge(0), le(1)])
     """Share of records that may be malformed before the run refuses the data. Each is reported with file and line."""

@@ -12,11 +12,13 @@ import cattrs
 from attrs import frozen
 
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
+from whet.config.bounds import items_of
 from whet.config.document import to_line
 from whet.config.values import (
     PLAIN,
     StructureError,
     enum_member,
+    impossible,
     is_list,
     is_literal,
     is_mapping,
@@ -24,6 +26,7 @@ from whet.config.values import (
     literal,
     one_line,
     refused,
+    unusable_paths,
 )  # fmt: skip
 from whet.config.words import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
 from whet.errors import ConfigError, PluginError
@@ -204,7 +207,11 @@ class _Structurer:
     def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
         kind = field.metadata.get("kind")
         if kind is None or self.registry is None:
-            return self.structure(value, field.type)
+            made = self.structure(value, field.type)
+            _raise(list(impossible(made, infinite=bool(field.metadata.get("infinite")))))
+            if any(field.metadata.get(word) for word in ("path", "names_path", "writes")):
+                _raise(list(unusable_paths(made)))
+            return made
         reserved = [name for name in known if name != _key(field)] if _is_inline(field) else []
         return self._selected(value, field.type, _Use(kind, _default(field)), reserved)
 
@@ -339,11 +346,25 @@ def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
             made = cls(**arguments)
     except (ValueError, TypeError):
         return []
-    problems = []
+    problems = list[Problem]()
     for field in attrs.fields(cls):
-        try:
-            if field.validator is not None and _key(field) in arguments:
-                field.validator(made, field, getattr(made, field.name))
-        except (ValueError, TypeError) as error:
-            problems.append(Problem(_key(field), one_line(error).removeprefix(f"{field.name!r} ")))
+        if field.validator is not None and _key(field) in arguments:
+            with _under(_key(field), problems):
+                _ask(field.validator, made, field, getattr(made, field.name))
     return problems
+
+
+def _ask(validator: Any, made: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
+    """Call a validator; of one that looks at items, name the items that it refuses."""
+    found = items_of(validator, value)
+    if found is None:
+        try:
+            validator(made, field, value)
+        except (ValueError, TypeError) as error:
+            raise refused(one_line(error).removeprefix(f"{field.name!r} ")) from error
+        return
+    problems = list[Problem]()
+    for key, item, inner in found:
+        with _under(key, problems):
+            _ask(inner, made, field, item)
+    _raise(problems)

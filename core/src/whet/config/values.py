@@ -1,15 +1,16 @@
 """Plain values of a config, taken strictly: a `bool` is no `int`, `'8'` is no `int`, and an `int` is a `float`."""
 
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union
 
 from whet.component import Problem
-from whet.config.words import found_words, nearest, type_words, value_words
+from whet.config.words import found_words, nearest, path_segment, type_words, value_words
 
 Hook = Callable[[Any, Any], Any]
 
@@ -43,9 +44,67 @@ def _number(value: object, _: Any) -> float:
         number = float(value)
     except OverflowError:
         raise refused("wanted a number, found an integer that is too large") from None
-    if math.isnan(number):
-        raise refused("wanted a number, found nan")
     return number
+
+
+def impossible(value: object, infinite: bool = False) -> Iterator[Problem]:
+    """Find what no field can hold: nan, integers beyond 64 bits, text that is no UTF-8 or has a NUL; and infinity,
+    where the field does not take it. Looks into lists and mappings, not into what is made of a section of its own.
+    """
+    if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not infinite)):
+        yield Problem("", f"wanted a finite number, found {value_words(value)}")
+    elif isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST:
+        yield Problem("", f"wanted an integer of at most 64 bits, found one of {value.bit_length()}")
+    elif isinstance(value, (str, Path)) and (odd := _odd_character(str(value))):
+        yield Problem("", f"wanted text without {odd}, found {found_words(str(value))}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (_below(key, problem) for problem in (*impossible(key), *impossible(item, infinite)))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield from (_below(index, problem) for problem in impossible(item, infinite))
+
+
+def unusable_paths(value: object) -> Iterator[Problem]:
+    """Find paths that no file system takes, in a path or in each of a mapping or list."""
+    if isinstance(value, str) and (reason := _fault_of_path(value)):
+        yield Problem("", f"{reason}, found {found_words(value)}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (_below(key, problem) for problem in unusable_paths(item))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from (_below(index, problem) for problem in unusable_paths(item))
+
+
+def _fault_of_path(path: str) -> str:
+    names = path.encode("utf-8", "replace").split(b"/")
+    if max(map(len, names)) > _LONGEST_NAME:
+        return f"wanted a path whose names have at most {_LONGEST_NAME} bytes"
+    if sum(map(len, names)) + len(names) > _LONGEST_PATH:
+        return f"wanted a path of at most {_LONGEST_PATH} bytes"
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return f"wanted a path whose first part is the home of a user, as {names[0].decode()!r:.40} is not"
+    return ""
+
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000
+_LARGEST = (1 << 63) - 1
+
+
+def _odd_character(text: str) -> str:
+    if "\0" in text:
+        return "a NUL character"
+    return "half of a character (a surrogate)" if _SURROGATES.search(text) else ""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def _below(key: object, problem: Problem) -> Problem:
+    return Problem(".".join(filter(None, (path_segment(key), problem.path))), problem.message)
 
 
 def _path(value: object, _: Any) -> Path:

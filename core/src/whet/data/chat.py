@@ -9,7 +9,6 @@ is tokenised. A template that rewrites what went before (drops the reasoning of 
 """
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -20,6 +19,7 @@ import numpy as np
 from attrs import evolve, frozen
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from whet.bounded import MODEL_VALUES, loads
 from whet.data.calls import CallFormat, call_format
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.pieces import text_of
@@ -203,7 +203,9 @@ class ChatTokenizer:
         if answered.startswith(asked) and whole.startswith(answered):
             begin, turn = len(asked), answered[len(asked) :]
             stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
-            return begin, begin + max(stops, default=len(turn.rstrip()))
+            closed = begin + max(stops, default=len(turn.rstrip()))
+            # without an end-of-turn token, white space at the end is the answer's as far as the answer goes
+            return begin, max(closed, _end_of(conversation[index].text, answered, begin) or 0)
         # a later message changed how the template closes this turn: all that counts is that its words stand there
         end = _end_of(conversation[index].text, whole, len(asked))
         if end is None:
@@ -298,7 +300,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = loads(file.read_bytes(), MODEL_VALUES)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from whet.data.chat import ChatTokenizer, Trainable
+from whet.data.layouts import found_words
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
 
@@ -64,7 +65,7 @@ def trainable(
     if "text" in given:
         return chat.training_text(_string(given["text"]))
     raise DataError(
-        f"a record has the fields {list(record)!r:.120}; wanted `{called['messages']}`, or "
+        f"a record has the columns {found_words(record)}; wanted `{called['messages']}`, or "
         f"`{called['prompt']}` and `{called['completion']}`, or `{called['text']}` (see algorithm.fields)"
     )
 

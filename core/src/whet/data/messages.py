@@ -79,10 +79,12 @@ def _message(item: Mapping[str, Any]) -> Message:
     if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
         raise DataError(f"a message needs `role` and `content`, found {item!r:.120}")
     role, content = item["role"], item["content"]
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"a message has the role {role!r:.40}, wanted one of {', '.join(ROLES)}")
     if isinstance(content, str):
         return Message(role, content)
     if not isinstance(content, list) or not all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         raise DataError(f"a message's content must be a string or a list of text parts, found {content!r:.120}")
-    return Message(role, tuple(Text(str(part["text"])) for part in content))
+    if not all(isinstance(part.get("text"), str) for part in content):
+        raise DataError(f"a text part of a message needs `text`, and it must be a string, found {content!r:.120}")
+    return Message(role, tuple(Text(part["text"]) for part in content))

@@ -2,25 +2,31 @@
 
     read -> encode (the algorithm's) -> flat columns in memory -> batch(step, size)
 
-The order of epoch e is a permutation derived from the run's seed and e, so any step's batch can be made without
-those before it.
+The order of epoch e is derived from the run's seed and e (see `whet.data.mixture`), so any step's batch can be made
+without those before it. Batches go on from one epoch into the next. Where the run states epochs, the last batch has the
+records that are left, so that every record is trained on as often as stated. Where the run is given more of them later,
+it goes on with the record after its last one: a checkpoint holds how many records there were.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from whet import randomness
 from whet.config.sections import DataFile, DataSection
 from whet.data.batch import Batch
 from whet.data.chat import ChatTokenizer
-from whet.data.readers import Row, content_hash, read
+from whet.data.layouts import records
+from whet.data.mixture import Mixture, mixture
+from whet.data.readers import Row, content_hash
 from whet.errors import DataError
 
 Encode = Callable[[Mapping[str, Any], ChatTokenizer], Sequence[Mapping[str, Any]]]
@@ -28,6 +34,17 @@ Encode = Callable[[Mapping[str, Any], ChatTokenizer], Sequence[Mapping[str, Any]
 columns: arrays as long as its tokens, or single numbers. Raises `DataError` where the record will not do."""
 
 logger = logging.getLogger(__name__)
+
+
+def records_of(epochs: float, records: int) -> int:
+    """Return how many records so many epochs of `records` are; 1.1 times 100 are 110, whatever floats make of it."""
+    return max(1, math.ceil(epochs * records - 1e-6))
+
+
+def steps_of(epochs: float, records: int, size: int) -> int:
+    """Return how many batches of `size` records so many epochs of `records` are."""
+    return math.ceil(records_of(epochs, records) / size)
+
 
 QUOTED = 20
 """Malformed records that a report quotes; all of them are counted."""
@@ -73,28 +90,82 @@ class OfflineData:
         seed: int,
         max_length: int,
         status: Callable[[str], None] = lambda text: None,
+        *,
+        encode: Encode | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
+        epochs: float | None = None,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take a section. `max_length` is in tokens, 0 for none; `status` is told how far the tokenising is."""
+        """Take a section. `max_length` is in tokens, 0 for none; `status` is told how far the tokenising is, which
+        happens inside of `timed()`.
+
+        `encode` is the algorithm's; `names` says what the algorithm calls the columns of a record. `epochs`: how often
+        the data is gone through; None: without an end.
+        """
+        self._timed = timed
         self._section, self._tokenizer, self._seed = section, tokenizer, seed
         self._max_length, self._status = max_length, status
+        self._encode, self._names, self._epochs = encode, names, epochs
+        self._prepared: PreparedData | None = None
+        self._before = (0, 0)
+
+    def go_on(self, step: int, position: Mapping[str, int]) -> None:
+        """Go on after a step, from the position that was saved with it."""
+        if position:
+            self._before, self._prepared = (step, position["records"]), None
+
+    def position(self, step: int, size: int) -> dict[str, int]:
+        """Return where the data is after a step of `size` units, and the units of an epoch, to be saved with the step.
+
+        Empty where the number of the step tells: where no run of this folder has stated epochs.
+        """
+        if self._epochs is not None:
+            prepared = self.prepare()
+            return {"records": prepared.until(step, size), "epoch": len(prepared)}
+        before, records = self._before
+        return {"records": records + (step - before) * size} if before else {}
 
     def fingerprint(self) -> str:
         """Hash what decides the batches: the files' contents and the options. Where a file lies does not matter."""
         digest = blake2b(f"{self._max_length}:{self._section.max_bad_records}".encode(), digest_size=16)
         for files in (self._section.train, self._section.validation):
-            digest.update(":".join(content_hash(file) for file in files).encode() + b";")
+            digest.update(":".join(content_hash(file) + _reading(file) for file in files).encode() + b";")
         return digest.hexdigest()
 
-    def prepare(self, encode: Encode) -> "PreparedData":
-        """Read and tokenise everything. Raises `DataError` where too many records are malformed or none is left."""
-        train = self._read("train", self._section.train, encode)
-        validation = self._read("validation", self._section.validation, encode)
-        return PreparedData(train, validation, self._seed, self._status)
+    def prepare(self, encode: Encode | None = None) -> "PreparedData":
+        """Read and tokenise everything, by default with the algorithm's own `encode`, which is done once.
+
+        Raises `DataError` where too many records are malformed or none is left.
+        """
+        if encode is None and self._prepared is not None:
+            return self._prepared
+        chosen = encode or self._encode
+        if chosen is None:
+            raise ValueError("the algorithm states no `encode` in its facts, and none is given")
+        with self._timed():
+            train = self._read("train", self._section.train, chosen)
+            validation = self._read("validation", self._section.validation, chosen)
+        files = self._section.train
+        names = [f"data.train.{i}: {file.path}" for i, file in enumerate(files)]
+        mixed = mixture(self._seed, train.sizes, [file.weight for file in files], names)
+        self._tell_shares(mixed)
+        end = None if self._epochs is None else records_of(self._epochs, len(train))
+        prepared = PreparedData(train, validation, mixed, self._status, end, self._before)
+        if encode is None:
+            self._prepared = prepared
+        return prepared
+
+    def _tell_shares(self, mixed: Mixture) -> None:
+        """Tell how the files are mixed, where they have weights."""
+        for file, size, share in zip(self._section.train, mixed.sizes, mixed.shares or (), strict=False):
+            words = f"{share / len(mixed):.1%} of the records, {share / size:.2f} times in an epoch of {len(mixed):,}"
+            logger.info("train data: %s: %s", file.path, words)
+            self._status(f"train data: {file.path}: {words}")
 
     def _read(self, name: str, files: Sequence[DataFile], encode: Encode) -> "Part":
         report, columns = DataReport(), Columns()
-        said = time.monotonic()
-        for row in (row for file in files for row in read(file)):
+        said, sizes = time.monotonic(), [0] * len(files)
+        for i, row in ((i, row) for i, file in enumerate(files) for row in records(file, self._names)):
             report.records += 1
             try:
                 unit = self._unit(row, encode)
@@ -105,10 +176,11 @@ class OfflineData:
                 report.too_long += 1
             else:
                 columns.add(unit)
+                sizes[i] += 1
             if time.monotonic() - said > 1:
                 said = time.monotonic()
                 self._status(f"{name} data: {report.records:,} records tokenised")
-        part = self._accepted(name, files, report, columns)
+        part = self._accepted(name, files, report, columns, tuple(sizes))
         if files:
             self._status(f"{name} data: {report}")
         if report.malformed or report.too_long:
@@ -120,7 +192,9 @@ class OfflineData:
             raise DataError(row.problem)
         return encode(row.record, self._tokenizer)
 
-    def _accepted(self, name: str, files: Sequence[DataFile], report: DataReport, columns: "Columns") -> "Part":
+    def _accepted(
+        self, name: str, files: Sequence[DataFile], report: DataReport, columns: "Columns", sizes: tuple[int, ...]
+    ) -> "Part":
         allowed = self._section.max_bad_records
         if report.malformed > allowed * report.records:
             examples = "\n".join(f"  {example}" for example in report.examples[:5])
@@ -134,7 +208,13 @@ class OfflineData:
                 f"{self._max_length} tokens (data.max_length)"
             )
         report.sequences, report.tokens = len(columns.lengths), sum(columns.lengths)
-        return Part(columns.batch(), np.cumsum([0, *columns.sizes]), report)
+        return Part(columns.batch(), np.cumsum([0, *columns.sizes]), report, sizes)
+
+
+def _reading(file: DataFile) -> str:
+    """Return what else than its bytes decides the records of a file; empty where all is as usual."""
+    usual = (file.format, file.layout, file.fields, file.weight) == ("auto", "auto", {}, None)
+    return "" if usual else repr((file.format, file.layout, sorted(file.fields.items()), file.weight))
 
 
 @frozen(eq=False)
@@ -145,6 +225,8 @@ class Part:
     """All sequences, one unit after another."""
     starts: Any  # [units + 1], each unit's first sequence
     report: DataReport
+    sizes: tuple[int, ...] = ()
+    """Units of each file."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -167,12 +249,22 @@ class PreparedData:
     """Tokenised data. A batch is a function of step and size alone."""
 
     def __init__(
-        self, train: Part, validation: Part, seed: int, status: Callable[[str], None] = lambda text: None
+        self,
+        train: Part,
+        validation: Part,
+        mixed: Mixture,
+        status: Callable[[str], None] = lambda text: None,
+        end: int | None = None,
+        before: tuple[int, int] = (0, 0),
     ) -> None:
-        self._train, self._validation, self._seed = train, validation, seed
+        """`end`: how many units are trained on in all; None: without an end. `before`: after which step, and after how
+        many units, the run goes on.
+        """
+        self._train, self._validation, self._mixture = train, validation, mixed
+        self._end, self._before = end, before
         self.status = status
         """Is told what takes long."""
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        self._order = lru_cache(maxsize=2)(mixed.order)
 
     @property
     def report(self) -> DataReport:
@@ -183,15 +275,39 @@ class PreparedData:
         return len(self._train)
 
     def batch(self, step: int, size: int) -> Batch:
-        """Give the batch of a step (from 1) of `size` units; it may begin in one epoch and end in the next."""
-        positions = np.arange((step - 1) * size, step * size)
+        """Give the batch of a step (from 1) of `size` units; it may begin in one epoch and end in the next.
+
+        The last batch of a run that states epochs may be smaller.
+        """
+        positions = np.arange(self._first(step, size), self.until(step, size))
         epochs, places = np.divmod(positions, len(self))
         units = [self._order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
         return self._train.take(np.concatenate(units))
 
     def epoch(self, step: int, size: int) -> float:
         """Give how often the data has been gone through after a step."""
-        return step * size / len(self)
+        return self.until(step, size) / len(self)
+
+    def steps(self, size: int) -> int:
+        """Return how many batches of `size` units there are. Only where the run states epochs."""
+        if self._end is None:
+            raise ValueError("data without an end has no number of steps")
+        step, units = self._before
+        return step + max(0, math.ceil((self._end - units) / size))
+
+    def until(self, step: int, size: int) -> int:
+        """Return how many units there were after a step."""
+        if step == self._before[0]:
+            return self._before[1]
+        first = self._first(step, size)
+        return first + size if self._end is None or first >= self._end else min(first + size, self._end)
+
+    def _first(self, step: int, size: int) -> int:
+        """Return how many units there were before a step."""
+        before, units = self._before
+        if step <= before:
+            raise ValueError(f"the run goes on after step {before}; the batch of step {step} is of an earlier sitting")
+        return units + (step - 1 - before) * size
 
     def validation(self, size: int) -> list[Batch]:
         """Give all validation data in order, in batches of `size` units; the last may be smaller."""
@@ -205,10 +321,7 @@ class PreparedData:
         for name, part in (("train", self._train), ("validation", self._validation)):
             columns = compute(name, part) if len(part) else {}
             parts.append(evolve(part, whole=part.whole.with_columns(**columns)))
-        return PreparedData(parts[0], parts[1], self._seed, self.status)
-
-    def _permutation(self, epoch: int) -> Any:
-        return randomness.generator(self._seed, "data", epoch).permutation(len(self))
+        return PreparedData(parts[0], parts[1], self._mixture, self.status, self._end, self._before)
 
 
 class Columns:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.data.chat import ChatTokenizer
+from whet.data.layouts import found_words
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
 
@@ -35,7 +36,7 @@ def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> t
     if any(answer is None for answer in answers):
         own = [names.get(name, name) for name in PAIR_FIELDS]
         raise DataError(
-            f"a record has the fields {list(record)!r:.120}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
+            f"a record has the columns {found_words(record)}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
             "they are not whole conversations (see algorithm.fields)"
         )
     return _conversations(prompt, *answers)

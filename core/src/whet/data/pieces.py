@@ -22,6 +22,11 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
     return _from_bytes(name) or text or str(name)
 
 
+def escaped(text: str) -> str:
+    """Return text whose control characters, line breaks and marks of writing direction are written out."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def _from_bytes(name: str) -> str:
     """Read a token's name as bytes, the way the two usual kinds of tokenizers write them; empty where it is neither."""
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name):

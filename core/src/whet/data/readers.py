@@ -1,4 +1,5 @@
-"""Read records from data files: JSON lines (also gzipped), JSON, Parquet, and data sets of the Hugging Face hub.
+"""Read records from data files: JSON lines, JSON, CSV, TSV (all also gzipped), Parquet, folders that `datasets` saved,
+and data sets of the Hugging Face hub.
 
 A row that is no record does not end the reading: it is given with the reason and its file and line, and whoever
 reads decides how many are too many. No data set's own code is ever run.
@@ -18,10 +19,22 @@ from typing import Any
 from attrs import frozen
 
 from whet.config.sections import DataFile
-from whet.errors import DataError
+from whet.data.tables import DELIMITERS, delimiter_of, read_table
+from whet.errors import DataError, in_words
 
-LINES, WHOLE, TABLE = (".jsonl", ".jsonl.gz", ".ndjson"), (".json", ".json.gz"), (".parquet",)
-SUFFIXES = (*LINES, *WHOLE, *TABLE)
+FORMATS = {
+    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),
+    "json": (".json", ".json.gz"),
+    "csv": (".csv", ".csv.gz"),
+    "tsv": (".tsv", ".tsv.gz"),
+    "parquet": (".parquet",),
+}
+"""How the names of files end, by format."""
+SUFFIXES = tuple(itertools.chain(*FORMATS.values()))
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files of which one lies in a folder that `datasets` saved: of one data set, or of several splits."""
+SAVED_INFO = "dataset_info.json"
+"""Lies beside `SAVED`, whose name others use as well."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?", re.ASCII)
 BOM = b"\xef\xbb\xbf"
 
@@ -50,10 +63,10 @@ def content_hash(file: DataFile) -> str:
     path = find_file(file)
     if path is None:
         digest.update(str(_hub(file)._fingerprint).encode())
-        return digest.hexdigest()
-    with _opened(path, packed=True) as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+    for each in sorted(path.glob("*.arrow")) if path and path.is_dir() else [path] if path else []:
+        with _opened(each, packed=True) as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -62,33 +75,78 @@ def _rows(file: DataFile) -> Iterator[Row]:
     if path is None:
         hub = enumerate(_hub(file))
         return (_checked(f"{file.path}[{file.split}]:{number}", record) for number, record in hub)
-    if path.name.endswith(TABLE):
-        return _table(path)
-    if path.name.endswith(LINES):
-        return _lines(path)
+    match format_of(file, path):
+        case "saved":
+            return _saved(path)
+        case "parquet":
+            return _table(path)
+        case "csv" | "tsv" as kind:
+            return _delimited(path, "\t" if kind == "tsv" else "")
+        case "jsonl":
+            return _lines(path)
     return _whole(path)
 
 
+def format_of(file: DataFile, path: Path | None) -> str:
+    """Return the format of a file that `find_file` found: a key of `FORMATS`, `saved` or `hub`."""
+    if path is None:
+        return "hub"
+    if path.is_dir():
+        return "saved"
+    own = next((name for name, suffixes in FORMATS.items() if path.name.endswith(suffixes)), "json")
+    return own if file.format in ("auto", "saved", "hub") else file.format
+
+
+def format_words(file: DataFile) -> str:
+    """Return how a file is written, in words for people, e.g. `CSV with semicolons`."""
+    path = find_file(file)
+    kind = format_of(file, path)
+    if path is not None and kind == "csv":
+        with _opened(path) as stream:
+            delimiter = DELIMITERS[delimiter_of(path, stream)]
+        return "CSV" if delimiter == "comma" else f"CSV with {delimiter}s"
+    words = {"jsonl": "JSON lines", "json": "JSON", "tsv": "TSV", "parquet": "Parquet"}
+    return words.get(kind, "a saved data set" if kind == "saved" else "a data set of the hub")
+
+
 def find_file(file: DataFile) -> Path | None:
-    """Find the file that is meant; None: a name on the hub. Raises `DataError` for what is neither."""
+    """Find the file, or the folder of a saved data set; None: a name on the hub. Raises `DataError` for others."""
+    if file.format == "hub":
+        return None
     path = Path(file.path).expanduser()
     if path.is_dir():
-        found = [path / f"{file.split}{suffix}" for suffix in SUFFIXES if (path / f"{file.split}{suffix}").is_file()]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = " and ".join(one.name for one in found)
-            raise DataError(f"the folder {file.path} has {names} for the split {file.split!r}; wanted one of them")
-        held = ", ".join(sorted(one.name for one in path.iterdir() if one.name.endswith(SUFFIXES))) or "no data file"
-        raise DataError(f"the folder {file.path} has no file for the split {file.split!r}; it has {held}")
-    if path.name.endswith(SUFFIXES):
+        return _in_folder(file, path)
+    if file.format == "saved":
+        raise DataError(f"there is no folder {file.path!r}; wanted one that `save_to_disk` wrote (format: saved)")
+    if path.name.endswith(SUFFIXES) or (file.format != "auto" and path.is_file()):
         return path
-    if path.exists() or not HUB_NAME.fullmatch(file.path):
+    if path.exists() or not HUB_NAME.fullmatch(file.path) or file.format != "auto":
         raise DataError(
             f"{file.path!r} is no data file: wanted a file that ends in {', '.join(SUFFIXES)}, a folder of such files, "
-            "or a name on the Hugging Face hub"
+            "or a name on the Hugging Face hub; `format` names the format of a file whose name does not"
         )
     return None
+
+
+def _in_folder(file: DataFile, path: Path) -> Path:
+    if (path / SAVED_SPLITS).is_file():
+        if (path / file.split / SAVED).is_file() and "/" not in file.split:
+            return path / file.split
+        held = ", ".join(sorted(one.name for one in path.iterdir() if (one / SAVED).is_file())) or "none"
+        raise DataError(f"the saved data set {file.path} has no split {file.split!r}; it has {held}")
+    if (path / SAVED).is_file() and (path / SAVED_INFO).is_file():
+        return path
+    if file.format == "saved":
+        raise DataError(f"the folder {file.path} has no {SAVED} or {SAVED_SPLITS}, so `save_to_disk` did not write it")
+    suffixes = FORMATS.get(file.format, SUFFIXES)
+    found = [path / f"{file.split}{suffix}" for suffix in suffixes if (path / f"{file.split}{suffix}").is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " and ".join(one.name for one in found)
+        raise DataError(f"the folder {file.path} has {names} for the split {file.split!r}; wanted one of them")
+    held = ", ".join(sorted(one.name for one in path.iterdir() if one.name.endswith(SUFFIXES))) or "no data file"
+    raise DataError(f"the folder {file.path} has no file for the split {file.split!r}; it has {held}")
 
 
 def _opened(path: Path, packed: bool = False) -> gzip.GzipFile | io.BufferedReader:
@@ -116,7 +174,7 @@ def _unbroken(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 def _parsed(where: str, text: bytes) -> Row:
     try:
-        return _checked(where, json.loads(text.decode("utf-8")))
+        return _checked(where, json.loads(text.decode("utf-8")), halves=bool(_HALF.search(text)))
     except UnicodeDecodeError as error:
         return Row(where, {}, f"not UTF-8 at byte {error.start}")
     except RecursionError:
@@ -125,10 +183,25 @@ def _parsed(where: str, text: bytes) -> Row:
         return Row(where, {}, f"not JSON: {error}")
 
 
-def _checked(where: str, record: object) -> Row:
+def _checked(where: str, record: object, halves: bool = False) -> Row:
+    """Make a row of what was read. `halves`: the text may hold halves of characters, which no tokenizer takes."""
+    if halves and _is_halved(record):
+        return Row(where, {}, "half of a character (a surrogate such as \\ud800), wanted whole ones")
     if isinstance(record, Mapping):
         return Row(where, record)
     return Row(where, {}, f"a {type(record).__name__}, wanted an object with named fields")
+
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape of a half; two that belong together are one character."""
+
+
+def _is_halved(record: object) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _whole(path: Path) -> Iterator[Row]:
@@ -144,8 +217,15 @@ def _whole(path: Path) -> Iterator[Row]:
         records = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a JSON list of records: {error}") from error
+    halves = bool(_HALF.search(content))
     for number, record in enumerate(records, 1):
-        yield _checked(f"{path.name}[{number}]", record)
+        yield _checked(f"{path.name}[{number}]", record, halves)
+
+
+def _delimited(path: Path, delimiter: str) -> Iterator[Row]:
+    with _opened(path) as stream:
+        for line in read_table(stream, path, delimiter):
+            yield Row(f"{path.name}:{line.number}", line.record, line.problem)
 
 
 def _table(path: Path) -> Iterator[Row]:
@@ -159,6 +239,16 @@ def _table(path: Path) -> Iterator[Row]:
                     yield Row(f"{path.name}:row {number}", record)
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these two kinds
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _saved(path: Path) -> Iterator[Row]:
+    datasets = _optional("datasets", f"{path} is a data set that `datasets` saved")
+    load: Callable[..., Any] = datasets.load_from_disk
+    try:
+        for number, record in enumerate(load(str(path))):
+            yield _checked(f"{path.name}:{number}", record)
+    except Exception as error:  # whatever the library raises for a folder that is damaged
+        raise DataError(f"the saved data set {path} cannot be read: {in_words(error)}") from error
 
 
 def _hub(file: DataFile) -> Any:

@@ -1,5 +1,6 @@
 """The records that travel between environments, generators and algorithms. Arrays are NumPy."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,23 @@ class Task:
     """What grading needs; builtins only. Never shown to the model."""
     id: str = ""
     """A name for records and reports; empty: the position in the split."""
+
+
+GOLD = "answer"
+"""Key of `Task.data` under which environments keep the right answer."""
+GOLD_CHARACTERS = 2_000
+"""A longer right answer is cut in records: the data of a task may hold whole test suites."""
+
+
+def gold_answer(task: Task) -> str | None:
+    """Return the right answer of a task as text: `answer` in its data, else all of its data; None where it has none."""
+    if not task.data:
+        return None
+    held = task.data.get(GOLD, task.data)
+    text = held if isinstance(held, str) else json.dumps(held, ensure_ascii=False, default=repr)
+    if len(text) <= GOLD_CHARACTERS:
+        return text
+    return f"{text[:GOLD_CHARACTERS]} [{len(text) - GOLD_CHARACTERS} more characters]"
 
 
 @frozen
@@ -138,6 +156,10 @@ class Episode:
     """The task's own name, where it has one."""
     answer: str | None = None
     """Of evaluation: what the episode answered, where its environment says so; see `Answering`."""
+    undecided: tuple[str, ...] = ()
+    """Why graders could not decide about what the model wrote; see `whet.errors.Undecided`."""
+    gold: str | None = None
+    """The right answer of the task, for records and reports; see `gold_answer`."""
 
 
 @frozen(eq=False)
@@ -152,6 +174,8 @@ class Group:
     """Position of their task in its split."""
     episodes: tuple[Episode, ...]
     """One for each sample."""
+    greedy: Episode | None = None
+    """One more, at temperature 0, where advantages ask for it; never trained on."""
 
     @property
     def rewards(self) -> FloatArray:

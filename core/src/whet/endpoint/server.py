@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from whet.bounded import loads
 from whet.config.sections import EndpointSection
 from whet.endpoint import told
 from whet.endpoint.asked import MODEL, Asked, Rules, read_chat, read_text
@@ -27,6 +28,8 @@ IDLE_SECONDS = 75.0
 """How long a connection may be without a request."""
 CLOSE_SECONDS = 1.0
 """How long answers may take to go out when the server closes."""
+MOST_VALUES = 1 << 20
+"""Of a body; a prompt may be that many tokens."""
 READERS: dict[str, Callable[[Any, Rules], Asked]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_text,
@@ -126,9 +129,9 @@ class Server:
         except TimeoutError:
             raise Refused(408, f"the body was not there after {BODY_SECONDS:g} seconds") from None
         try:
-            return json.loads(bytes(read))
-        except (ValueError, RecursionError):
-            raise Refused(400, "the body is no JSON") from None
+            return loads(read, MOST_VALUES)
+        except ValueError as error:
+            raise Refused(400, f"the body cannot be read as JSON: {error}") from None
 
 
 def _refusal(refused: Refused) -> Any:

@@ -16,6 +16,7 @@ from attrs import field, frozen
 from whet.data.messages import Conversation, Message
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import Undecided
 
 
 @frozen(eq=False)
@@ -69,7 +70,10 @@ class Environment(Protocol):
         ...
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play one episode, driving the model, and give its named rewards."""
+        """Play one episode, driving the model, and give its named rewards.
+
+        Where a grader raises `Undecided`, the answer is wrong: catch it, or let it through, and every reward is 0.
+        """
         ...
 
     @property
@@ -136,12 +140,15 @@ class SingleTurn:
         return self._weights
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask, and grade the answer by each reward function."""
+        """Ask, and grade the answer by each reward function; one that a grader cannot decide about is 0."""
         answer = await model.reply(task.prompt)
         rewards: dict[str, float] = {}
         for name, function in self._rewards.items():
-            value = function(answer.text, task.data)
-            rewards[name] = await value if inspect.isawaitable(value) else value
+            try:
+                value = function(answer.text, task.data)
+                rewards[name] = await value if inspect.isawaitable(value) else value
+            except Undecided:
+                rewards[name] = 0.0
         return rewards
 
     def close(self) -> None:

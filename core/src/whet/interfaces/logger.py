@@ -32,7 +32,7 @@ class Logger(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Show what the run waits for, e.g. "generator 71 %"; most loggers ignore it."""
+        """Show what the run waits for, e.g. "rollouts, 91 of 128 episodes finished"; most loggers ignore it."""
         ...
 
     def rewind(self, step: int) -> None:

@@ -40,17 +40,9 @@ def group_mean(
     gets its reward, as if the baseline were 0 and the deviation 1 (verl).
     """
     rewards = np.asarray(rewards, np.float64)
-    if rewards.ndim != 1 or rewards.shape != np.shape(group):
-        raise ValueError(f"rewards and group must be [B] alike, found {rewards.shape} and {np.shape(group)}")
+    centred, owner, size = _centred(rewards, group)
     if not len(rewards):
         return np.zeros(0, np.float32)
-    _, owner = np.unique(group, return_inverse=True)
-    size = np.bincount(owner)
-    centred = rewards - (np.bincount(owner, rewards) / size)[owner]
-    lowest, highest = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(lowest, owner, rewards)
-    np.maximum.at(highest, owner, rewards)
-    centred[(lowest == highest)[owner]] = 0.0
     deviation = rewards.std(ddof=1 if unbiased else 0) if len(rewards) > 1 else 0.0
     advantages = centred * (size / np.maximum(size - 1, 1))[owner] if leave_one_out else centred
     if scale == "group":
@@ -67,6 +59,58 @@ def group_mean(
         single = (size == 1)[owner]
         advantages[single] = rewards[single] / by if by else 0.0
     return advantages.astype(np.float32)
+
+
+def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], alone: Alone = "zero") -> NDArray[np.float64]:
+    """Return rewards less the mean of their group. rewards [B], group [B] -> [B] float64.
+
+    Equal rewards of a group give exactly 0, and so does a group of one unless `alone` is `reward`.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    centred, owner, size = _centred(rewards, group)
+    return np.where((size == 1)[owner], rewards, centred) if alone == "reward" and len(rewards) else centred
+
+
+def length_weighted(
+    rewards: NDArray[Any], group: NDArray[Any], sizes: NDArray[Any], alone: Alone = "zero"
+) -> NDArray[np.float32]:
+    """Take the mean of the group weighted by length from rewards. rewards, group, sizes [B] -> [B] float32.
+
+        advantage = reward - sum over the group of size * reward / sum over the group of size
+
+    OPO: Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance, where the squared norm of an answer's
+    gradient is in proportion to its length. `sizes` are in tokens; a group without any has the plain mean. Nothing is
+    divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one unless `alone`
+    is `reward`, as in verl.
+    """
+    rewards, sizes = np.asarray(rewards, np.float64), np.asarray(sizes, np.float64)
+    centred, owner, size = _centred(rewards, group)
+    if not len(rewards):
+        return np.zeros(0, np.float32)
+    total = np.bincount(owner, sizes)
+    # The weighted mean of what is left of rewards, rather than of rewards: equal ones leave exactly 0.
+    beyond = np.divide(np.bincount(owner, sizes * centred), total, out=np.zeros(len(total)), where=total > 0)
+    advantages = centred - beyond[owner]
+    if alone == "reward":
+        advantages = np.where((size == 1)[owner], rewards, advantages)
+    return np.asarray(advantages, np.float32)
+
+
+def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return rewards less the mean of their group [B], the group of each, counted from 0 [B], and their sizes [G].
+
+    Groups of equal rewards have exactly 0.
+    """
+    if rewards.ndim != 1 or rewards.shape != np.shape(group):
+        raise ValueError(f"rewards and group must be [B] alike, found {rewards.shape} and {np.shape(group)}")
+    _, owner = np.unique(group, return_inverse=True)
+    size = np.bincount(owner)
+    centred = rewards - (np.bincount(owner, rewards) / size)[owner]
+    lowest, highest = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(lowest, owner, rewards)
+    np.maximum.at(highest, owner, rewards)
+    centred[(lowest == highest)[owner]] = 0.0
+    return centred, owner, size
 
 
 def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any], unbiased: bool) -> NDArray[Any]:

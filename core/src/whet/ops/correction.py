@@ -8,7 +8,8 @@ Both hold the same weights and still round differently; with stale weights they 
 
 the field multiplies a token's loss by a truncated weight (TIS: Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training"), or takes it out (IcePop: Ling Team 2025, arXiv:2510.18855, section 3.2), or takes
-its sequence out (Liu et al. 2025, "When speed kills stability"). Log-ratios are clamped to plus or minus 20.
+its sequence out (Liu et al. 2025, "When speed kills stability"). What is clamped to plus or minus 20 is the exponent of
+k, K or G: sums and means are taken of log-ratios as they are. Divergences (k2, k3) are of clamped log-ratios of tokens.
 """
 
 from typing import Any, Literal
@@ -16,17 +17,22 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.ops.kl import MAX_LOG_RATIO, kl_estimate, log_ratio
+from whet.ops.kl import MAX_LOG_RATIO, MOST_NATS, kl_estimate, log_ratio
 from whet.ops.reductions import segment_mean, segment_sum
 
 Level = Literal["none", "token", "sequence"]
 Mask = Literal["none", "token", "sequence", "product", "worst"]
 Measure = Literal["ratio", "k2", "k3"]
+_LARGEST = 600.0
+"""The largest exponent whose exponential, summed over many tokens, is a number of float64."""
 
 
 def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
-    """Give trainer's - sampler's logprobs in nats, 0 where the mask is false. All [N] -> [N] float32."""
-    found: NDArray[Any] = np.where(mask, log_ratio(trainer, sampler), np.float32(0))
+    """Return trainer's - sampler's logprobs in nats, 0 where the mask is false. All [N] -> [N] float32.
+
+    They are clamped to `MOST_NATS` alone, so that a token that only one of the two can produce stays a number.
+    """
+    found: NDArray[Any] = np.where(mask, log_ratio(trainer, sampler, MOST_NATS), np.float32(0))
     return found
 
 
@@ -60,7 +66,8 @@ def within(
     """
     if level == "none":
         return np.ones(len(lengths), np.bool_)
-    size = gaps if measure == "ratio" else np.where(mask, kl_estimate(-gaps, measure), np.float32(0))
+    bounded = gaps.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    size = gaps if measure == "ratio" else np.where(mask, kl_estimate(-bounded, measure), np.float32(0))
     if level == "sequence":
         size = segment_mean(size, lengths, mask)
     elif level == "product":
@@ -101,12 +108,12 @@ def trusted(
     `max_mean_error` bounds the mean of the exponential of the gap without its sign, which a single token can drive:
     NeMo RL's `seq_logprob_error_threshold`.
     """
-    size = np.abs(gaps)
+    size = np.abs(gaps).astype(np.float64)
     keep = np.ones(len(lengths), np.bool_)
     if max_token:
         keep &= segment_sum((size > max_token).astype(np.int64), lengths) == 0
     if max_mean:
         keep &= segment_mean(size, lengths, mask) <= max_mean
     if max_mean_error:
-        keep &= segment_mean(np.exp(size, dtype=np.float64), lengths, mask) <= max_mean_error
+        keep &= segment_mean(np.exp(size.clip(max=_LARGEST)), lengths, mask) <= max_mean_error
     return keep

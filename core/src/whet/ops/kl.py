@@ -21,12 +21,19 @@ Importance = Literal["none", "score", "ratio"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this, where the gradient becomes 0; exp(20) is 5e8, so nothing overflows."""
+LARGEST_EXPONENT = 60.0
+"""Where no clamp is wanted, a log-ratio still stops here before its exponential is taken: exp(60) is 1e26, whose
+products with other factors are finite in float32."""
+MOST_NATS = 1.0e4
+"""Log-ratios of tokens that are summed or averaged first, and clamped then, stop here: a token that cannot occur must
+not make the sum infinite."""
 
 
 def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
     """Give logprobs - others [N] in float32, clamped to plus or minus `limit`, without gradient beyond.
 
-    Logprobs of -inf are allowed: one alone gives the limit, one on both sides 0. 0 as `limit`: no clamp.
+    Logprobs of -inf are allowed: one alone gives the limit, one on both sides 0. 0 as `limit`: no clamp. Clamp to
+    `MOST_NATS` what is summed or averaged before it is clamped for good.
     """
     if isinstance(logprobs, np.ndarray):
         # -inf minus -inf is no news: it is 0 by definition here.
@@ -53,8 +60,10 @@ def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> An
     elif estimator == "abs":
         estimate = abs(d)
     else:
-        # expm1 keeps small divergences, where exp(-d) - 1 + d would be rounding errors alone.
-        estimate = (np.expm1(-d) if isinstance(d, np.ndarray) else (-d).expm1()) + d
+        # expm1 keeps small divergences, where exp(-d) - 1 + d would be rounding errors alone. Its exponent is bounded:
+        # the gradient beyond `clamp` would be an infinity times 0.
+        bounded = d.clip(-LARGEST_EXPONENT, None)
+        estimate = (np.expm1(-bounded) if isinstance(d, np.ndarray) else (-bounded).expm1()) + bounded
     return estimate.clip(-clamp, clamp) if clamp else estimate
 
 
@@ -82,8 +91,9 @@ def penalty_of_kl(
 
     `ratio` [N], with gradient, takes the place of exp(logprobs - old_logprobs), e.g. that of whole sequences.
     `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`.
-    `limit` clamps the log-ratio (NeMo RL, and verl for k3: 20), `clamp` the estimate times its weight (the same: 10;
-    TRL: neither). Beyond either a token gets no gradient, of the weight neither (NeMo RL), unless it is k2's.
+    `limit` clamps the log-ratio of policy and reference (NeMo RL, and verl for k3: 20), `clamp` the estimate times its
+    weight (the same: 10; TRL: neither). The weight itself has no clamp, as in NeMo RL and TRL; it only stays finite in
+    float32. Beyond either clamp a token gets no gradient, of the weight neither (NeMo RL), unless it is k2's.
     """
     d = log_ratio(logprobs, reference, limit)
     estimate = kl_estimate(d, estimator, clamp if importance == "none" else 0.0)
@@ -93,7 +103,8 @@ def penalty_of_kl(
     if importance == "none":
         return estimate
     sampled = logprobs.detach() if importance == "score" else old_logprobs
-    weight = log_ratio(logprobs, sampled).exp() if ratio is None or importance == "score" else ratio
+    own = ratio is None or importance == "score"
+    weight = log_ratio(logprobs, sampled, LARGEST_EXPONENT).exp() if own else ratio
     if limit:
         weight = weight.where(d.detach().abs() < limit, weight.detach())
     weighted = estimate * weight

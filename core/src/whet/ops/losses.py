@@ -4,13 +4,24 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from whet.ops.kl import MAX_LOG_RATIO, log_ratio
+from whet.ops.kl import LARGEST_EXPONENT, MAX_LOG_RATIO, MOST_NATS, log_ratio
 from whet.ops.reductions import expand, segment_mean, segment_sum
 
 LEAST_LOGPROB = -1.0e4
 """Where a logprob itself is in a loss, one below this stands at this, without gradient: -inf would be no number."""
 
-__all__ = ["MAX_LOG_RATIO", "PolicyGradient", "cispo", "clipped_policy_gradient", "reinforce", "sequence_ratio"]
+__all__ = [
+    "MAX_LOG_RATIO",
+    "PolicyGradient",
+    "cispo",
+    "clipped_policy_gradient",
+    "gmpo",
+    "near_policy",
+    "reinforce",
+    "sapo",
+    "sequence_ratio",
+    "token_ratio",
+]
 
 
 @frozen(eq=False)
@@ -39,6 +50,7 @@ def clipped_policy_gradient(
     clip_low: float,
     clip_high: float,
     clip_dual: float = 0.0,
+    limit: float = MAX_LOG_RATIO,
 ) -> PolicyGradient:
     """Compute the clipped surrogate of PPO per token. logprobs, old_logprobs, advantages [N] -> [N].
 
@@ -49,11 +61,18 @@ def clipped_policy_gradient(
     Schulman et al. 2017, equation 7 (arXiv:1707.06347); `clip_high` larger than `clip_low` is the clip-higher of
     DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020
     (arXiv:1912.09729): a bad token that has become much likelier is not pushed down without bound; 0: off (NeMo RL,
-    TRL), verl has 3. Computed in float32 whatever comes in. Log-ratios are clamped to plus or minus 20: beyond, the
-    ratio is that of 20 and the token gets no gradient.
+    TRL), verl has 3. Computed in float32 whatever comes in. Log-ratios are clamped to plus or minus `limit` (verl: 20):
+    beyond, the ratio is that of the limit and the token gets no gradient. 0: no clamp, as in TRL and NeMo RL.
     """
     _same_shape(logprobs, old_logprobs, advantages)
-    return clip_ratio(log_ratio(logprobs, old_logprobs).exp(), advantages.float(), clip_low, clip_high, clip_dual)
+    ratio = token_ratio(logprobs, old_logprobs, limit)
+    return clip_ratio(ratio, advantages.float(), clip_low, clip_high, clip_dual)
+
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
+    """Return exp(logprobs - old_logprobs) [N], with log-ratios clamped to plus or minus `limit`; 0: not clamped."""
+    ratio: Tensor = log_ratio(logprobs, old_logprobs, limit or LARGEST_EXPONENT).exp()
+    return ratio
 
 
 def clip_ratio(
@@ -78,8 +97,9 @@ def sequence_ratio(
     lengths: Tensor,
     per_token: bool = False,
     product: bool = False,
+    limit: float = MAX_LOG_RATIO,
 ) -> Tensor:
-    """Give the ratio of GSPO at each token of its sequence. logprobs, old_logprobs, mask [N], lengths [B] -> [N].
+    """Return the ratio of GSPO at each token of its sequence. logprobs, old_logprobs, mask [N], lengths [B] -> [N].
 
         s = exp(mean over the sequence's tokens of (logprobs - old_logprobs))
 
@@ -87,22 +107,27 @@ def sequence_ratio(
     s, and the gradient that of each token's own logprob. Where all tokens of a sequence have one advantage and weight
     both have the same gradient. `product`: the sum in place of the mean, so that s is the ratio of the probabilities of
     whole sequences, as in TRL's RLOO; the longer they are, the further it strays from 1. Only tokens under the mask
-    count; each one's log-ratio is clamped to plus or minus 20.
+    count. What is clamped to plus or minus `limit` is the mean, or the sum, and not what it is made of: beyond, the
+    sequence gets no gradient. 0: no clamp.
     """
-    change = log_ratio(logprobs, old_logprobs)
-    if product:
-        whole = segment_sum(torch.where(mask, change, 0.0), lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    else:
-        whole = segment_mean(change, lengths, mask)
-    exponent = expand(whole, lengths)
+    change = log_ratio(logprobs, old_logprobs, MOST_NATS)
+    bound = limit or LARGEST_EXPONENT
+    whole = segment_sum(torch.where(mask, change, 0.0), lengths) if product else segment_mean(change, lengths, mask)
+    exponent = expand(whole.clamp(-bound, bound), lengths)
     if per_token:
-        exponent = exponent.detach() + change - change.detach()
+        inside = expand(whole.detach().abs() < bound, lengths)
+        exponent = exponent.detach() + torch.where(inside, change - change.detach(), 0.0)
     ratio: Tensor = exponent.exp()
     return ratio
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    limit: float = MAX_LOG_RATIO,
 ) -> PolicyGradient:
     """Compute REINFORCE with a clipped importance weight. logprobs, old_logprobs, advantages [N] -> [N].
 
@@ -111,15 +136,20 @@ def cispo(
 
     CISPO: MiniMax 2025, equations 4 and 5 (arXiv:2506.13585). Every token keeps a gradient; what is bounded is its
     weight. The paper sets no lower bound, that is `clip_low` 1. TRL states the upper bound itself, 1 + `clip_high`.
+    `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
-    ratio = log_ratio(logprobs, old_logprobs).exp().detach()
+    ratio = token_ratio(logprobs, old_logprobs, limit).detach()
     loss = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages.float() * finite(logprobs)
     return PolicyGradient(loss, ratio, ratio < 1 - clip_low, ratio > 1 + clip_high)
 
 
 def reinforce(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, max_weight: float | None = None
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    max_weight: float | None = None,
+    limit: float = MAX_LOG_RATIO,
 ) -> PolicyGradient:
     """Compute REINFORCE, corrected for stale samples. logprobs, old_logprobs, advantages [N] -> [N].
 
@@ -127,12 +157,85 @@ def reinforce(
         loss   = -weight * A * logprobs
 
     Williams 1992; truncated importance weights: Ionides 2008, and as `vtrace` Espeholt et al. 2018 (arXiv:1802.01561).
+    `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
-    ratio = log_ratio(logprobs, old_logprobs).exp().detach()
+    ratio = token_ratio(logprobs, old_logprobs, limit).detach()
     weight = torch.ones_like(ratio) if max_weight is None else ratio.clamp(max=max_weight)
     above = torch.zeros_like(ratio, dtype=torch.bool) if max_weight is None else ratio > max_weight
     return PolicyGradient(-weight * advantages.float() * finite(logprobs), ratio, torch.zeros_like(above), above)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+    limit: float = MAX_LOG_RATIO,
+) -> PolicyGradient:
+    """Compute the soft surrogate of SAPO per token. logprobs, old_logprobs, advantages [N] -> [N].
+
+        ratio = exp(logprobs - old_logprobs)
+        loss  = -(4 / t) * sigmoid(t * (ratio - 1)) * A        t = temperature_positive where A > 0, else the other
+
+    Gao et al. 2025 (arXiv:2511.20347), whose temperatures are the defaults. There is no clipping: the gradient fades as
+    the ratio leaves 1. Its weight is 4 p (1 - p) times the ratio, with p the sigmoid: 1 on policy. The higher the
+    temperature, the sooner it fades. No token counts as clipped. `limit` is as in `clipped_policy_gradient`.
+    """
+    _same_shape(logprobs, old_logprobs, advantages)
+    ratio, advantages = token_ratio(logprobs, old_logprobs, limit), advantages.float()
+    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature)
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    return PolicyGradient(-gate * advantages, ratio.detach(), never, never)
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    limit: float = MAX_LOG_RATIO,
+) -> PolicyGradient:
+    """Compute the surrogate of GMPO at each token of its sequence. logprobs ... mask [N], lengths [B] -> [N].
+
+        d     = logprobs - old_logprobs
+        d'    = min(d, clip(d, -clip_low, clip_high)) where A > 0, max(d, the same) where A < 0
+        ratio = exp(mean over the sequence's tokens of d')
+        loss  = -ratio * A
+
+    Zhao et al. 2025 (arXiv:2507.20673): the geometric mean of ratios that are clipped token by token
+    before they are multiplied. Bounds are in nats, of the log-ratio; the paper's are exp(-0.4) and exp(0.4). A clipped
+    token gets no gradient, the others of its sequence do. Only tokens under the mask count. The mean is clamped to plus
+    or minus `limit`; 0: no clamp.
+    """
+    _same_shape(logprobs, old_logprobs, advantages)
+    change, advantages = log_ratio(logprobs, old_logprobs, MOST_NATS), advantages.float()
+    low, high = (advantages < 0) & (change < -clip_low), (advantages > 0) & (change > clip_high)
+    bounded = torch.where(low, -clip_low, torch.where(high, clip_high, change))
+    bound = limit or LARGEST_EXPONENT
+    ratio = expand(segment_mean(bounded, lengths, mask).clamp(-bound, bound), lengths).exp()
+    return PolicyGradient(-ratio * advantages, ratio.detach(), low.detach(), high.detach())
+
+
+def near_policy(
+    logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor, lengths: Tensor, threshold: float
+) -> Tensor:
+    """Return which tokens stay under off-policy sequence masking. logprobs ... mask [N], lengths [B] -> [N] bool.
+
+        out where A < 0 and mean over the sequence's tokens of (sampled - logprobs) > threshold
+
+    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (arXiv:2512.02556): bad answers that the policy would hardly give any
+    more teach nothing; good ones always stay. `sampled` are the logprobs of whom the tokens were drawn from. The mean
+    estimates KL(sampled || policy) in nats per token. Only tokens under the mask count. No gradient.
+    """
+    distance = segment_mean(log_ratio(sampled.detach(), logprobs.detach(), MOST_NATS), lengths, mask)
+    near: Tensor = (advantages >= 0) | expand(distance <= threshold, lengths)
+    return near
 
 
 def finite(logprobs: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from whet.ops.reductions import expand, segment_sum
+
 
 def pair_positions(unit: Any, chosen: Any) -> tuple[Any, Any]:
     """Find the chosen and the rejected sequence of each pair, in order of unit. unit, chosen [B] -> [P], [P].
@@ -17,3 +19,17 @@ def pair_positions(unit: Any, chosen: Any) -> tuple[Any, Any]:
     if not whole:
         raise ValueError("wanted one chosen and one rejected sequence in each unit")
     return first, second
+
+
+def shared_length_weights(mask: Any, lengths: Any, unit: Any, chosen: Any, alpha: float) -> Any:
+    """Weigh the tokens by which an answer is longer than the other of its pair by alpha, all others by 1.
+
+    mask [N], lengths, unit, chosen [B] -> [N]. Lengths of answers are counted in tokens under the mask.
+    Liu et al. 2024, "LD-DPO", section 3 (arXiv:2409.06411).
+    """
+    tokens = segment_sum(mask * 1, lengths)
+    first, second = pair_positions(unit, chosen)
+    shared = tokens * 0
+    shared[first] = shared[second] = tokens[first] + (tokens[second] - tokens[first]) * (tokens[second] < tokens[first])
+    place = (mask * 1).cumsum(0) - expand(tokens.cumsum(0) - tokens, lengths)  # 1 at an answer's first token
+    return 1.0 + (alpha - 1.0) * (place > expand(shared, lengths))

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whet.ops.gae import gae
 from whet.ops.reductions import expand
 
 
@@ -24,15 +25,24 @@ def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int, bounded: bo
     return soft.clip(-1 if bounded else None, 0).astype(np.float32)
 
 
-def rewards_to_come(totals: NDArray[Any], token_rewards: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Give what is still to come at each token: a total less what came before. -> [N] float64.
+def reward_to_go(rewards: NDArray[Any], token_rewards: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
+    """Return what is still to come at each token: the sequence's reward, and token rewards from t on. -> [N] float64.
 
-    totals [B] hold everything, the token rewards [N] of the sequence included. Discount 1, as in REINFORCE++
-    (arXiv:2501.03262, section 3): r - weight * (sum of KL from t on).
+    rewards [B] do not hold the token rewards [N]. Each sequence is summed by itself, and its reward is added last, so
+    that rewards which cancelled before leave nothing behind. Discount 1, as in REINFORCE++ (arXiv:2501.03262, section
+    3): r - weight * (sum of KL from t on).
     """
-    before = np.cumsum(token_rewards, dtype=np.float64) - token_rewards
-    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
-    offset = np.zeros(len(lengths))
-    offset[lengths > 0] = before[starts]
-    found: NDArray[Any] = expand(np.asarray(totals, np.float64) + offset, lengths) - before
-    return found
+    everywhere, nothing = np.ones(len(token_rewards), np.bool_), np.zeros(len(token_rewards))
+    onwards = gae(token_rewards, nothing, everywhere, lengths, gamma=1.0, lambda_=1.0)
+    return np.asarray(expand(np.asarray(rewards, np.float64), lengths) + onwards)
+
+
+def adapted_weight(weight: float, divergence: float, target: float, horizon: float, episodes: int) -> float:
+    """Return the weight of a penalty after a step of so many episodes, whose mean divergence was that.
+
+        weight * (1 + clip(divergence / target - 1, -0.2, 0.2) * episodes / horizon)
+
+    Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), as their code, TRL and verl have it: `horizon` in episodes.
+    """
+    error = min(max(divergence / target - 1.0, -0.2), 0.2)
+    return weight * (1.0 + error * episodes / horizon)

@@ -4,12 +4,12 @@ Engines do not see to that themselves: they keep the old weights of a layer that
 rest of a fused one, or take `lm_head.weight` alone for a success.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.bounded import MODEL_VALUES, loads
 from whet.errors import RefitError
 from whet.refit.handover import STREAMED, receive
 from whet.refit.link import Link
@@ -33,7 +33,10 @@ def stored_shapes(folder: str | Path) -> dict[str, Shape]:
             length = int.from_bytes(stream.read(8), "little")
             if length > LONGEST_HEADER:
                 raise RefitError(f"{file} is no safetensors file: its header would have {length:,} bytes")
-            header = json.loads(stream.read(length))
+            try:
+                header = loads(stream.read(length), MODEL_VALUES)
+            except ValueError as error:
+                raise RefitError(f"{file} is no safetensors file: {error}") from error
         found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return found
 

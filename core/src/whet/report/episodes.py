@@ -12,17 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from whet.run_folder import read_rows
+from whet.errors import WhetError
+from whet.run_folder import read_rows, step_of
 
 ROOM = 12_000_000
 """Characters that all episodes may take on the page."""
-STEPS, RECORDED_STEPS, EVALUATIONS = 36, 24, 4
+STEPS, RECORDED_STEPS, EVALUATIONS = 36, 24, 8
 MOST_EPISODES = 256
 """Of one step."""
 MOST_CHARACTERS = 20_000
 """Of one message."""
 MOST_TOKENS = 16_384
 """Of one sequence."""
+NUMBERS = ("group", "task", "sample", "reward", "advantage", "turns", "response_length")
 TOKEN_NUMBERS = ("sampler_logprobs", "trainer_logprobs")
 
 Json = dict[str, Any]
@@ -30,7 +32,8 @@ Json = dict[str, Any]
 
 def rollouts(folder: Path, every: int, gaps: dict[int, float]) -> Json:
     """Give training episodes. `every` is `rollout.record.every`; `gaps` the widest gap of steps where it is known."""
-    files = {int(f.name[5:11]): f for f in folder.glob("rollouts/step-*.jsonl") if f.name[5:11].isdigit()}
+    found = ((step_of(file.name), file) for file in folder.glob("rollouts/step-*.jsonl") if file.is_file())
+    files = {step: file for step, file in found if step is not None}
     chosen = choose_steps(sorted(files), every, gaps)
     return {**_sources((("training", step, "", files[step]) for step in chosen), ROOM), "steps": len(files)}
 
@@ -39,8 +42,9 @@ def evaluations(folder: Path) -> Json:
     """Give evaluation episodes: of each environment the first and the last evaluation, and some between."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for file in sorted(folder.glob("evaluations/step-*.jsonl")):
-        if file.name[5:11].isdigit():
-            found.setdefault(file.name[12 : -len(".jsonl")], []).append((int(file.name[5:11]), file))
+        if (step := step_of(file.name)) is not None and file.is_file():
+            name = file.name.removesuffix(".jsonl").split("-", 2)[2:]
+            found.setdefault("".join(name), []).append((step, file))
     chosen = [(name, *files[i]) for name, files in found.items() for i in reversed(spread(len(files), EVALUATIONS))]
     made = _sources((("evaluation", step, name, file) for name, step, file in chosen), ROOM // 4)
     return {**made, "steps": sum(map(len, found.values()))}
@@ -83,7 +87,7 @@ def _read(file: Path) -> tuple[list[Json], int]:
 
     try:
         found = [episode(row) for row in read_rows(file, wanted)]
-    except OSError:  # removed meanwhile by a run that was resumed
+    except (OSError, WhetError):  # removed meanwhile by a run that was resumed
         return [], 0
     found.sort(key=lambda one: not one["sequences"])
     return found[:MOST_EPISODES], count
@@ -103,8 +107,9 @@ def episode(row: Json) -> Json:
     """Give what the page shows of a row; whatever has another form than the row should have is shown as text."""
     rewards, messages, sequences = row.get("rewards"), row.get("messages"), row.get("sequences")
     return {
-        **{name: number(row.get(name)) for name in ("group", "task", "sample", "reward", "turns", "response_length")},
+        **{name: number(row.get(name)) for name in NUMBERS},
         **{name: text(row.get(name, "")) for name in ("environment", "id", "stop")},
+        **{name: text(row[name]) for name in ("gold", "answer") if row.get(name) is not None},
         "versions": [number(version) for version in listed(row.get("versions"))[:2]],
         "rewards": {str(k): number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
         "messages": [message(one) for one in listed(messages)],

@@ -74,7 +74,11 @@ def _rollouts(metrics: Metrics) -> Iterator[Finding]:
         yield _finding(
             "look", "Rewards within a group hardly differ any more: little is left to learn from.", "metrics"
         )
-    for name, what in (("episodes/failed", "episodes failed"), ("groups/dropped", "groups were dropped")):
+    for name, what in (
+        ("episodes/failed", "episodes failed"),
+        ("groups/dropped", "groups were dropped"),
+        ("grader/undecided", "answers were beyond the limits of their grader, and count as wrong"),
+    ):
         count = sum(row[name] for row in metrics.values() if math.isfinite(row.get(name, math.nan)))
         if count:
             yield _finding("look", f"{count:.0f} {what}.", "metrics")

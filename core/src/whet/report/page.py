@@ -14,10 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from whet.run_folder import disk_errors
+from whet.run_folder import disk_errors, private
 
-SCRIPTS = ("dom.js", "colours.js", "chart.js", "overview.js", "metrics.js", "time.js", "tokens.js", "rollouts.js",
-           "gaps.js", "run.js", "main.js")  # fmt: skip
+SCRIPTS = ("dom.js", "colours.js", "chart.js", "overview.js", "metrics.js", "time.js", "tokens.js", "task.js",
+           "rollouts.js", "gaps.js", "run.js", "main.js")  # fmt: skip
 """Parts of the one script, in order."""
 
 _UNSAFE = re.compile("[<>&\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -25,12 +25,14 @@ _UNSAFE = re.compile("[<>&\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\
 
 
 def write_page(file: Path, data: Mapping[str, Any]) -> int:
-    """Write the page, whole or not at all; give its size in bytes."""
+    """Write the page, whole or not at all, for this user's eyes alone: it quotes rollouts. Return its size in bytes."""
     page = page_of(data).encode()
     partial = file.with_name(file.name + ".partial")
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(page)
+        partial.unlink(missing_ok=True)
+        with open(partial, "wb", opener=private) as stream:
+            stream.write(page)
         partial.replace(file)
     return len(page)
 

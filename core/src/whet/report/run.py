@@ -25,7 +25,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def read_run(folder: Path) -> Json:
     """Read a run folder, also of a run that goes on. Raises `WhetError` where it holds no run."""
-    if not any((folder / name).is_file() for name in ("metrics.jsonl", "journal.jsonl", "config.yaml")):
+    if not any(is_file(folder / name) for name in ("metrics.jsonl", "journal.jsonl", "config.yaml")):
         raise WhetError(
             f"{folder} holds no run: there is no metrics.jsonl, journal.jsonl or config.yaml in it; "
             "give the folder that is `run.folder` in the config"
@@ -36,9 +36,10 @@ def read_run(folder: Path) -> Json:
     settings = _settings(config)
     widest = {s: row["logprob_gap/max"] for s, row in metrics.items() if "logprob_gap/max" in row}
     training = episodes.rollouts(folder, _every(settings), widest)
+    wanted = value(settings, "run", "steps") or _planned(events)
     run = {
         "name": folder.resolve().name, "folder": str(folder.resolve()), "written": round(time.time()),
-        **state(events, max(metrics, default=0), value(settings, "run", "steps")), "facts": _facts(settings),
+        **state(events, max(metrics, default=0), wanted), "facts": _facts(settings),
     }  # fmt: skip
     return {
         "run": run, "findings": findings(metrics, run),
@@ -50,6 +51,14 @@ def read_run(folder: Path) -> Json:
     }  # fmt: skip
 
 
+def is_file(file: Path) -> bool:
+    """Whether there is a file; what no file system can name is none."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def rows_of(file: Path) -> list[Json]:
     """Read JSON lines; none where there is no file."""
     return list(rows_in(file))
@@ -57,12 +66,12 @@ def rows_of(file: Path) -> list[Json]:
 
 def rows_in(file: Path) -> Iterator[Json]:
     """Read JSON lines one by one; none where there is no file."""
-    return read_rows(file) if file.is_file() else iter(())
+    return read_rows(file) if is_file(file) else iter(())
 
 
 def text_of(file: Path) -> str:
     """Read a text file; empty where there is none."""
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return file.read_text(encoding="utf-8", errors="replace") if is_file(file) else ""
 
 
 def value(settings: Any, *path: str) -> Any:
@@ -91,6 +100,11 @@ def state(events: Rows, done: int, wanted: Any) -> Json:
         "replica_restarts": sum(e.get("event") == "replica restarted" for e in events),
         "run_restarts": sum(e.get("event") == "run restarted" for e in events),
     }
+
+
+def _planned(events: Rows) -> Any:
+    """Return how many steps the last sitting was to take: a run that states epochs learns it from its data."""
+    return next((e.get("steps") or None for e in reversed(events) if e.get("event") == "opened"), None)
 
 
 def _worked(events: Rows) -> float:

@@ -1,14 +1,18 @@
 """From finished groups to a batch, to metrics and to records on disk."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from attrs import evolve
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch
 from whet.data.records import Episode, Group, Trajectory
 from whet.metrics import Metric, largest, mean
+
+if TYPE_CHECKING:
+    from whet.rollout.scores import Passing
 
 
 def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:
@@ -17,10 +21,12 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
     Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where loss_mask is false).
     Per sequence: lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit
     (the sequence itself), env int64 (index into `info["environments"]`), temperature, reward float32, and
-    `reward:NAME` float32 for each named reward (nan where the episode has none of that name), stopped bool (false:
-    the last answer was cut by its length). An episode's reward stands at each of its sequences.
+    `reward:NAME` float32 for each named reward (nan where the episode has none of that name; see `completed`), stopped
+    bool (false: the last answer was cut by its length). An episode's reward stands at each of its sequences. Where
+    groups have a greedy episode its reward stands at each of their sequences as `greedy_reward` float32; nothing else
+    is of it.
     """
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = completed([episode for group in groups for episode in group.episodes])
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
     forks = np.array([len(episode.trajectories) for episode in episodes], np.int64)
     sizes = np.array([len(group.episodes) for group in groups], np.int64)
@@ -30,6 +36,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
         """Give each episode's value to its sequences."""
         return np.repeat(np.asarray(values, dtype), forks)
 
+    greedy = [group.greedy.reward for group in groups if group.greedy is not None]
     rewards = {name: [episode.rewards.get(name, np.nan) for episode in episodes] for name in reward_names(episodes)}
     return Batch(
         per_token={
@@ -48,6 +55,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
             "temperature": np.full(len(trajectories), temperature, np.float32),
             "reward": spread([episode.reward for episode in episodes], np.float32),
             "stopped": np.array([t.stop == "stop" for t in trajectories], np.bool_),
+            **({"greedy_reward": spread(np.repeat(greedy, sizes), np.float32)} if greedy else {}),
             **{f"reward:{name}": spread(values, np.float32) for name, values in rewards.items()},
         },
         info={"environments": tuple(environments)},
@@ -63,37 +71,68 @@ def reward_names(episodes: Sequence[Episode]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for episode in episodes for name in episode.rewards))
 
 
+def completed(episodes: Sequence[Episode]) -> list[Episode]:
+    """Return the episodes, with a reward of 0 where graders could not decide and others of its environment have one."""
+    names: dict[str, dict[str, float]] = {}
+    for episode in episodes:
+        names.setdefault(episode.environment, {}).update(dict.fromkeys(episode.rewards, 0.0))
+    return [
+        evolve(episode, rewards={**names[episode.environment], **episode.rewards}) if episode.undecided else episode
+        for episode in episodes
+    ]
+
+
 def response_length(episode: Episode) -> int:
     """Count the tokens of an episode that the model produced."""
     return sum(int(np.count_nonzero(trajectory.loss_mask)) for trajectory in episode.trajectories)
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Give the metrics of finished groups.
+def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | None" = None) -> dict[str, Metric]:
+    """Return the metrics of finished groups.
 
     reward/mean, reward/NAME for each named reward, reward/std (mean over groups of the unbiased deviation within
     one: 0 means that nothing is left to learn by comparison), response_length/mean and /max (tokens the model
-    produced in an episode), response_length/cut (share of episodes whose last answer was cut), turns/mean.
+    produced in an episode), response_length/cut (share of episodes whose last answer was cut), turns/mean, and
+    reward/greedy of greedy episodes, which count in none of the others.
+    `passing` says for each environment of the run what passes; with it there is pass_rate (share of episodes). Where
+    it has several environments, each also has all these metrics of its own groups as ENVIRONMENT/METRIC.
     """
-    episodes = [episode for group in groups for episode in group.episodes]
+    passing = passing or {}
+    found = _metrics(groups, passing)
+    for name in passing if len(passing) > 1 else ():
+        own = _metrics([group for group in groups if group.environment == name], passing)
+        found |= {f"{name}/{metric}": value for metric, value in own.items()}
+    return found
+
+
+def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[str, Metric]:
+    """Return the metrics of groups, whatever their environments."""
+    episodes = completed([episode for group in groups for episode in group.episodes])
     if not episodes:
         return {}
     count = len(episodes)
     lengths = [response_length(episode) for episode in episodes]
     spreads = [group.rewards.std(ddof=1, dtype=np.float64) for group in groups if len(group.episodes) > 1]
+    greedy = [group.greedy.reward for group in groups if group.greedy is not None]
     cut = sum(any(trajectory.stop != "stop" for trajectory in episode.trajectories) for episode in episodes)
     named = {
         name: [episode.rewards[name] for episode in episodes if name in episode.rewards]
         for name in reward_names(episodes)
     }
+    judged = [(passing[episode.environment], episode) for episode in episodes if episode.environment in passing]
+    passed = [
+        passes(episode) for passes, episode in judged if episode.undecided or passes.reward in ("", *episode.rewards)
+    ]
     return {
         **{f"reward/{name}": mean(sum(values), len(values)) for name, values in named.items()},
         "reward/mean": mean(sum(episode.reward for episode in episodes), count),
         **({"reward/std": mean(float(sum(spreads)), len(spreads))} if spreads else {}),
+        **({"reward/greedy": mean(sum(greedy), len(greedy))} if greedy else {}),
         "response_length/mean": mean(sum(lengths), count),
         "response_length/max": largest(max(lengths)),
         "response_length/cut": mean(cut, count),
         "turns/mean": mean(sum(episode.turns for episode in episodes), count),
+        **({"pass_rate": mean(sum(passed), len(passed))} if passed else {}),
     }
 
 
@@ -118,5 +157,7 @@ def _row(group: int, episode: Episode) -> dict[str, Any]:
         "stop": episode.trajectories[-1].stop,
         "versions": [min(produced), max(produced)],
         **({} if episode.answer is None else {"answer": episode.answer}),
+        **({"undecided": list(episode.undecided)} if episode.undecided else {}),
+        **({} if episode.gold is None else {"gold": episode.gold}),
         "messages": [{"role": role, "content": text} for role, text in episode.messages],
     }

@@ -10,16 +10,17 @@ from attrs import evolve, field, frozen
 
 from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Tools
-from whet.data.records import Episode, Group, IntArray, Sampling, Task
+from whet.data.records import Episode, Group, IntArray, Sampling, Task, gold_answer
 from whet.endpoint.listener import Listener
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, WhetError, WorkerError, in_words
+from whet.errors import InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.rollout.gate import Gate
 from whet.rollout.loop import gather_or_cancel
 from whet.rollout.recorded import RecordedModel
 from whet.rollout.routing import Route
-from whet.rollout.trial import BrokenEnvironment, Trial, is_infrastructure
+from whet.rollout.trial import BrokenEnvironment, Trial, is_infrastructure, ungrouped
+from whet.undecided import note, noted
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
@@ -77,7 +78,8 @@ class Assignment:
     prompts: Prompts = field(factory=dict)
     """Filled while playing."""
     tally: Counter[str] = field(factory=Counter)
-    """Counts episodes `done`, `retried`, and `failed` or lost to `infrastructure` for good, while playing."""
+    """Counts episodes `done`, `retried`, and `failed` or lost to `infrastructure` for good, while playing; and of those
+    `done` the answers that graders could not decide about, `undecided`."""
 
 
 @frozen(eq=False)
@@ -107,10 +109,20 @@ class Player:
     trials: dict[str, Trial] = field(factory=dict)
     """Of each environment; filled while playing."""
 
-    async def group(self, assignment: Assignment, samples: int) -> Group:
-        """Play all episodes of a group at once. The first that fails for good ends the others."""
-        episodes = await gather_or_cancel(self.episode(assignment, sample) for sample in range(samples))
-        return Group(assignment.index, assignment.route.name, assignment.position, tuple(episodes))
+    async def group(self, assignment: Assignment, samples: int, greedy: bool = False) -> Group:
+        """Play all episodes of a group at once. The first that fails for good ends the others.
+
+        `greedy`: one more beside them, at temperature 0. Its number is that after the last sample's, so the randomness
+        of the samples is the same with and without it.
+        """
+        playing = [self.episode(assignment, sample) for sample in range(samples)]
+        if greedy:
+            likeliest = evolve(self, sampling=evolve(self.sampling, temperature=0.0))
+            playing.append(likeliest.episode(assignment, samples))
+        episodes = await gather_or_cancel(playing)
+        sampled, further = episodes[:samples], episodes[samples:]
+        one = further[0] if further else None
+        return Group(assignment.index, assignment.route.name, assignment.position, tuple(sampled), one)
 
     async def episode(self, assignment: Assignment, sample: int) -> Episode:
         """Play an episode, and again with fresh randomness when it fails. Raises `EpisodeFailed` in the end.
@@ -138,6 +150,7 @@ class Player:
                 cause = error
             else:
                 assignment.tally["done"] += 1
+                assignment.tally.update(["undecided"] * len(episode.undecided))
                 return episode
             kind = "infrastructure" if is_infrastructure(cause) else "failed"
             failures[kind] += 1
@@ -165,16 +178,22 @@ class Player:
     async def _attempt(self, assignment: Assignment, sample: int, attempt: int) -> Episode:
         route = assignment.route
         model = RecordedModel(self, assignment, (sample, attempt))
-        try:
-            async with self.gate.time_limit(self.deadline_seconds) as deadline:
-                given = await route.environment.run(assignment.task, model)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise InfrastructureError(
-                f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
-            ) from None
-        rewards = checked_rewards(given, route.name)
+        with noted() as undecided:
+            try:
+                async with self.gate.time_limit(self.deadline_seconds) as deadline:
+                    with ungrouped():
+                        given = await route.environment.run(assignment.task, model)
+                rewards = checked_rewards(given, route.name)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                raise InfrastructureError(
+                    f"it was not over after {self.deadline_seconds:g} seconds (cluster.deadlines.episode)"
+                ) from None
+            except Undecided as error:
+                rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
+                if not undecided:
+                    note(str(error))
         sequences = [sequence for sequence in model.family if sequence.turns]
         if not sequences:
             raise WhetEnvironmentError("it ended without asking the model anything")
@@ -189,6 +208,8 @@ class Player:
             messages=tuple((message.role, message.text) for message in sequences[0].messages),
             task_id=assignment.task.id,
             answer=stated_answer(route.environment, sequences[0].messages) if self.answers else None,
+            undecided=tuple(undecided),
+            gold=gold_answer(assignment.task),
         )
 
 

@@ -99,7 +99,7 @@ def evaluate(
 
     def report() -> None:
         done = sum(tally["done"] + tally["failed"] + tally["infrastructure"] for tally in tallies)
-        status(f"evaluation {100 * done / max(1, wanted):.0f} %")
+        status(f"evaluation, {done} of {wanted} episodes finished")
 
     async def play() -> list[Played]:
         limit = asyncio.Semaphore(concurrency)

@@ -1,6 +1,7 @@
 """The result of an evaluation: as metrics, as a summary, as rows of tasks and of episodes, and as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from attrs import asdict, frozen
@@ -8,7 +9,7 @@ from attrs import asdict, frozen
 from whet.data.records import Episode, Group, Sampling
 from whet.metrics import Metric, mean, total
 from whet.ops.estimators import Estimate
-from whet.rollout.collate import record
+from whet.rollout.collate import completed, record
 from whet.rollout.episode import EpisodeFailed
 from whet.rollout.routing import Route
 from whet.rollout.scores import Passing, TaskScore, figures, missing, score
@@ -37,6 +38,8 @@ class EnvironmentResult:
     """Episodes that failed on every attempt. They count nowhere else."""
     infrastructure: int
     """Those of them where what they stood on failed: a grader, a sandbox, a connection."""
+    undecided: int
+    """Answers that graders could not decide about. They count as wrong."""
     records: tuple[dict[str, Any], ...]
     """A row for each episode, for the run folder."""
 
@@ -55,6 +58,7 @@ class EnvironmentResult:
             "episodes": self.episodes,
             "dropped": self.dropped,
             "dropped_by_infrastructure": self.infrastructure,
+            "undecided": self.undecided,
             "figures": {name: _figure(found) for name, found in self.figures.items()},
             "missing": dict(self.missing),
         }
@@ -72,9 +76,10 @@ def judge(
 ) -> EnvironmentResult:  # fmt: skip
     """Score what was played of an environment: for each of the first tasks the episodes that came through."""
     tasks = route.tasks()
-    groups = [Group(i, route.name, i, tuple(episodes)) for i, episodes in enumerate(played)]
-    scores = tuple(score(i, tasks[i], found, route.samples, route.scoring) for i, found in enumerate(played))
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = completed([episode for found in played for episode in found])
+    rest = iter(episodes)
+    groups = [Group(i, route.name, i, tuple(islice(rest, len(found)))) for i, found in enumerate(played)]
+    scores = tuple(score(g.index, tasks[g.index], g.episodes, route.samples, route.scoring) for g in groups)
     return EnvironmentResult(
         name=route.name,
         split=route.split,
@@ -86,6 +91,7 @@ def judge(
         episodes=len(episodes),
         dropped=len(failures),
         infrastructure=sum(failure.infrastructure for failure in failures),
+        undecided=sum(len(episode.undecided) for episode in episodes),
         records=tuple(row for group in groups for row in record(group)),
     )
 
@@ -119,6 +125,7 @@ class EvaluationResult:
                     if value is not None
                 }
             metrics[f"evaluation/{result.name}/dropped"] = total(result.dropped)
+            metrics[f"evaluation/{result.name}/undecided"] = total(result.undecided)
         return metrics
 
     def summary(self, label: str = "", **about: Any) -> dict[str, Any]:
@@ -159,6 +166,11 @@ class EvaluationResult:
                 yield (
                     f"{result.name}: {result.dropped} of {result.dropped + result.episodes} episodes failed, "
                     f"{result.infrastructure} of them by their infrastructure; they count in no figure"
+                )
+            if result.undecided:
+                yield (
+                    f"{result.name}: graders could not decide about {result.undecided} answers of {result.episodes} "
+                    "episodes; they count as wrong"
                 )
             yield from (f"{result.name}, {name}: {why}" for name, why in result.missing.items())
 

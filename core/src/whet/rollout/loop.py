@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import WhetError
+from whet.threads import watched
 
 Result = TypeVar("Result")
 
@@ -32,8 +32,10 @@ class EpisodeLoop:
     def __init__(self, stall_seconds: float = 300.0) -> None:
         self._stall_seconds = stall_seconds
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="whet episodes", daemon=True)
-        self._thread.start()
+        self._lost = ""
+        """Why the thread ended, where it should not have."""
+        self._closing = False
+        self._thread = watched("whet episodes", self._loop.run_forever, self._lose, lambda: self._closing)
 
     def run(self, coroutine: Coroutine[Any, Any, Result], tick: Callable[[], None] = lambda: None) -> Result:
         """Run a coroutine on the loop and wait for it, calling `tick` on this thread a few times a second."""
@@ -41,6 +43,8 @@ class EpisodeLoop:
         alive, answer = time.monotonic(), None
         try:
             while not _done(future, TICK_SECONDS):
+                if self._lost:
+                    raise WhetError(f"{self._lost}; no episode can be played any more")
                 if answer is None or answer.done():
                     alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
                 elif time.monotonic() - alive > self._stall_seconds:
@@ -77,9 +81,13 @@ class EpisodeLoop:
             return
         if not self.try_run(_cancel_all()):
             return  # a daemon thread that never comes back ends with the process
+        self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _lose(self, words: str) -> None:
+        self._lost = words
 
     def _stalled(self) -> WhetError:
         frame = sys._current_frames().get(self._thread.ident or 0)

@@ -1,6 +1,7 @@
 """Two evaluations of the same tasks, compared task by task: what makes a task hard is alike in both, and drops out."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from whet.errors import DataError
 from whet.ops.estimators import Estimate, estimate
 from whet.rollout.judgement import FORMAT, EvaluationResult, aligned, interval
 from whet.rollout.scores import TaskScore
-from whet.run_folder import read_rows
+from whet.run_folder import read_rows, reading
 
 SUMMARY = "evaluation.json"
 
@@ -60,19 +61,30 @@ def read_written(path: Path) -> Written:
     """Read an evaluation: its summary, or the folder of it. Raises `DataError` where it is none."""
     path = path / SUMMARY if path.is_dir() else path
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            summary = json.loads(path.read_text(encoding="utf-8"))
         found, environments = summary["format"], summary["environments"]
         files = {name: path.parent / environments[name]["task_rows"] for name in environments}
         rows = {name: {row["task"]: row for row in read_rows(file)} for name, file in files.items()}
+        numbers = [value for tasks in rows.values() for row in tasks.values() for value in _values(row).values()]
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers):
+            raise ValueError("a value of a task is no finite number")
     except FileNotFoundError as error:
         raise DataError(
             f"there is no {error.filename}; wanted what `whet eval --out` or a run's evaluation wrote"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is no summary of an evaluation; wanted {SUMMARY} of `whet eval --out`") from error
     if found != FORMAT:
         raise DataError(f"{path} has the format {found!r}, wanted {FORMAT}: evaluate again with this version of whet")
     return Written(path, environments, rows)
+
+
+def _values(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    values = row.get("values") or {}
+    if not isinstance(values, Mapping):
+        raise TypeError("the values of a task are no mapping")
+    return values
 
 
 def compare(result: EvaluationResult, other: Written) -> Comparison:

@@ -7,6 +7,7 @@
 Nothing is drawn and nothing is changed, so a run's numbers are the same with and without it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from whet.rollout.collate import record
 
 if TYPE_CHECKING:
     from whet.config.sections import RecordSection
+
+ADVANTAGES = "advantages"
+"""Column of a batch, per sequence or per token."""
 
 Rows = list[dict[str, Any]]
 Score = Callable[[Batch], FloatArray]
@@ -86,6 +90,8 @@ class Recorder:
 
     def _rows(self, groups: Sequence[Group], taken: Taken | None, finished: Batch) -> Rows:
         rows = [row for group in groups for row in record(group)]
+        for row, advantage in zip(rows, _advantages(groups, finished), strict=False):
+            row["advantage"] = advantage
         if taken is None:
             return rows
         batch, scored = taken.batch, dict(taken.scored)
@@ -127,6 +133,26 @@ class Recorder:
             "sampler_logprobs": plain(trajectory.logprobs),
             **({} if trainer is None else {"trainer_logprobs": plain(trainer)}),
         }
+
+
+def _advantages(groups: Sequence[Group], finished: Batch) -> list[float | None]:
+    """Return the advantage of each episode: the mean over its trained tokens, in the order of the groups.
+
+    The list is empty where the algorithm trained on other sequences than the groups hold, or has no advantages.
+    """
+    trajectories = [t for group in groups for episode in group.episodes for t in episode.trajectories]
+    lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
+    same = ADVANTAGES in finished and np.array_equal(finished["lengths"], lengths)
+    if not same or np.ndim(finished[ADVANTAGES]) != 1:
+        return []
+    column = np.asarray(finished[ADVANTAGES], np.float64)
+    per_token = column if ADVANTAGES in finished.per_token else np.repeat(column, lengths)
+    sizes = [
+        sum(len(t.tokens) for t in episode.trajectories) for group in groups for episode in group.episodes
+    ]  # an episode's sequences follow each other
+    parts = zip(*(np.split(each, np.cumsum(sizes)[:-1]) for each in (per_token, finished["loss_mask"])), strict=True)
+    means = [float(values[mask].mean()) if mask.any() else math.nan for values, mask in parts]
+    return [round(mean, 6) if math.isfinite(mean) else None for mean in means]
 
 
 def _by_sequence(column: NDArray[Any], lengths: IntArray) -> list[NDArray[Any]]:

@@ -31,7 +31,7 @@ class Route:
     limit: int = 0
     """Of evaluation: use only the first so many tasks; 0: all."""
     scoring: Scoring = field(factory=Scoring)
-    """Of evaluation: what is worked out beside mean rewards."""
+    """What is worked out beside mean rewards; of training only what passes."""
 
     def tasks(self) -> Sequence[Task]:
         """Give the split's tasks. Raises `DataError` when there are none."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from whet.data.records import Episode, Task
 from whet.errors import ConfigError
@@ -31,8 +31,13 @@ class Passing:
     at_least: float = 1.0
 
     def __call__(self, episode: Episode) -> bool:
-        """Say whether an episode passes. Raises `ConfigError` where it has no such reward."""
+        """Return whether an episode passes. One that graders could not decide about needs no such reward to fail.
+
+        Raises `ConfigError` where another has no such reward.
+        """
         if self.reward and self.reward not in episode.rewards:
+            if episode.undecided:
+                return False
             raise ConfigError(
                 f"evaluation.passing.reward is {self.reward!r}, which the environment {episode.environment!r} does "
                 f"not give; it gives {', '.join(episode.rewards)}"
@@ -130,7 +135,9 @@ def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[st
     for name in names:
         scored = [one for one in scores if name in one.values]
         share_of = sum(one.samples for one in scored) if _is_share(name, episodes) else None
-        made[name] = estimate([one.values[name] for one in scored], share_of)
+        found = estimate([one.values[name] for one in scored], share_of)
+        below = name == LENGTH and found.low is not None and found.low < 0
+        made[name] = evolve(found, low=0.0) if below else found
     return made
 
 

@@ -65,18 +65,20 @@ class RolloutStream:
         status: Callable[[str], None] = lambda text: None,
         loop: EpisodeLoop | None = None,
         listener: Listener | None = None,
+        greedy: bool = False,
     ) -> None:
         """Make a stream; it plays nothing before the first take.
 
         `section.max_context` 0 sets no limit, so resolve it to the model's. A stream that is given a loop leaves it
-        open when it is closed.
+        open when it is closed. `greedy`: each group has one more episode, at temperature 0; see `Group.greedy`.
         """
         self._routes, self._section, self._filters, self._status = tuple(routes), section, tuple(filters), status
         self._weights = [route.weight for route in routes]
         if not any(weight > 0 for weight in self._weights):
             raise WhetError(f"of {len(self._weights)} environments none has a weight above 0; raise one's `weight`")
         self._tasks = [route.tasks() for route in routes]
-        self._group_size, self._seed = group_size, seed
+        self._passing = {route.name: route.scoring.passing for route in routes if route.weight > 0}
+        self._group_size, self._greedy, self._seed = group_size, greedy, seed
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
         """What all requests pass on their way to the generator; see `paused`."""
@@ -124,7 +126,7 @@ class RolloutStream:
         finally:
             self._status("")
         self._consumed = self._consumed + consumed
-        self._metrics = merge([self._metrics, rollout_metrics(consumed.trained), counted])
+        self._metrics = merge([self._metrics, rollout_metrics(consumed.trained, self._passing), counted])
         return collate(consumed.trained, self._section.temperature, [route.name for route in self._routes])
 
     def collect(self) -> Consumed:
@@ -148,7 +150,9 @@ class RolloutStream:
         What else uses the generator then has it for itself, so that it does not depend on timing.
         """
         try:
-            self.loop.run(self.gate.shut(), tick=lambda: self._status("answers under way"))
+            self.loop.run(
+                self.gate.shut(), tick=lambda: self._status("rollouts under way to end, before the evaluation")
+            )
             self._status("")
             yield
         finally:
@@ -245,7 +249,7 @@ class RolloutStream:
         try:
             task = self._tasks[slot.route][slot.task]
             assignment = Assignment(self._routes[slot.route], task, slot.task, slot.index, tally=slot.tally)
-            self._settle(slot, await self._player.group(assignment, self._group_size))
+            self._settle(slot, await self._player.group(assignment, self._group_size, self._greedy))
         except (WorkerError, BrokenEnvironment) as error:
             self._fail(error)
         except Exception as error:
@@ -334,19 +338,21 @@ class RolloutStream:
             "episodes/failed": total(tally["failed"]),
             "episodes/infrastructure": total(tally["infrastructure"]),
             "episodes/retried": total(tally["retried"]),
+            "grader/undecided": total(tally["undecided"]),
             "staleness/max": largest(max(0, *ages)),
             "staleness/mean": mean(sum(ages), len(ages)),
         }
 
     def _report(self) -> None:
-        self._status(f"generator {self.loop.call(self._share_done):.0%}".replace("%", " %"))
+        done, wanted = self.loop.call(self._progress)
+        self._status(f"rollouts, {done} of {wanted} episodes finished")
 
-    def _share_done(self) -> float:
-        """Share of the episodes of the take that is waited for which are over."""
+    def _progress(self) -> tuple[int, int]:
+        """Return the finished episodes of the take that is waited for, and all of its episodes."""
         done = [slot.tally["done"] for slot in self._slots if slot.counts]
         if self._section.order == "completion":
             done.sort(reverse=True)
-        return sum(done[: self._size]) / max(1, self._size * self._group_size)
+        return sum(done[: self._size]), self._size * (self._group_size + self._greedy)
 
     async def _cancel(self) -> None:
         running = list(self._running.values())

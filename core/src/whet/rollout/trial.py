@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, WorkerError, in_words, place_of
+from whet.errors import InfrastructureError, Undecided, WorkerError, in_words, place_of
 
 FIRST_GROUPS = 8
 """Groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
@@ -23,6 +23,33 @@ class BrokenEnvironment(WhetEnvironmentError):  # noqa: N818 - it says what is t
 def is_infrastructure(error: BaseException) -> bool:
     """Whether an error says that what an episode stands on failed: a sandbox, a server, a grader's process."""
     return isinstance(error, InfrastructureError | ConnectionError | TimeoutError)
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raise one error in place of a group of them, as of an `asyncio.TaskGroup`, where the group means what it means.
+
+    A `WorkerError` stands for any group that it is in. An `Undecided`, or an error of the infrastructure, stands for a
+    group of such errors alone: beside an error of the environment that one counts.
+    """
+    try:
+        yield
+    except ExceptionGroup as group:
+        found = list(_leaves(group))
+        for error in found:
+            if isinstance(error, WorkerError):
+                raise error from group
+        if all(isinstance(error, Undecided) for error in found) or all(map(is_infrastructure, found)):
+            raise found[0] from group
+        raise
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
 
 
 class Trial:

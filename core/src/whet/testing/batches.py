@@ -34,6 +34,8 @@ COLUMNS: dict[str, Column] = {
     "temperature": lambda batch, rng: np.ones(batch.sequences, np.float32),
     "version": lambda batch, rng: np.where(batch["loss_mask"], 0, -1).astype(np.int32),
     "reward": lambda batch, rng: rng.normal(size=batch.sequences).astype(np.float32),
+    "task_reward": lambda batch, rng: rng.normal(size=batch.sequences).astype(np.float32),
+    "greedy_reward": lambda batch, rng: (batch["group"] % 5 / 4).astype(np.float32),
     "stopped": lambda batch, rng: rng.random(batch.sequences) < 0.8,
     "chosen": lambda batch, rng: np.diff(batch["unit"], prepend=-1) != 0,
     "env": lambda batch, rng: np.zeros(batch.sequences, np.int64),

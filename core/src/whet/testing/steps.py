@@ -35,6 +35,8 @@ class Watch:
 
     events: list[Event] = field(factory=list)
     step: int = 0
+    states: dict[int, dict[str, Any]] = field(factory=dict)
+    """What the algorithm carried on from each finished step."""
 
     def note(self, name: str, batch: Batch | None = None, value: Any = None) -> None:
         """Add a call."""
@@ -48,9 +50,10 @@ class Watch:
 class WatchedSteps:
     """Steps from the one after `done` to the last."""
 
-    def __init__(self, watch: Watch, steps: int, done: int = 0) -> None:
+    def __init__(self, watch: Watch, steps: int, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
         self._watch, self._last, self.done = watch, steps, done
         self.metrics: list[Mapping[str, Metric]] = []
+        self.state: dict[str, Any] = dict(state or {})
 
     def __iter__(self) -> Iterator[Step]:
         while self.done < self._last:
@@ -70,6 +73,7 @@ class WatchedSteps:
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
         """Note it."""
         self._watch.note("finish", batch, step.number)
+        self._watch.states[step.number] = dict(self.state)
         self.metrics.append(dict(metrics))
         self.done = step.number
 
@@ -108,14 +112,15 @@ class WatchedBackend(FakeBackend):
 class WatchedRollouts:
     """Gives random groups; those of a step do not depend on what was taken before."""
 
-    def __init__(self, watch: Watch, group_size: int) -> None:
+    def __init__(self, watch: Watch, group_size: int, greedy: bool = False) -> None:
         self._watch, self._group_size = watch, group_size
+        self._columns = (*ROLLOUT_COLUMNS, "greedy_reward") if greedy else ROLLOUT_COLUMNS
 
     def take(self, groups: int) -> Batch:
         """Give so many groups."""
         batch = random_batch(
             self._watch.step,
-            columns=ROLLOUT_COLUMNS,
+            columns=self._columns,
             sequences=groups * self._group_size,
             group_size=self._group_size,
         )

@@ -1,9 +1,12 @@
 import numpy as np
 
+from whet.component import Selection
 from whet.testing.contracts.algorithm import RECORDS, AlgorithmContract
 from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.loss import LossContract
-from whet_dpo import config, losses, unpaired
+from whet_dpo import loss_config as config
+from whet_dpo import losses, unpaired, weighted_sum, whole_config, whole_losses
+from whet_dpo.hooks import whet_losses
 
 
 class TestPlugin(ComponentContract):
@@ -40,6 +43,22 @@ class TestKtoLoopOnPairs(AlgorithmContract):
     use = "kto"
     document = {"batch_size": 4, "baseline": "none"}
     records = RECORDS["pairs"]
+
+
+class TestDpoLoopThatSorts(AlgorithmContract):
+    use = "dpo"
+    document = {"batch_size": 4, "loss": {"use": "aot-unpaired"}}
+
+
+class TestDpoLoopWithRunningShift(AlgorithmContract):
+    use = "dpo"
+    document = {"batch_size": 4, "loss": {"use": "weighted-sum"}}
+
+
+class TestKtoLoopWithShift(AlgorithmContract):
+    use = "kto"
+    document = {"batch_size": 4, "loss": {"use": "bco", "shift": "running"}}
+    records = TestKtoLoop.records
 
 
 class PairContract(LossContract):
@@ -114,3 +133,120 @@ class TestKtoByKinds(TestKto):
 class TestKtoOnPairs(TestKto):
     unit_size = 2
     makers = {**TestKto.makers, "desirable": lambda batch, rng: np.diff(batch["unit"], prepend=-1) != 0}
+
+
+class TestExoPair(PairContract):
+    makes = losses.ExoPair(config.ExoPairConfig())
+
+
+class TestDiscopop(PairContract):
+    makes = losses.Discopop(config.DiscopopConfig())
+
+
+class TestNcaPair(PairContract):
+    makes = losses.NcaPair(config.NcaPairConfig())
+
+
+class TestSppoHard(PairContract):
+    makes = losses.SppoHard(config.SppoHardConfig())
+
+
+class TestCpo(PairContract):
+    makes = losses.Cpo(config.CpoConfig())
+
+
+class TestForwardKl(PairContract):
+    makes = losses.Dpo(config.DpoLossConfig(divergence="forward-kl"))
+
+
+class TestJensenShannon(PairContract):
+    makes = losses.Hinge(config.HingeConfig(divergence="jensen-shannon"))
+
+
+class TestAlphaDivergence(PairContract):
+    makes = losses.Ipo(config.IpoConfig(divergence="alpha", divergence_alpha=0.8))
+
+
+class TestSharedLength(PairContract):
+    makes = losses.Dpo(config.DpoLossConfig(ld_alpha=0.3, average_logprobs=True))
+
+
+class TestSft(PairContract):
+    makes = losses.Sft(config.SftLossConfig())
+
+
+class TestSftByAnswer(PairContract):
+    makes = losses.Sft(config.SftLossConfig(average="sequence"))
+
+
+class TestSftOfWholeConversations(PairContract):
+    makes = losses.Sft(config.SftLossConfig(of="conversation"))
+    makers = TestOrpoOfWholeConversations.makers
+
+
+def of_pairs(scale):
+    """Make a column of one number for each pair."""
+
+    def make(batch, rng):
+        numbers = rng.normal(size=int(batch["unit"].max(initial=0)) + 1).astype(np.float32) * scale
+        return numbers[batch["unit"]]
+
+    return make
+
+
+class TestBcoPair(PairContract):
+    makes = whole_losses.BcoPair(whole_config.BcoPairConfig())
+    makers = {whole_config.SHIFT: lambda batch, rng: np.full(batch.sequences, 0.7, np.float32)}
+
+
+class TestBcoPairWithoutShift(PairContract):
+    makes = whole_losses.BcoPair(whole_config.BcoPairConfig(shift="none", sft=config.SftTerm(0.5)))
+
+
+class TestAot(PairContract):
+    makes = whole_losses.Aot(whole_config.AotConfig(label_smoothing=0.1))
+    makers = {whole_config.MARGIN_SHIFT: of_pairs(2.0)}
+
+
+class TestAotUnpaired(PairContract):
+    makes = whole_losses.AotUnpaired(whole_config.AotUnpairedConfig(ld_alpha=0.5))
+    makers = {whole_config.MATCHED: lambda batch, rng: rng.normal(size=batch.sequences).astype(np.float32)}
+
+
+class TestBco(TestKto):
+    makers = {**TestKto.makers, whole_config.SHIFT: TestBcoPair.makers[whole_config.SHIFT]}
+
+    def make(self):
+        return unpaired.Bco(whole_config.BcoConfig(desirable_weight=1.3, average="kinds"))
+
+
+class TestBcoWithoutShiftOnPairs(TestKtoOnPairs):
+    def make(self):
+        return unpaired.Bco(whole_config.BcoConfig(shift="none"))
+
+
+def term(name, weight=1.0, label="", **keys):
+    """Choose a loss as a term of a sum."""
+    component = next(component for component in whet_losses() if component.name == name)
+    chosen = Selection("losses", component, component.config(**keys))
+    return whole_config.SumTerm(component=chosen, weight=weight, name=label)
+
+
+class TestMpo(PairContract):
+    makes = weighted_sum.WeightedSum(whole_config.WeightedSumConfig())
+    makers = TestBcoPair.makers
+
+
+class TestSumOfEverything(PairContract):
+    makes = weighted_sum.WeightedSum(
+        whole_config.WeightedSumConfig(
+            [
+                term("dpo", 0.5, sft=config.SftTerm(0.3, "sequence")),
+                term("dpo", 0.2, "by token", average_logprobs=True),
+                term("aot", 2.0),
+                term("aot-unpaired"),
+                term("simpo", 0.0),
+            ]
+        )
+    )
+    makers = {**TestAot.makers, **TestAotUnpaired.makers}

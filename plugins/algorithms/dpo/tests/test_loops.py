@@ -12,13 +12,14 @@ from whet.data.chat import ChatTokenizer
 from whet.data.offline import OfflineData
 from whet.errors import CheckpointError, WhetError
 from whet.metrics import mean, plain
-from whet.model import ModelInfo
+from whet.model import ModelInfo, read_model
 from whet.testing.fakes import FakeBackend
 from whet.testing.steps import Watch, WatchedSteps
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo
 from whet_dpo.hooks import whet_losses
 from whet_dpo.kto import Kto, with_margins
+from whet_dpo.records import labelled_encoder, pair_encoder
 from whet_dpo.validation import validate
 
 MODEL = ModelInfo("model", {})
@@ -55,10 +56,12 @@ def run(tmp_path, tiny_model_folder):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         files = [[DataFile(str(tmp_path / f"{name}.jsonl"))] for name in ("train", "validation")]
         backend, watch = backend or Backend(reference), Watch()
+        model = read_model(tiny_model_folder)
+        encode = (pair_encoder if isinstance(algorithm, Dpo) else labelled_encoder)(algorithm.config, model)
         parts = SimpleNamespace(
             backend=backend,
             chat=ChatTokenizer(tiny_model_folder),
-            data=OfflineData(DataSection(*files), ChatTokenizer(tiny_model_folder), 0, 0),
+            data=OfflineData(DataSection(*files), ChatTokenizer(tiny_model_folder), 0, 0, encode=encode),
             steps=WatchedSteps(watch, steps, done),
             loss=Spec("x:Y"),
             config=SimpleNamespace(

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from whet.data.batch import from_sequences
-from whet_dpo import config, formulas, losses, unpaired
-from whet_dpo.config import SftTerm
+from whet_dpo import formulas, losses, unpaired, whole_losses
+from whet_dpo import loss_config as config
+from whet_dpo.loss_config import SftTerm
+from whet_dpo.whole_config import BcoPairConfig
 
 LENGTHS = ((3, 5), (1, 2), (6, 6), (4, 0))
 """Tokens to learn of each pair's answers; one answer has none."""
@@ -63,6 +65,17 @@ def sigmoid(x: float) -> float:
 def log_odds(x: float) -> float:
     bounded = min(x, -1e-6)
     return bounded - math.log(1 - math.exp(bounded))
+
+
+def divergence_of_bernoullis(mine: float, wanted: float) -> float:
+    """KL(mine || wanted), EXO's loss of two answers."""
+    return mine * math.log(mine / wanted) + (1 - mine) * math.log((1 - mine) / (1 - wanted))
+
+
+def log_ratio_modulated(reward: float, temperature: float) -> float:
+    """DiscoPOP's equation 5."""
+    blend = sigmoid(reward / temperature)
+    return -(1 - blend) * log_sigmoid(reward) + blend * math.exp(-reward)
 
 
 def nothing(case: Case, policy: Any) -> float:
@@ -129,6 +142,32 @@ CASES: dict[str, tuple[Any, bool, bool, Formula, Any]] = {
     "apo-down": (
         losses.ApoDown(config.ApoDownConfig(beta=BETA)),
         True, False, lambda c, r: sigmoid(BETA * c) + 1 - sigmoid(BETA * (c - r)), nothing,
+    ),
+    "exo-pair": (
+        losses.ExoPair(config.ExoPairConfig(beta=BETA, label_smoothing=0.05)),
+        True, False, lambda c, r: divergence_of_bernoullis(sigmoid(BETA * (c - r)), 0.95), nothing,
+    ),
+    "discopop": (
+        losses.Discopop(config.DiscopopConfig(beta=BETA, temperature=0.2)),
+        True, False, lambda c, r: log_ratio_modulated(BETA * (c - r), 0.2), nothing,
+    ),
+    "nca-pair": (
+        losses.NcaPair(config.NcaPairConfig(beta=BETA)),
+        True, False,
+        lambda c, r: -log_sigmoid(BETA * c) - 0.5 * (log_sigmoid(-BETA * c) + log_sigmoid(-BETA * r)), nothing,
+    ),
+    "sppo-hard": (
+        losses.SppoHard(config.SppoHardConfig(beta=BETA)),
+        # (log-ratio - eta (P - 1/2))^2 with eta = 1 / beta, and P 1 for the chosen answer, 0 for the other
+        True, False, lambda c, r: (c - (1 - 0.5) / BETA) ** 2 + (r - (0 - 0.5) / BETA) ** 2, nothing,
+    ),
+    "bco-pair without shift": (
+        whole_losses.BcoPair(BcoPairConfig(beta=BETA, shift="none")),
+        True, False, lambda c, r: -log_sigmoid(BETA * c) - log_sigmoid(-BETA * r), nothing,
+    ),
+    "cpo": (
+        losses.Cpo(config.CpoConfig(beta=BETA, label_smoothing=0.1)),
+        False, False, lambda c, r: -0.9 * log_sigmoid(BETA * (c - r)) - 0.1 * log_sigmoid(BETA * (r - c)), nll_by_token,
     ),
     "simpo": (
         losses.Simpo(config.SimpoConfig(beta=1.5, gamma=0.7)),
@@ -369,3 +408,119 @@ def test_formulas_give_the_numbers_that_trl_1_16_gave(formula: Any, value: float
     (slope,) = torch.autograd.grad(loss, chosen)
     assert float(loss.detach()) == pytest.approx(value, rel=1e-5)
     assert slope.tolist() == pytest.approx(gradient, abs=2e-6)
+
+
+DIVERGENCES: dict[str, Callable[[float], float]] = {
+    # f' of u = exp(log-ratio), Wang et al. 2023, table 1; constants cancel in a margin
+    "reverse-kl": lambda s: s,
+    "forward-kl": lambda s: -math.exp(-s),
+    "jensen-shannon": lambda s: math.log(2 * math.exp(s) / (1 + math.exp(s))),
+    "alpha": lambda s: (1 - math.exp(s) ** -0.3) / 0.3,
+}
+DIVERGENT: dict[str, tuple[Any, Any, Formula]] = {
+    "dpo": (losses.Dpo, config.DpoLossConfig, lambda c, r: -log_sigmoid(BETA * (c - r))),
+    "ipo": (losses.Ipo, config.IpoConfig, lambda c, r: (c - r - 1 / (2 * BETA)) ** 2),
+    "exo-pair": (
+        losses.ExoPair, config.ExoPairConfig,
+        lambda c, r: divergence_of_bernoullis(sigmoid(BETA * (c - r)), 0.999),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENT)
+def test_a_divergence_turns_log_ratios_into_scores(case: Case, name: str, divergence: Any) -> None:
+    loss, section, formula = DIVERGENT[name]
+    made = loss(section(beta=BETA, average_logprobs=False, divergence=divergence, divergence_alpha=0.3))
+
+    def wanted(policy: Any) -> float:
+        transform = DIVERGENCES[divergence]
+        pairs = [[score(case, policy, u, c, True, False) for c in (True, False)] for u in range(len(LENGTHS))]
+        return float(np.mean([formula(*map(transform, pair)) for pair in pairs]))
+
+    policy = case.reference + 0.3 * (case.policy - case.reference)
+    value, gradient, metrics = computed(made, case.batch, policy)
+    assert value == pytest.approx(wanted(policy), rel=1e-5)
+    for at in np.flatnonzero(case.batch["loss_mask"])[::3]:
+        up, down = policy.copy(), policy.copy()
+        up[at] += 1e-6
+        down[at] -= 1e-6
+        assert gradient[at] == pytest.approx((wanted(up) - wanted(down)) / 2e-6, rel=1e-3, abs=1e-6)
+    plain = computed(losses.Dpo(config.DpoLossConfig(beta=BETA)), case.batch, policy)[2]
+    assert metrics["logps/chosen"] == plain["logps/chosen"]
+    summed = loss(section(beta=BETA, divergence=divergence, metrics=config.PairMetrics(rewards="summed")))
+    assert computed(summed, case.batch, policy)[2]["rewards/chosen"] == plain["rewards/chosen"]
+
+
+def test_a_divergence_averaged_over_tokens_is_divided_after_it_is_taken(case: Case) -> None:
+    made = losses.Dpo(config.DpoLossConfig(beta=BETA, average_logprobs=True, divergence="jensen-shannon"))
+    transform = DIVERGENCES["jensen-shannon"]
+
+    def one(unit: int, chosen: bool) -> float:
+        tokens = LENGTHS[unit][0 if chosen else 1]
+        return transform(score(case, case.policy, unit, chosen, True, False)) / max(tokens, 1)
+
+    wanted = np.mean([-log_sigmoid(BETA * (one(u, True) - one(u, False))) for u in range(len(LENGTHS))])
+    assert computed(made, case.batch, case.policy)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("alpha", "same"), [(0.0, "reverse-kl"), (1.0, "forward-kl")])
+def test_the_ends_of_alpha_are_the_two_kl_divergences(case: Case, alpha: float, same: Any) -> None:
+    policy = case.reference + 0.3 * (case.policy - case.reference)
+    one = losses.Dpo(config.DpoLossConfig(divergence="alpha", divergence_alpha=alpha))
+    other = losses.Dpo(config.DpoLossConfig(divergence=same))
+    assert computed(one, case.batch, policy)[0] == computed(other, case.batch, policy)[0]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
+def test_tokens_beyond_the_shared_length_weigh_less(case: Case, alpha: float) -> None:
+    """LD-DPO, Liu et al. 2024, equation 9: the likelihood of the shared part times that of the rest to the alpha."""
+    made = losses.Dpo(config.DpoLossConfig(beta=BETA, ld_alpha=alpha))
+
+    def one(unit: int, chosen: bool) -> float:
+        ratios = case.of(case.policy, unit, chosen) - case.of(case.reference, unit, chosen)
+        shared = min(LENGTHS[unit])
+        return float(ratios[:shared].sum() + alpha * ratios[shared:].sum())
+
+    wanted = np.mean([-log_sigmoid(BETA * (one(u, True) - one(u, False))) for u in range(len(LENGTHS))])
+    value, gradient, _ = computed(made, case.batch, case.policy)
+    assert value == pytest.approx(wanted, rel=1e-5)
+    first, last = case.of(gradient, 0, False)[0], case.of(gradient, 0, False)[-1]
+    assert last == pytest.approx(alpha * first, rel=1e-5)
+
+
+def test_a_hand_worked_pair() -> None:
+    """Scores 2 and -1, beta 1/2: rewards 1 and -1/2, margin 3/2."""
+    chosen, rejected = torch.tensor([2.0]), torch.tensor([-1.0])
+    found = {
+        "sppo-hard": formulas.sppo_hard(chosen, rejected, 0.5),  # (2 - 1)^2 + (-1 + 1)^2
+        "bco": sum(
+            formulas.bco(s, torch.tensor([d]), torch.tensor([0.5]), 0.5) for s, d in ((chosen, True), (rejected, False))
+        ),  # -log sigmoid(3/4) - log sigmoid(3/4): both are 3/4 from the shift of 1/4, scaled
+        "nca-pair": formulas.nca_pair(chosen, rejected, 0.5),
+        "exo-pair": formulas.exo_pair(chosen - rejected, 0.5, 0.25),
+        "discopop": formulas.discopop(chosen - rejected, 0.5, 1.0),
+    }
+    wanted = {
+        "sppo-hard": 1.0,
+        "bco": 2 * 0.3868710,
+        "nca-pair": 0.3132617 + 0.5 * 1.3132617 + 0.5 * 0.4740770,
+        "exo-pair": 0.8175745 * (-0.2014133 + 0.2876821) + 0.1824255 * (-1.7014133 + 1.3862944),
+        "discopop": 0.1824255 * 0.2014133 + 0.8175745 * 0.2231302,
+    }
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(wanted, abs=2e-6)
+
+
+def test_discopop_of_a_pair_that_is_far_behind_is_its_log_loss() -> None:
+    far = torch.tensor([-3000.0], requires_grad=True)
+    loss = formulas.discopop(far, 0.1, 0.05)
+    (slope,) = torch.autograd.grad(loss.sum(), far)
+    assert (float(loss.detach()), float(slope)) == pytest.approx((300.0, -0.1))
+
+
+@pytest.mark.parametrize(("temperature", "sign"), [(0.05, 1), (0.102, 1), (0.103, -1), (1.0, -1)])
+def test_discopop_pushes_a_level_pair_the_wrong_way_at_low_temperature(temperature: float, sign: int) -> None:
+    level = torch.zeros(1, requires_grad=True)
+    (slope,) = torch.autograd.grad(formulas.discopop(level, 1.0, temperature).sum(), level)
+    assert float(slope) == pytest.approx((1 - math.log(2)) / (4 * temperature) - 0.75, abs=1e-5)
+    assert math.copysign(1, float(slope)) == sign

@@ -34,7 +34,7 @@ def test_a_pair_is_a_desirable_answer_and_another(chat):
         ({"prompt": "x", "completion": "y", "label": "good"}, "the label is 'good', wanted true"),
         ({"prompt": "x", "completion": "y", "label": 2}, "the label is 2"),
         ({"prompt": "x", "chosen": "y"}, "wanted `chosen` and `rejected`"),
-        ({}, r"fields \[\]"),
+        ({}, "columns none"),
     ],
 )
 def test_records_that_will_not_do_are_refused(chat, record, complaint):

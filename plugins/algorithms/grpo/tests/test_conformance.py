@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from whet.config.policy import LikelihoodSection
 from whet.interfaces.loss import Loss
 from whet.testing.batches import token_advantages
 from whet.testing.contracts.advantages import AdvantagesContract
@@ -12,17 +14,22 @@ from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.filter import FilterContract
 from whet.testing.contracts.loss import LossContract
 from whet_grpo import losses
-from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
+from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
     GdpoConfig,
+    GmpoConfig,
     GroupMeanConfig,
     GspoConfig,
     KlLossSection,
+    OffPolicySection,
+    OpoConfig,
     ReinforceConfig,
     ReinforcePlusPlusConfig,
+    RemaxConfig,
     RlooConfig,
+    SapoConfig,
     UnequalRewardsConfig,
 )
 from whet_grpo.filters import UnequalRewards
@@ -52,6 +59,18 @@ class TestGrpoWithEverything(TestGrpo):
     }  # fmt: skip
 
 
+class TestGrpoWithTheRest(TestGrpo):
+    document = {
+        "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "top_entropy": {"share": 0.5},
+        "kl_reward": {"weight": 0.1, "adaptive": {"target": 0.5, "horizon": 40.0}}, "advantages": "remax",
+        "loss": {"use": "sapo", "likelihood": {"weight": 0.1}, "off_policy": {"threshold": 0.1}},
+    }  # fmt: skip
+
+
+class TestGrpoWithOpo(TestGrpo):
+    document = {"prompts_per_step": 4, "group_size": 4, "advantages": "opo", "loss": "gmpo"}
+
+
 class TestReinforcePlusPlusAlone(TestGrpo):
     document = {
         "prompts_per_step": 8, "group_size": 1, "advantages": "reinforce-plus-plus", "kl_reward": {"weight": 0.1},
@@ -65,6 +84,8 @@ MAKERS = {
     "gspo-token": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.3, clip_high=0.4, level="token", **shared)),
     "whole sequences": lambda **shared: losses.Gspo(GspoConfig(clip_low=0.9, clip_high=9.0, ratio="product", **shared)),
     "cispo": lambda **shared: losses.Cispo(CispoConfig(clip_low=0.8, clip_high=0.3, **shared)),
+    "gmpo": lambda **shared: losses.Gmpo(GmpoConfig(**shared)),
+    "sapo": lambda **shared: losses.Sapo(SapoConfig(**shared)),
     "reinforce": lambda **shared: losses.Reinforce(ReinforceConfig(**shared)),
 }
 
@@ -115,6 +136,33 @@ class TestLossesWithAPenaltyOfSequences(EveryLoss):
     shared = {"aggregation": "sequence", "kl": KlLossSection(weight=0.1, importance="sequence")}
 
 
+class TestLossesWithAPenaltyByTheSampler(EveryLoss):
+    optional_columns = ("old_logprobs", "task_reward")
+    shared = {
+        "kl": KlLossSection(weight=0.1, importance="sampler"),
+        "likelihood": LikelihoodSection(weight=0.3, at_least=0.2),
+    }
+
+
+class TestLossesWithALikelihood(EveryLoss):
+    shared = {"likelihood": LikelihoodSection(weight=0.3, at_least=0.2), "aggregation": "sequence"}
+
+
+class TestLossesThatMaskOffPolicySequences(EveryLoss):
+    optional_columns = ("old_logprobs",)
+    shared = {"off_policy": OffPolicySection(threshold=0.1)}
+
+
+class TestLossesWithoutABoundOfTheRatio(EveryLoss):
+    optional_columns = ("old_logprobs",)
+    shared = {"clamp_log_ratio": 0.0, "kl": KlLossSection(weight=0.1, importance="ratio")}
+
+
+class TestLossesThatTellEmptyFromMasked(EveryLoss):
+    optional_columns = ("version",)
+    shared = {"aggregation": "sequence", "count_empty": True, "count_masked": False}
+
+
 class TestLossesWithAStraightPenalty(EveryLoss):
     shared = {"aggregation": "token", "kl": KlLossSection(weight=0.1, straight_through=True)}
 
@@ -143,6 +191,17 @@ class TestRloo(AdvantagesContract):
 class TestWhitenedRloo(AdvantagesContract):
     def make(self) -> Rloo:
         return Rloo(RlooConfig(whiten=True, epsilon=0.0))
+
+
+class TestOpo(AdvantagesContract):
+    def make(self) -> Opo:
+        return Opo(OpoConfig())
+
+
+class TestRemax(AdvantagesContract):
+    def make(self) -> Any:
+        estimate = Remax(RemaxConfig())
+        return lambda batch: estimate(batch.with_columns(greedy_reward=np.full(batch.sequences, 0.25, np.float32)))
 
 
 class TestReinforcePlusPlus(AdvantagesContract):

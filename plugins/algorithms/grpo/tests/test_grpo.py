@@ -1,6 +1,7 @@
 """The loop: what it does in which order, and that it learns a bandit whose optimum is known."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from whet.config.structure import structure
 from whet.data.records import Completion, Request, Task
 from whet.interfaces.environment import SingleTurn
 from whet.metrics import Metric, merge
+from whet.model import ModelInfo
+from whet.plan import facts_of
 from whet.plugins import load_plugins
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
@@ -32,12 +35,23 @@ class Step:
     def __init__(self, number: int, said: list[str]) -> None:
         self.number, self.seed, self.said = number, number, said
         self.metrics: dict[str, Metric] = {}
+        self.trained = 0
+        """Tokens of its batch."""
 
     def log(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = merge([self.metrics, metrics])
 
     def finish(self, batch: Any) -> None:
         self.said.append("finish")
+        self.trained = int(batch["loss_mask"].sum())
+
+
+class Steps(list[Step]):
+    """The steps of a run, and what is carried from one to the next."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        super().__init__(steps)
+        self.state: dict[str, Any] = {}
 
 
 class Table:
@@ -54,7 +68,10 @@ class Table:
 
     async def generate(self, request: Request) -> Completion:
         logprobs = torch.log_softmax(self.acting, 0)
-        letter = int(np.random.default_rng(request.seed).choice(4, p=torch.softmax(self.acting.double(), 0).numpy()))
+        draw = np.random.default_rng(request.seed)
+        letter = int(draw.choice(4, p=torch.softmax(self.acting.double(), 0).numpy()))
+        if request.sampling.temperature == 0:
+            letter = int(self.acting.argmax())
         tokens = np.array([LETTERS[letter], 256])
         return Completion(
             request.id, tokens, np.array([logprobs[letter], 0.0], np.float32), "stop", ((0, self.version),)
@@ -64,7 +81,10 @@ class Table:
         tokens = torch.as_tensor(batch["tokens"])
         chosen = tokens.clamp(LETTERS[0], LETTERS[-1]) - LETTERS[0]
         kept = torch.as_tensor(batch["loss_mask"]) & (tokens != 256)
-        return {"logprobs": torch.where(kept, torch.log_softmax(self.logits, 0)[chosen], 0.0)}
+        logprobs = torch.log_softmax(self.logits, 0)
+        # The token that ends an answer is certain; that of the letter has the entropy of the policy.
+        entropy = torch.where(kept, -(logprobs.exp() * logprobs).sum(), 0.0)
+        return {"logprobs": torch.where(kept, logprobs[chosen], 0.0), "entropy": entropy}
 
     def train(self, batch: Any, loss: Any, count_over: Any = None) -> Mapping[str, Metric]:
         self._said.append("train")
@@ -97,13 +117,14 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     rollouts = RolloutStream(
         [Route("bandit", environment, "train")], policy, ByteChat(), section,  # type: ignore[arg-type]
         group_size=config.group_size, seed=0, filters=[build_selection(chosen) for chosen in filters],
+        greedy=facts_of(config.advantages, ModelInfo("")).greedy_sample,
     )  # fmt: skip
 
     def refit(version: int) -> None:
         policy.refit(version)
         rollouts.set_version(version)
 
-    numbers = [Step(n, said) for n in range(1, steps + 1)]
+    numbers = Steps(Step(n, said) for n in range(1, steps + 1))
     parts = SimpleNamespace(
         config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers, refit=refit,
         loss=to_spec(config.loss), build=build_selection,
@@ -137,6 +158,16 @@ def chance(policy: Table) -> float:
         (0, {"advantages": "reinforce-plus-plus", "kl_reward": {"weight": 0.01}}),
         (2, {"correction": {"weights": "token", "mask": "sequence", "low": 0.1, "high": 10.0}}),
         (0, {"loss": {"use": "clipped-pg", "kl": {"weight": 0.01}}}),
+        (0, {"loss": "sapo", "minibatches": 2}),
+        (2, {"loss": "gmpo"}),
+        (0, {"advantages": "opo"}),
+        (0, {"advantages": "remax", "group_size": 1, "prompts_per_step": 32}),
+        (0, {"advantages": "remax", "kl_reward": {"weight": 0.01, "adaptive": {"target": 0.5}}}),
+        (0, {"top_entropy": {"share": 0.5}}),
+        (0, {"top_entropy": {"share": 0.5, "count_rest": False}}),
+        (2, {"loss": {"use": "clipped-pg", "off_policy": {"threshold": 0.2}}}),
+        (0, {"loss": {"use": "clipped-pg", "likelihood": {"weight": 0.1}}}),
+        (0, {"loss": {"use": "clipped-pg", "kl": {"weight": 0.01, "importance": "sampler"}}, "minibatches": 2}),
     ],
 )
 def test_it_learns_what_is_right(staleness: int, changes: Any) -> None:
@@ -158,6 +189,30 @@ def test_advantages_are_clipped_and_reported() -> None:
     policy, steps = run(2, [], prompts_per_step=4, clip_advantages=0.5)
     assert max(abs(advantages).max() for advantages in policy.advantages) == 0.5
     assert steps[0].metrics["advantages/max"].number() == 0.5
+
+
+def test_an_adaptive_penalty_follows_the_divergence_of_each_step() -> None:
+    """Of 32 answers, which change it by at most 0.2 x 32 / 8, as the horizon is 8. An answer has one or two tokens."""
+    control = {"target": 0.05, "horizon": 8.0}
+    free, _ = run(25, [], prompts_per_step=4, learning_rate=1.0, kl_reward={"weight": 0.01})
+    held, steps = run(25, [], prompts_per_step=4, learning_rate=1.0, kl_reward={"weight": 0.01, "adaptive": control})
+    weights = [step.metrics["kl_reward/weight"].number() for step in steps]
+    assert chance(held) < chance(free)
+    assert weights[0] == 0.01
+    assert max(weights) > 0.1
+    weights.append(steps.state["kl_reward.weight"])
+    for step, (before, after) in zip(steps, itertools.pairwise(weights), strict=True):
+        divergence = step.metrics["kl_reference/reward"].number() * step.trained / 32
+        error = min(max(divergence / 0.05 - 1, -0.2), 0.2)
+        assert after == pytest.approx(before * (1 + error * 32 / 8), rel=1e-4)
+
+
+def test_only_the_uncertain_tokens_teach() -> None:
+    policy, steps = run(1, [], prompts_per_step=4, top_entropy={"share": 0.5})
+    assert steps[0].metrics["top_entropy/share"].number() == 0.5
+    (advantages,) = policy.advantages
+    assert len(advantages) > 32 * 2
+    assert 0 < np.count_nonzero(advantages) <= 32
 
 
 def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:

@@ -1,5 +1,6 @@
 """What `whet check` says of combinations that make no sense, and of numbers that do not go together."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def problems(tmp_path: Path, tiny_model_folder: Path) -> Any:
         {"correction": {"weights": "sequence", "normalise": True}, "loss": "gspo"},
         {"advantages": {"use": "group-mean", "alone": "reward"}, "group_size": 1},
         {"advantages": {"use": "reinforce-plus-plus", "baseline": True, "alone": "reward"}, "group_size": 1},
+        {"loss": "sapo", "top_entropy": {"share": 0.2}},
+        {"loss": {"use": "gspo", "level": "token"}, "top_entropy": {"share": 0.2}},
+        {"advantages": "remax", "group_size": 1},
+        {"advantages": {"use": "remax", "per_token": False}, "loss": "gmpo"},
+        {"advantages": {"use": "opo", "alone": "reward"}, "group_size": 1},
+        {"loss": {**LOSS, "likelihood": {"weight": 0.1}, "off_policy": {"threshold": 0.1}, "clamp_log_ratio": 0}},
+        {"loss": {**LOSS, "aggregation": "sequence", "count_empty": True, "count_masked": False}},
+        {"loss": {**LOSS, "likelihood": {"weight": 0.1, "at_least": -math.inf}}},
         {"advantages": {"use": "gdpo", "over": "tokens", "centre": True, "epsilon_at": "variance"}},
     ],
 )
@@ -77,6 +86,22 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"loss": {**LOSS, "kl": {"weight": 0.1}}}, "backend.reference", "holds no such copy; set it to true"),
         ({"old_logprobs": "sampler", "correction": {"mask": "token"}}, "algorithm.correction", "choose `auto` or"),
         ({"loss": {**LOSS, "count_empty": True}}, "algorithm.loss.count_empty", "which counts tokens"),
+        ({"loss": {**LOSS, "count_masked": True}}, "algorithm.loss.count_masked", "which counts tokens"),
+        ({"loss": "gmpo", "top_entropy": {"share": 0.2}}, "algorithm.loss", "wants one advantage for each"),
+        ({"loss": "gspo", "top_entropy": {"share": 0.2}}, "algorithm.loss", "wants one advantage for each"),
+        ({"loss": "gmpo", "advantages": "remax"}, "algorithm.loss", "advantages gives each token its"),
+        ({"advantages": "opo", "group_size": 1}, "algorithm.advantages", "compares at least 2 samples"),
+        ({"top_entropy": {"share": 0.0}}, "algorithm.top_entropy.share", "must be > 0"),
+        ({"kl_reward": {"adaptive": {"target": 6.0}}}, "algorithm.kl_reward.adaptive.target", "on a weight of 0"),
+        (
+            {"kl_reward": {"weight": 0.1, "adaptive": {"target": 6.0, "horizon": 1.6}}},
+            "algorithm.kl_reward.adaptive.horizon", "is 1.6, and a step has 2 x 4 episodes: one of 8 or more can turn",
+        ),
+        ({"loss": {**LOSS, "off_policy": {"since": "old"}}}, "algorithm.loss.off_policy.since", "without a threshold"),
+        (
+            {"advantages": {"use": "reinforce-plus-plus", "baseline_of": "reward"}},
+            "algorithm.advantages.baseline_of", "no effect without a baseline",
+        ),
         ({"overlong": {"bounded": False}}, "algorithm.overlong.bounded", "a penalty that rises over a buffer"),
         ({"correction": {"normalise": True}}, "algorithm.correction.normalise", "no effect without weights"),
         ({"correction": {"measure": "k3"}}, "algorithm.correction.measure", "no effect without a mask"),
@@ -96,7 +121,23 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ({"correction": {"mask": "token", "low": 6.0}}, "algorithm.correction.low", "above `high`, which is 5"),
         ({"loss": {**LOSS, "aggregation": "constant"}}, "algorithm.loss.max_length", "rollout.max_tokens, which is 16"),
         ({"loss": {**LOSS, "clip_dual": 1.1}}, "algorithm.loss.clip_dual", "wanted more than 1 + clip_high"),
-        ({"loss": {"use": "reinforce", "max_weight": 0.0}}, "algorithm.loss.max_weight", "wanted a number above 0"),
+        ({"loss": {"use": "reinforce", "max_weight": 0.0}}, "algorithm.loss.max_weight", "must be > 0"),
+        (
+            {"loss": {**LOSS, "kl": {"estimator": "k1", "straight_through": True, "importance": "score"}}},
+            "algorithm.loss.kl.straight_through", "kl.importance: score counts it twice",
+        ),
+        (
+            {"loss": {**LOSS, "kl": {"estimator": "k2", "importance": "ratio"}}},
+            "algorithm.loss.kl.importance", "the gradient of k2 is right without",
+        ),
+        (
+            {"loss": {**LOSS, "off_policy": {"threshold": 1.0}}, "top_entropy": {"share": 0.2, "count_rest": False}},
+            "algorithm.top_entropy.count_rest", "algorithm.loss.off_policy is a mean over an answer's tokens",
+        ),
+        (
+            {"loss": {"use": "gspo", "level": "token"}, "top_entropy": {"share": 0.2, "count_rest": False}},
+            "algorithm.top_entropy.count_rest", "the ratio of a sequence is a mean",
+        ),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_the_reason(

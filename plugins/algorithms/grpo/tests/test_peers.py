@@ -9,14 +9,17 @@ import torch
 
 from whet.config.policy import CorrectionSection, OverlongSection
 from whet.data.batch import Batch, from_sequences
+from whet.errors import DataError
 from whet.stages import correct_gap, penalise_overlong
-from whet_grpo.advantages import Gdpo, GroupMean, ReinforcePlusPlus, Rloo
+from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     ClippedPgConfig,
     GdpoConfig,
     GroupMeanConfig,
     KlLossSection,
+    OpoConfig,
     ReinforcePlusPlusConfig,
+    RemaxConfig,
     RlooConfig,
 )
 from whet_grpo.losses import ClippedPg
@@ -47,7 +50,8 @@ def penalised(groups: Sequence[int] = GROUPS, weight: float = 0.1) -> Batch:
     """Give the batch as a penalty in the reward leaves it."""
     made, costs = batch(groups), ragged(-weight * KL).astype(np.float32)
     totals = np.array([(-weight * row[:n]).sum() for row, n in zip(KL, SIZES, strict=True)], np.float32)
-    return made.with_columns(**{"token_rewards": costs, "reward": made["reward"] + totals, "reward:kl": totals})
+    columns = {"token_rewards": costs, "reward": made["reward"] + totals, "reward:kl": totals}
+    return made.with_columns(task_reward=made["reward"], **columns)
 
 
 def others(values: Sequence[float], groups: Sequence[int], i: int) -> np.ndarray:
@@ -132,6 +136,85 @@ def test_reinforce_plus_plus_of_nemo_rl_charges_a_token_its_own_divergence(basel
     assert not np.allclose(onwards, wanted)
 
 
+def to_come(rewards: np.ndarray) -> np.ndarray:
+    """Sum padded rewards of tokens from each token on, backwards as the peers do."""
+    return np.flip(np.cumsum(np.flip(rewards, 1), 1), 1)
+
+
+def test_reinforce_plus_plus_with_baseline_of_openrlhf_leaves_the_penalty_out_of_the_baseline() -> None:
+    mean = np.array([own(REWARDS, GROUPS, i).mean() for i in range(7)])
+    rewards = -0.1 * KL * PADDED
+    rewards[np.arange(7), np.array(SIZES) - 1] += REWARDS - mean
+    values = to_come(rewards)
+    seen = values[PADDED]
+    expected = (values - seen.mean()) / np.sqrt(max(seen.var(), 1e-8))
+    config = ReinforcePlusPlusConfig(baseline=True, baseline_of="reward")
+    check(ReinforcePlusPlus(config)(penalised())[TRAINED], ragged(expected)[TRAINED])
+
+
+def test_reinforce_plus_plus_with_baseline_of_verl_compares_rewards_with_their_penalties() -> None:
+    totals = np.array(REWARDS) - 0.1 * (KL * PADDED).sum(1)
+    mean = np.array([own(list(totals), GROUPS, i).mean() for i in range(7)])
+    expected = verl_whiten((totals - mean)[:, None] * np.ones((1, LONGEST)))[:, 0]
+    config = ReinforcePlusPlusConfig(baseline=True, per_token=False, unbiased=True, epsilon_at="variance")
+    check(ReinforcePlusPlus(config)(penalised()), expected)
+
+
+@pytest.mark.parametrize("kl_of", ["own", "onwards"])
+def test_groups_of_equal_rewards_leave_their_penalties_alone(kl_of: Any) -> None:
+    """So a batch of equal rewards has the advantages of one in which all rewards are 0, to the last bit."""
+    config = ReinforcePlusPlusConfig(baseline=True, kl_of=kl_of)
+
+    def advantages(reward: float) -> Any:
+        made, penalty = batch(), penalised()
+        task = np.full(7, reward, np.float32)
+        columns = {name: penalty[name] for name in ("token_rewards", "reward:kl")}
+        return ReinforcePlusPlus(config)(
+            made.with_columns(task_reward=task, reward=task + penalty["reward:kl"], **columns)
+        )
+
+    assert advantages(0.1).tolist() == advantages(0.0).tolist()
+    assert advantages(1e6).tolist() == advantages(0.0).tolist()
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ALONE])
+def test_opo_of_verl(groups: list[int]) -> None:
+    """`compute_opo_outcome_advantage`: the baseline is the mean by length; of a single sample it is 0."""
+    expected = []
+    for i, reward in enumerate(REWARDS):
+        mine = [(n, r) for n, r, g in zip(SIZES, REWARDS, groups, strict=True) if g == groups[i]]
+        baseline = sum(n * r for n, r in mine) / sum(n for n, _ in mine) if len(mine) > 1 else 0.0
+        expected.append(reward - baseline)
+    check(Opo(OpoConfig(alone="reward"))(batch(groups)), expected)
+
+
+def test_opo_counts_tokens_that_are_masked() -> None:
+    made = batch(version=np.where(batch()["loss_mask"], 0, -1).astype(np.int32))
+    masked = made.with_columns(loss_mask=made["loss_mask"] & (np.repeat(np.arange(7), made["lengths"]) != 2))
+    assert Opo(OpoConfig())(masked).tolist() == Opo(OpoConfig())(made).tolist()
+
+
+GREEDY = np.array([0.4] * 3 + [1.1] * 4, np.float32)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_remax_of_verl(weight: float) -> None:
+    """`compute_remax_outcome_advantage`: what is to come at each token, less the reward of the greedy answer."""
+    rewards = -weight * KL * PADDED
+    rewards[np.arange(7), np.array(SIZES) - 1] += REWARDS
+    expected = to_come(rewards) - GREEDY[:, None]
+    made = penalised(weight=weight) if weight else batch()
+    found = Remax(RemaxConfig())(made.with_columns(greedy_reward=GREEDY))
+    check(found[TRAINED], ragged(expected)[TRAINED])
+    whole = Remax(RemaxConfig(per_token=False))(made.with_columns(greedy_reward=GREEDY))
+    check(whole, expected[:, 0])
+
+
+def test_remax_says_what_it_lacks() -> None:
+    with pytest.raises(DataError, match="without a greedy answer"):
+        Remax(RemaxConfig())(batch())
+
+
 def named() -> Batch:
     first, second = np.array(REWARDS, np.float32), np.array(FORMAT, np.float32)
     return batch(**{"reward:right": first, "reward:format": second})
@@ -201,6 +284,28 @@ def test_averages_of_trl_count_masked_sequences() -> None:
         constant, rel=1e-5
     )
     assert loss_of(made, ClippedPgConfig(aggregation="constant", max_length=10)) == pytest.approx(constant * 7 / 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({}, 5),
+        ({"count_empty": True}, 7),  # TRL, and verl where the size of the batch is given
+        ({"count_empty": True, "count_masked": False}, 6),  # NeMo RL, whose sample mask takes the masked one out
+        ({"count_masked": True}, 6),
+    ],
+)
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_empty_and_masked_sequences_are_told_apart(aggregation: Any, options: dict[str, Any], number: int) -> None:
+    """The third sequence was masked, the fourth has no token of the model's."""
+    made, losses = policy_batch()
+    owner = np.repeat(np.arange(7), made["lengths"])
+    version = np.where(batch()["loss_mask"] & (owner != 3), 0, -1).astype(np.int32)
+    made = made.with_columns(loss_mask=made["loss_mask"] & (owner != 3), version=version)
+    losses[3] = 0.0
+    total = (losses.sum(1) / SIZES).sum() if aggregation == "sequence" else losses.sum() / 10
+    config = ClippedPgConfig(aggregation=aggregation, max_length=10, **options)
+    assert loss_of(made, config) == pytest.approx(total / number, rel=1e-5)
 
 
 def test_the_mean_of_sums_of_verl() -> None:

@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.testing.batches import token_advantages
 from whet.testing.contracts.algorithm import AlgorithmContract
 from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.loss import LossContract
-from whet_ppo.config import LikelihoodSection, PpoClipConfig, ValueClipConfig
+from whet_ppo.config import PpoClipConfig, ValueClipConfig
 from whet_ppo.losses import PpoClip, ValueClip
 
 
@@ -30,6 +31,14 @@ class TestPpoWithEverything(AlgorithmContract):
         "gae": {"gamma": 0.9, "adaptive_alpha": 0.5, "truncated": "bootstrap"}, "kl_reward": {"weight": 0.1},
         "overlong": {"penalty": 1.0, "buffer": 2, "length": 8}, "correction": {"weights": "token"},
         "loss": {"use": "ppo-clip", "likelihood": {"weight": 0.1}, "entropy_weight": 0.01},
+    }  # fmt: skip
+
+
+class TestPpoThatIsHeldNearItsReference(AlgorithmContract):
+    use = "ppo"
+    document = {
+        "prompts_per_step": 8, "kl_reward": {"weight": 0.1, "adaptive": {"target": 0.5, "horizon": 40.0}},
+        "top_entropy": {"share": 0.3}, "loss": {"use": "ppo-clip", "kl": {"weight": 0.1}},
     }  # fmt: skip
 
 
@@ -59,6 +68,14 @@ class TestPpoClipOfSequences(LossContract):
 class TestPpoClipWithLikelihood(TestPpoClip):
     optional_columns = ("old_logprobs",)
     config = PpoClipConfig(likelihood=LikelihoodSection(weight=0.3, at_least=0.5))
+
+
+class TestPpoClipWithAPenalty(TestPpoClip):
+    optional_columns = ("old_logprobs", "version")
+    config = PpoClipConfig(
+        aggregation="sequence", count_masked=True, clamp_log_ratio=0.0,
+        kl=KlLossSection(weight=0.1, importance="sampler"),
+    )  # fmt: skip
 
 
 class TestPpoClipWithEverything(TestPpoClip):

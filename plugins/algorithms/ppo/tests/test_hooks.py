@@ -54,8 +54,20 @@ def test_a_critic_without_values_is_refused_once(problems):
         ({"loss": "gspo"}, "algorithm.loss: wants one advantage for each sequence"),
         ({"value_loss": "ppo-clip"}, "algorithm.value_loss: is no loss of a critic"),
         ({"minibatches": 33}, "algorithm.minibatches: is 33, more than the 32 x 1 answers of a step"),
+        (
+            {"kl_reward": {"weight": 0.1, "adaptive": {"target": 6.0, "horizon": 6.0}}},
+            "algorithm.kl_reward.adaptive.horizon: is 6, and a step has 32 x 1 episodes: one of 30 or more can turn",
+        ),
         ({"critic_warmup": 4}, "algorithm.critic_warmup: is 4 of 4 steps, so the policy would never learn"),
         ({"filters": ["unequal-rewards"]}, "algorithm.filters.0: compares at least 2 samples of one task"),
+        ({"loss": {"use": "ppo-clip", "kl": {"weight": 0.1}}}, "backend.reference: ppo scores with the weights"),
+        (
+            {"loss": {"use": "ppo-clip", "kl": {"estimator": "k2", "straight_through": True}}},
+            "algorithm.loss.kl.straight_through: changes nothing for k2",
+        ),
+        ({"kl_reward": {"adaptive": {"target": 6.0}}}, "algorithm.kl_reward.adaptive.target: has no effect on a"),
+        ({"loss": {"use": "ppo-clip", "count_masked": True}}, "algorithm.loss.count_masked: has no effect on the"),
+        ({"loss": "gmpo"}, "algorithm.loss: wants one advantage for each sequence"),
         ({"kl_reward": {"weight": 0.1}}, "backend.reference: ppo scores with the weights 'reference'"),
         (
             {"loss": {"use": "ppo-clip", "aggregation": "constant"}},

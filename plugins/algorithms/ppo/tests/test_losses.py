@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.data.batch import from_sequences
-from whet_ppo.config import LikelihoodSection, PpoClipConfig, ValueClipConfig
+from whet_ppo.config import PpoClipConfig, ValueClipConfig
 from whet_ppo.losses import PpoClip, ValueClip, clipped_value_error
 
 
@@ -152,3 +153,34 @@ def test_tokens_may_be_divided_by_a_constant_and_empty_sequences_counted(batch, 
         for empty in (False, True)
     ]
     assert counts == [2 * 7, 3 * 7]
+
+
+@pytest.mark.parametrize("importance", ["none", "score", "ratio", "sampler", "sequence"])
+def test_a_penalty_in_the_loss_is_the_formula_written_out(batch, importance):
+    reference = np.where(batch["loss_mask"], np.linspace(-1.5, -0.7, batch.tokens), 0).astype(np.float32)
+    made = batch.with_columns(reference_logprobs=reference)
+    section = KlLossSection(weight=0.3, importance=importance)
+    value, gradients, metrics = computed(PpoClip(PpoClipConfig(kl=section)), made, logprobs=LOGPROBS)
+    plain, slopes, _ = computed(PpoClip(PpoClipConfig()), batch, logprobs=LOGPROBS)
+    new = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    d = new - torch.tensor(reference[made["loss_mask"]], dtype=torch.float64)
+    mean = torch.stack([(new[:2] + 1).mean()] * 2 + [new[2] + 1])  # of the sequences of two tokens and of one
+    logs = {"none": 0 * new, "score": new - new.detach(), "ratio": new + 1, "sampler": new + 1.25, "sequence": mean}
+    expected = 0.3 * (logs[importance].exp() * ((-d).exp() - 1 + d)).mean()
+    assert value - plain == pytest.approx(float(expected.detach()), rel=1e-4)
+    (other,) = torch.autograd.grad(expected, new)
+    found = [one - two for one, two in zip(gradients["logprobs"], slopes["logprobs"], strict=True)]
+    assert found == pytest.approx(other.tolist(), rel=1e-3, abs=1e-6)
+    assert metrics["kl_reference/k1"] == pytest.approx(float(d.detach().mean()), rel=1e-5)
+
+
+def test_with_a_penalty_sequences_without_an_advantage_are_alive(batch):
+    dead = batch.with_columns(advantages=np.zeros(batch.tokens, np.float32))
+    loss = PpoClip(PpoClipConfig(kl=KlLossSection(weight=0.3)))
+    assert loss.live(dead.map(torch.from_numpy)).tolist() == [True, True, False]
+
+
+def test_a_right_answer_is_right_without_its_penalty(batch):
+    loss = PpoClip(PpoClipConfig(likelihood=LikelihoodSection(weight=0.5)))
+    charged = batch.with_columns(reward=batch["reward"] - np.float32(0.1), task_reward=batch["reward"])
+    assert loss.counts(charged.map(torch.from_numpy))["likelihood"] == 2

@@ -12,7 +12,7 @@ from whet.data.offline import OfflineData
 from whet.metrics import mean, plain
 from whet.testing.fakes import FakeBackend
 from whet_sft.config import SftConfig
-from whet_sft.sft import Sft, validate, with_perplexity
+from whet_sft.sft import Sft, encoder, validate, with_perplexity
 
 
 class Recorded:
@@ -54,7 +54,7 @@ def run(tmp_path, tiny_model_folder):
         steps = Listed([Recorded(n, end, events) for n in range(begin, end + 1)], begin - 1)
         parts = SimpleNamespace(
             backend=FakeBackend(),
-            data=OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0),
+            data=OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0, encode=encoder(config, None)),
             steps=steps,
             loss=Spec("whet_sft.losses:Nll"),
             config=SimpleNamespace(evaluation=SimpleNamespace(every=evaluate_every)),

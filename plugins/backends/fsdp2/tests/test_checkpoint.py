@@ -105,6 +105,35 @@ def test_damage_is_reported(make_worker, batch, tmp_path, damage):
         make_worker().load(str(tmp_path))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["weights/model.norm.weight", "exp_avg/model.norm.weight", "exp_avg_sq/model.norm.weight"]
+)
+def test_state_that_is_not_finite_is_refused(make_worker, batch, tmp_path, name, value):
+    from safetensors.torch import load_file, save_file
+
+    worker = make_worker()
+    worker.train(batch, LIKELIHOOD)
+    worker.save(str(tmp_path))
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name][3] = value
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=f"holds {name} with 1 of .* values that are not finite"):
+        make_worker().load(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"steps": {"model.norm.weight": float("nan")}}, {"optimizer_steps": -1}])
+def test_impossible_numbers_of_steps_are_refused(make_worker, batch, tmp_path, change):
+    worker = make_worker()
+    worker.train(batch, LIKELIHOOD)
+    worker.save(str(tmp_path))
+    index = tmp_path / "backend.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), **change}))
+    with pytest.raises(CheckpointError, match="finite and not negative"):
+        make_worker().load(str(tmp_path))
+
+
 def test_an_index_cannot_name_files_outside_the_folder(make_worker, tmp_path):
     worker = make_worker()
     worker.save(str(tmp_path / "saved"))

@@ -31,3 +31,10 @@ def test_cosine_is_half_way_down_in_the_middle():
 def test_a_warm_up_as_long_as_the_run_is_no_error():
     assert rates(ScheduleConfig("linear", warmup_steps=10))[-1] == 2.0
     assert rates(ScheduleConfig("linear", warmup_steps=10), steps=11)[-1] == 0.0
+
+
+def test_a_warm_up_by_its_share_is_one_by_its_steps():
+    for kind in ("constant", "linear", "cosine"):
+        by_share = rates(ScheduleConfig(kind, warmup_ratio=0.3), steps=12)
+        assert by_share == rates(ScheduleConfig(kind, warmup_steps=3), steps=12)
+    assert rates(ScheduleConfig(warmup_ratio=0.04)) == [2.0] * 10

@@ -8,7 +8,7 @@ from attrs import frozen
 from whet.component import Component, RoleNeed, Selection
 from whet.config.structure import structure
 from whet.data.messages import Message
-from whet.errors import ConfigError, DataError, EnvironmentError
+from whet.errors import ConfigError, DataError, EnvironmentError, Undecided
 from whet.model import ModelInfo
 from whet.plugins import load_plugins
 from whet.rollout.episode import total_reward
@@ -209,7 +209,7 @@ def test_records_that_are_no_prompts_are_refused_or_left_out(prompts, record, co
         ({"dataset": "x", "environment": "arithmetic"}, "dataset: both of dataset and environment given"),
         ({"dataset": "x", "scale": 0}, "scale: must be > 0"),
         ({"dataset": "x", "clip": [1, -1]}, "clip: is [1.0, -1.0], wanted the lower bound"),
-        ({"dataset": "x", "mean": math.nan}, "mean: wanted a number, found nan"),
+        ({"dataset": "x", "mean": math.nan}, "mean: wanted a finite number, found nan"),
         ({"environment": {"use": "arithmetic", "term": 3}}, "environment.term: unknown key"),
     ],
 )
@@ -217,3 +217,16 @@ def test_settings_that_make_no_sense_are_refused(settings, complaint):
     with pytest.raises(ConfigError) as caught:
         structure(settings, JudgeConfig, load_plugins())
     assert complaint in str(caught.value)
+
+
+def test_the_judge_s_reward_stands_where_the_environment_s_grader_cannot_decide(monkeypatch):
+    judge = Heard()
+    environment = Judge(JudgeConfig(environment=selected("arithmetic")), {"judge": judge})
+
+    async def run(task, model):
+        await model.reply(task.prompt)
+        raise Undecided("it needs too much")
+
+    monkeypatch.setattr(environment._environment, "run", run)
+    assert play(environment, "\\boxed{1}") == {"correct": 0.0, "judge": 3.0}
+    assert judge.asked[0][-1] == Message("assistant", "\\boxed{1}")

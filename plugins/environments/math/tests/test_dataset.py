@@ -4,12 +4,14 @@ import re
 
 import pytest
 
-from whet.cluster.pool import GraderTimeout
+from whet.cluster.pool import GraderCrash, GraderRaised
 from whet.config.sections import DataFile
 from whet.data.readers import read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.testing.fakes import FakeModel
+from whet.undecided import noted
+from whet_env_math import verifier
 from whet_env_math.config import MathConfig
 from whet_env_math.dataset import MathDataset
 
@@ -82,6 +84,33 @@ def test_grades_agree_with_those_of_the_solutions_of_four_models(shared_data):
     assert agree / len(solutions) >= 0.97
 
 
+def emphasized(solution):
+    """Write the last number of a solution in bold."""
+    *_, last = re.finditer(r"\d[\d,.]*\d|\d", solution)
+    return f"{solution[: last.start()]}**{last[0]}**{solution[last.end() :]}"
+
+
+def test_a_solution_has_the_same_grade_with_its_answer_in_bold(shared_data):
+    environment = MathDataset(MathConfig(dataset={}, graders=2))
+    rows = [row.record for row in read(DataFile(str(shared_data / "gsm8k_model_solutions.jsonl"), limit=100))]
+    solutions = [
+        (found["solution"], row["ground_truth"].rpartition("A:")[2].strip(), found["is_correct"])
+        for row in rows
+        for found in row.values()
+        if isinstance(found, dict)
+    ]
+
+    async def grade_all():
+        tasks = [Task("?", {"answer": gold}) for _, gold, _ in solutions]
+        models = [FakeModel(emphasized(solution)) for solution, _, _ in solutions]
+        return await asyncio.gather(*map(environment.run, tasks, models))
+
+    grades = asyncio.run(grade_all())
+    environment.close()
+    agree = sum(grade["correct"] == right for grade, (_, _, right) in zip(grades, solutions, strict=True))
+    assert agree / len(solutions) >= 0.97
+
+
 def test_answers_are_compared_by_value(make):
     environment = make()
     task = environment.tasks("train")[1]
@@ -120,13 +149,53 @@ def test_plain_numbers_start_no_grader(make):
     assert not environment._pool._threads
 
 
-def test_an_answer_that_cannot_be_graded_in_time_fails_the_episode_and_not_the_next(make):
+HANGING = {
+    "a power": ("\\boxed{(x+1)^{2000}}", "(x-1)^{2000}"),
+    "nested sines": ("\\boxed{" + "\\sin(" * 40 + "x" + ")" * 40 + "}", "\\frac{1}{2}"),
+    "a factorial": ("\\boxed{1000000!}", "\\frac{1}{2}"),
+    "brackets": ("\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}", "\\frac{1}{2}"),
+    "an integral": ("\\boxed{\\int_0^1 x^x \\sin(x^{x}) dx}", "42"),
+}
+
+
+@pytest.mark.parametrize("what", HANGING)
+def test_an_answer_that_cannot_be_graded_in_time_is_wrong_and_counted_and_the_next_is_graded(make, what):
     environment = make(timeout_seconds=1.0)
-    task = environment.tasks("train")[0]
-    with pytest.raises(GraderTimeout):
-        play(environment, task, "\\boxed{\\int_0^1 x^x \\sin(x^{x}) dx}")
-    assert environment._pool.timeouts == 1
-    assert play(environment, task, "it is 42") == {"correct": 1.0}
+    answer, gold = HANGING[what]
+    with noted() as reasons:
+        assert play(environment, Task("?", {"answer": gold}), answer) == {"correct": 0.0}
+    assert len(reasons) == environment._pool.undecided == 1
+    assert reasons[0].endswith("it needs more than 1 s of processor time")
+    with noted() as reasons:
+        assert play(environment, environment.tasks("train")[0], "it is 42") == {"correct": 1.0}
+    assert reasons == []
+
+
+def test_what_math_verify_stumbles_over_is_wrong_and_counted(make, monkeypatch):
+    async def stumble(*_):
+        raise GraderRaised("the grader failed: ValueError: so many digits")
+
+    environment = make(RECORDS[:1])
+    monkeypatch.setattr(environment._pool, "call", stumble)
+    with noted() as reasons:
+        assert play(environment, environment.tasks("train")[0], "it is 42") == {"correct": 0.0}
+    assert reasons == ["the grader failed: ValueError: so many digits"]
+
+
+def test_graders_that_do_not_work_fail_the_episode(make, monkeypatch):
+    monkeypatch.setattr(verifier, "_SAMPLES", (("\\boxed{1}", "2", True),))
+    with pytest.raises(RuntimeError, match=r"math-verify says that .* is not equal to '2'; install a release"):
+        verifier.verifier()
+    environment = make(RECORDS[:1])
+    environment._pool._order["target"] = "whet_env_math.no_such_verifier:verifier"
+    with noted() as reasons, pytest.raises(GraderCrash, match="could not be started"):
+        play(environment, environment.tasks("train")[0], "it is 42")
+    assert reasons == []
+
+
+def test_a_right_answer_that_hangs_the_grader_is_refused_when_the_data_is_loaded(make):
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the answer .* cannot be graded: .* processor time"):
+        make([{"question": "x", "answer": HANGING["brackets"][0]}], timeout_seconds=1.0).tasks("train")
 
 
 def test_the_prompt_is_as_the_config_says(make):

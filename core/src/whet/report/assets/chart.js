@@ -14,7 +14,9 @@ function logTicks(from, to, count) {
   const first = Math.ceil(from - 1e-9), last = Math.floor(to + 1e-9);
   if (last - first < 2) {
     const powers = Array.from({ length: 4 }, (_, i) => Math.floor(from) + i);
-    return powers.flatMap((power) => [1, 2, 5].map((m) => power + Math.log10(m))).filter((v) => v >= from && v <= to);
+    const ticks = powers.flatMap((power) => [1, 2, 5].map((m) => power + Math.log10(m))).filter((v) => v >= from && v <= to);
+    // Within less than a decade there may be none of these, or one, which says nothing of the scale.
+    return ticks.length >= 2 ? ticks : niceTicks(10 ** from, 10 ** to, count - 1).filter((v) => v > 0).map((v) => Math.log10(v));
   }
   const every = Math.ceil((last - first + 1) / count);
   const ticks = [];

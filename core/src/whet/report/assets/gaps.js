@@ -19,8 +19,23 @@ function gapsView() {
   ];
 }
 
+// Samples of a group begin alike, and so do their gaps: what is the same in all but the sample is one row.
+function merged() {
+  const rows = new Map();
+  for (const found of data.gaps.worst) {
+    const [s, e, q, t] = found.at;
+    const one = data.training.sources[s].episodes[e], sequence = one.sequences[q];
+    const key = JSON.stringify([s, one.environment, one.group, t, sequence.tokens[t], found.gap, sequence.sampler_logprobs[t], sequence.trainer_logprobs[t], sequence.versions[t]]);
+    if (rows.has(key)) rows.get(key).samples.push(one.sample);
+    else rows.set(key, { ...found, samples: [one.sample] });
+  }
+  return [...rows.values()];
+}
+
+const WORST_HEADS = ["gap", "sampler", "trainer", "step", "versions behind", "environment", "group · sample", "position", "token in its place"];
+
 function worstTable() {
-  const rows = data.gaps.worst.map((found, i) => {
+  const rows = merged().map((found, i) => {
     const [s, e, q, t] = found.at;
     const source = data.training.sources[s], one = source.episodes[e], sequence = one.sequences[q];
     const around = (from, to) => visible(shorten(sequence.pieces.slice(Math.max(0, from), to).join("").replaceAll("\n", "↵"), 80));
@@ -28,14 +43,15 @@ function worstTable() {
       Object.assign(browse, { kind: "training", source: s, episode: e, sequence: q, token: t, tab: "tokens", mode: "gap", environment: "", text: "", from: "", to: "" });
       location.hash = "rollouts";
     };
+    const samples = [...new Set(found.samples)].join(", ") + (found.samples.length > 1 ? ` (${found.samples.length} alike)` : "");
+    const cells = [["n", gapText(found.gap)], ["n", exact(sequence.sampler_logprobs[t])], ["n", exact(sequence.trainer_logprobs[t])],
+      ["n", format(source.step)], ["n", String(source.step - 1 - sequence.versions[t])], ["", visible(one.environment)],
+      ["n", `${one.group} · ${samples}`], ["n", String(t)],
+      ["mono", [around(t - 8, t), el("span", { class: "found" }, tokenText(sequence.pieces[t])), around(t + 1, t + 6)]]];
     return el("tr", { class: "link", tabindex: 0, "data-worst": i, onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
-      el("td", { class: "n" }, gapText(found.gap)), el("td", { class: "n" }, exact(sequence.sampler_logprobs[t])), el("td", { class: "n" }, exact(sequence.trainer_logprobs[t])),
-      el("td", { class: "n" }, format(source.step)), el("td", { class: "n" }, String(source.step - 1 - sequence.versions[t])), el("td", null, visible(one.environment)),
-      el("td", { class: "n" }, `${one.group} · ${one.sample}`), el("td", { class: "n" }, String(t)),
-      el("td", { class: "mono" }, around(t - 8, t), el("span", { class: "found" }, tokenText(sequence.pieces[t])), around(t + 1, t + 6)));
+      cells.map(([kind, content], c) => el("td", { class: kind, "data-label": WORST_HEADS[c] }, content)));
   });
-  const heads = ["gap", "sampler", "trainer", "step", "versions behind", "environment", "group · sample", "position", "token in its place"];
-  return el("table", { class: "rows", id: "worst" }, el("thead", null, el("tr", null, heads.map((text, i) => el("th", { class: i < 5 || (i > 5 && i < 8) ? "n" : "" }, text)))), el("tbody", null, rows));
+  return el("table", { class: "rows", id: "worst" }, el("thead", null, el("tr", null, WORST_HEADS.map((text, i) => el("th", { class: i < 5 || (i > 5 && i < 8) ? "n" : "" }, text)))), el("tbody", null, rows));
 }
 
 function dots() {

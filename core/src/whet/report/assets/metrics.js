@@ -45,12 +45,19 @@ function grouped() {
     const open = wanted !== "" || (!LAST.includes(group) && order.indexOf(group) < 12);
     const grid = el("div", { class: "grid" });
     const details = el("details", { open }, el("summary", null, visible(group), el("span", { class: "quiet" }, String(groups.get(group).length))), grid);
-    const charts = () => grid.childElementCount || grid.append(...groups.get(group).map((name, i) => metricChart(name)));
+    const [still, moving] = [true, false].map((kind) => groups.get(group).filter((name) => constant(name) === kind));
+    const charts = () => grid.childElementCount || grid.append(...moving.map((name) => metricChart(name)), ...(still.length ? [stillPanel(still)] : []));
     details.addEventListener("toggle", () => details.open && charts());
     if (open) charts();
     return details;
   });
   return { groups: made, shown: found.length };
+}
+
+// Metrics that never changed: their one value says it all.
+function stillPanel(still) {
+  return el("details", { class: "panel still", open: wanted !== "" }, el("summary", null, "Never changed", el("span", { class: "quiet" }, String(still.length))),
+    el("dl", { class: "facts" }, still.flatMap((name) => [el("dt", null, visible(name)), el("dd", null, format(curveOf(name).y[0]))])));
 }
 
 function metricChart(name) {

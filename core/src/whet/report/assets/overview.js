@@ -17,6 +17,28 @@ function card(label, number, detail) {
     el("div", { class: "detail" }, detail || "\u00a0"));
 }
 
+const LATE = [["reward/std", "Reward deviation", "within a group, last tenth; 0: nothing to learn"],
+  ["response_length/cut", "Cut", "by their length limit, last tenth"]];
+const KL = ["kl_reference/k3", "kl_reference/k1", "kl_reference/reward", "kl/reverse", "kl_old/k3"];
+
+function klName() {
+  return KL.find((name) => curveOf(name) && curveOf(name).y.length);
+}
+
+function meanOf(values) {
+  return values.reduce((a, b) => a + b, 0) / values.length;
+}
+
+function fewOf(curve) {
+  return Math.max(1, Math.round(curve.y.length / 10));
+}
+
+// Whether a metric had one value at all of several steps.
+function constant(name) {
+  const { y, lost } = curveOf(name);
+  return y.length > 1 && !lost && y.every((value) => value === y[0]);
+}
+
 function overview() {
   const { run } = data;
   const cards = [
@@ -33,10 +55,17 @@ function overview() {
     ...(curveOf("reward/mean") ? [] : [["loss", "Loss"]])]) {
     const curve = curveOf(name);
     if (!curve || !curve.y.length) continue;
-    const few = Math.max(1, Math.round(curve.y.length / 10));
-    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-    cards.push(card(label, format(mean(curve.y.slice(-few))), `last tenth; first: ${format(mean(curve.y.slice(0, few)))}`));
+    const few = fewOf(curve);
+    cards.push(card(label, format(meanOf(curve.y.slice(-few))), `last tenth; first: ${format(meanOf(curve.y.slice(0, few)))}`));
   }
+  for (const [name, label, detail] of LATE) {
+    const curve = curveOf(name);
+    if (!curve || !curve.y.length) continue;
+    const late = meanOf(curve.y.slice(-fewOf(curve)));
+    cards.push(card(label, name.endsWith("/cut") ? `${format(Number((100 * late).toPrecision(3)))} %` : format(late), detail));
+  }
+  const kl = klName();
+  if (kl) cards.push(card("KL", format(meanOf(curveOf(kl).y.slice(-fewOf(curveOf(kl))))), `${kl}, last tenth`));
   const gap = curveOf("logprob_gap/max");
   if (gap && gap.y.length) cards.push(card("Widest gap", format(Math.max(...(gap.high || gap.y))), "nats, sampler to trainer"));
   return [
@@ -84,10 +113,10 @@ function keyCharts() {
     made.push(lineChart({ title: "loss", height: 230, smooth: smoothing, lines: loss.map((name, i) =>
       ({ name, colour: colourOf(i), curve: curveOf(name), dots: name.startsWith("validation") })) }));
   }
-  const further = [["logprob_gap/max", true], ["response_length/mean", false], ["entropy", false], ["grad_norm", false],
-    ["lr", false], ["seconds/step", false]];
+  const further = [["reward/std", false], [klName() || "", false], ["response_length/mean", false], ["response_length/cut", false],
+    ["logprob_gap/max", true], ["entropy", false], ["grad_norm", false], ["lr", false], ["seconds/step", false]];
   for (const [name, log] of further) {
-    if (curveOf(name) && made.length < 6) {
+    if (curveOf(name) && made.length < 9 && !constant(name)) {
       made.push(lineChart({ title: log ? `${name} (log scale)` : name, log, smooth: smoothing, height: 230,
         lines: [{ name, colour: colourOf(0), curve: curveOf(name) }] }));
     }

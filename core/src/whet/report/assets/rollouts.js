@@ -55,7 +55,7 @@ function browsing(kinds, draw) {
           onclick: () => { browse.kind = kind; pickSource(null); draw(); } }, kind))),
         environments.length > 1 && choice("Environment", [["", "all"], ...environments.map((name) => [name, name])], browse.environment, set("environment")),
         el("label", null, "Reward", typed("from", "from", "84px"), typed("to", "to", "84px")),
-        choice("Sort by", [["gap", "widest gap"], ["order", "group"], ["high", "highest reward"], ["low", "lowest reward"], ["long", "longest"]], browse.sort, set("sort")),
+        choice("Sort by", [["gap", "widest gap"], ["order", "group"], ["task", "task"], ["high", "highest reward"], ["low", "lowest reward"], ["long", "longest"]], browse.sort, set("sort")),
         el("input", { type: "search", placeholder: "Search in messages", "aria-label": "Search in messages", value: browse.text, onchange: (event) => set("text")(event.target.value) })),
       el("div", { class: "chips", id: "steps" }, el("span", { class: "quiet" }, "Step"), sources.map((each, i) =>
         el("button", { class: each.episodes.some((one) => one.sequences.length) && "has", "aria-pressed": String(i === browse.source),
@@ -64,7 +64,7 @@ function browsing(kinds, draw) {
     el("div", { class: "browse" },
       el("div", { class: "panel list" }, list.length ? list.slice(0, LISTED).map((one) => item(one, source, draw)) : el("p", { class: "note" }, "No episode is like that."),
         list.length > LISTED && el("p", { class: "note" }, `and ${list.length - LISTED} more; narrow the search to see them`)),
-      el("div", null, browse.episode === null ? null : episodeView(source.episodes[browse.episode], draw))),
+      el("div", null, browse.episode === null ? null : episodeView(source.episodes[browse.episode], source, draw))),
   ];
 }
 
@@ -81,7 +81,7 @@ function chosenEpisodes(source) {
   const found = source.episodes.filter((one) => (!browse.environment || one.environment === browse.environment)
     && (from === null || one.reward >= from) && (to === null || one.reward <= to)
     && (!text || one.messages.some((message) => message.content.toLowerCase().includes(text))));
-  const by = { high: (one) => -one.reward, low: (one) => one.reward, long: (one) => -one.response_length,
+  const by = { task: (one) => one.task, high: (one) => -one.reward, low: (one) => one.reward, long: (one) => -one.response_length,
     gap: (one) => (one.gap === undefined ? Number(!one.sequences.length) : -1 - one.gap) }[browse.sort];
   return by ? found.sort((a, b) => by(a) - by(b)) : found;
 }
@@ -96,11 +96,13 @@ function item(one, source, draw) {
   el("div", { class: "said" }, visible(shorten(said.replaceAll("\n", " "), 120))));
 }
 
-function episodeView(one, draw) {
+function episodeView(one, source, draw) {
   const tab = one.sequences.length ? browse.tab : "messages";
   const pick = (name, label) => el("button", { "aria-pressed": String(tab === name), disabled: name === "tokens" && !one.sequences.length,
     onclick: () => { browse.tab = name; draw(); } }, label);
   const facts = [["environment", one.environment], ["task", `${one.task}${one.id ? `, ${one.id}` : ""}`], ["group · sample", `${one.group} · ${one.sample}`],
+    ...(one.gold ? [["right answer", one.gold]] : []), ...(one.answer ? [["answered", one.answer]] : []),
+    ...(advantageOf(one) === null ? [] : [["advantage", format(advantageOf(one))]]),
     ["turns", format(one.turns)], ["model's tokens", format(one.response_length)], ["ended by", one.stop === "length" ? "its length limit" : one.stop],
     ["weight versions", [...new Set(one.versions)].join(" to ")], ...(one.gap === undefined ? [] : [["widest gap", `${gapText(one.gap)} nats`]])];
   return [
@@ -110,8 +112,9 @@ function episodeView(one, draw) {
         el("tbody", null, Object.entries(one.rewards).map(([name, value]) => el("tr", null, el("td", null, visible(name)), el("td", { class: "n" }, format(value)))))))),
     el("section", { class: "panel", id: "episode" },
       el("div", { class: "bar" }, el("span", { class: "turns" }, pick("tokens", "Tokens"), pick("messages", "Messages")), tab === "tokens" && tokenChoices(one, draw)),
-      tab === "tokens" ? tokensOf(one) : one.messages.map(messageView),
+      tab === "tokens" ? tokensOf(one) : one.messages.map(messageView), goldView(one),
       !one.sequences.length && browse.kind === "training" && el("p", { class: "note small" }, "This episode was not recorded token by token; rollout.record in the config says which are.")),
+    groupView(one, source, draw), historyView(one, source, draw),
   ];
 }
 

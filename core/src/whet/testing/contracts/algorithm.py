@@ -21,7 +21,9 @@ from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from whet.data.chat import ChatTokenizer
 from whet.data.offline import OfflineData
 from whet.interfaces.algorithm import Algorithm
+from whet.model import read_model
 from whet.parts import Parts
+from whet.plan import facts_of
 from whet.plugins import Registry, load_plugins
 from whet.testing.contracts.component import MODEL
 from whet.testing.steps import ROLLOUT_COLUMNS, Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_refit
@@ -96,7 +98,7 @@ class AlgorithmContract:
         self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         whole = self._run(selection, facts, chat, tmp_path, steps=3)
-        rest = self._run(selection, facts, chat, tmp_path, steps=3, done=2)
+        rest = self._run(selection, facts, chat, tmp_path, steps=3, done=2, state=whole.states[2])
         assert [event.value for event in rest.named("finish")] == [3]
         expected = [event.batch for event in whole.named("train") if event.step == 3]
         found = [event.batch for event in rest.named("train")]
@@ -128,7 +130,7 @@ class AlgorithmContract:
         if facts.inputs != {"rollouts"}:
             pytest.skip("what an offline algorithm makes of its records is its own affair")
         watch = self._run(selection, facts, chat, tmp_path, steps=2)
-        known = {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS, *ROLLOUT_COLUMNS, *facts.columns_written}
+        known = {*TOKEN_COLUMNS, *SEQUENCE_COLUMNS, *ROLLOUT_COLUMNS, "greedy_reward", *facts.columns_written}
         for event in watch.named("train"):
             assert event.batch is not None
             assert set(event.batch.columns) <= known
@@ -141,6 +143,15 @@ class AlgorithmContract:
         watch = self._run(selection, facts, chat, tmp_path, steps=2)
         taken = {step: sum(e.value for e in watch.named("take") if e.step == step) for step in (1, 2)}
         assert taken == {1: facts.groups_per_step, 2: facts.groups_per_step}
+
+    def test_a_step_takes_as_many_records_as_its_facts_say(
+        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+    ) -> None:
+        if facts.records_per_step is None:
+            pytest.skip("it does not state how many records a step takes")
+        for event in self._run(selection, facts, chat, tmp_path, steps=2).named("finish"):
+            assert event.batch is not None
+            assert len(event.batch.units()) == facts.records_per_step, "run.epochs would take another number of steps"
 
     def test_weights_are_handed_over_after_each_step_that_rollouts_feed(
         self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
@@ -161,11 +172,12 @@ class AlgorithmContract:
         assert not {"sleep", "wake", "save"} & {event.name for event in watch.events}
 
     def _run(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path, steps: int, done: int = 0
-    ) -> Watch:
+        self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path, steps: int, done: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> Watch:  # fmt: skip
         watch = Watch()
         algorithm = resolve(selection.component.target)(selection.config)
-        algorithm.run(self._parts(watch, selection, facts, chat, folder, WatchedSteps(watch, steps, done)))
+        algorithm.run(self._parts(watch, selection, facts, chat, folder, WatchedSteps(watch, steps, done, state)))
         return watch
 
     def _parts(
@@ -173,7 +185,11 @@ class AlgorithmContract:
     ) -> Parts:
         config: Any = selection.config
         loss = to_spec(config.loss) if _is_loss(getattr(config, "loss", None)) else Spec("")
-        data = self._data(facts, chat, folder)
+        data = self._data(selection, facts, chat, folder)
+        advantages = getattr(config, "advantages", None)
+        greedy = isinstance(advantages, Selection) and facts_of(advantages, MODEL).greedy_sample
+        feeds = "rollouts" in facts.inputs
+        rollouts = WatchedRollouts(watch, facts.group_size or 1, greedy) if feeds else None
         whole = Config(
             run=RunSection(folder=str(folder), steps=3),
             model=ModelSection(path=str(chat.folder)),
@@ -189,7 +205,7 @@ class AlgorithmContract:
             generator=None,
             chat=chat,
             loss=loss,
-            rollouts=WatchedRollouts(watch, facts.group_size or 1) if "rollouts" in facts.inputs else None,  # type: ignore[arg-type]
+            rollouts=rollouts,  # type: ignore[arg-type]
             data=data if "data" in facts.inputs else None,
             refit=watched_refit(watch),
             steps=steps,  # type: ignore[arg-type]
@@ -197,11 +213,12 @@ class AlgorithmContract:
             seed=0,
         )
 
-    def _data(self, facts: Facts, chat: ChatTokenizer, folder: Path) -> OfflineData:
+    def _data(self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path) -> OfflineData:
         records = self.records or RECORDS.get(facts.data_format, [])
         file = folder / "data.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        return OfflineData(DataSection(train=[DataFile(str(file))]), chat, seed=0, max_length=0)
+        encode = resolve(facts.encode)(selection.config, read_model(chat.folder)) if facts.encode else None
+        return OfflineData(DataSection(train=[DataFile(str(file))]), chat, seed=0, max_length=0, encode=encode)
 
 
 def _is_loss(value: object) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from attrs import field, frozen, validators
 
 from whet.component import Facts, RoleNeed, Selection
+from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 from whet.model import ModelInfo
@@ -19,7 +20,7 @@ TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})
 class TaughtConfig:
     """What both ways of distillation have in common."""
 
-    topk: int = field(default=64, validator=validators.ge(1))
+    topk: int = field(default=64, validator=between(1, GROUP))
     """Tokens at each place of which teacher and student are compared; of losses that read them."""
     topk_of: Literal["teacher", "student"] = "teacher"
     """Whose likeliest tokens these are. `student` costs a forward pass of the student."""
@@ -31,11 +32,11 @@ class TaughtConfig:
 class DistillConfig(TaughtConfig):
     """On-policy distillation: the student answers, and teachers say what they would have said."""
 
-    prompts_per_step: int = field(default=32, validator=validators.ge(1))
+    prompts_per_step: int = field(default=32, validator=between(1, BATCH))
     """Groups that one step consumes."""
-    group_size: int = field(default=1, validator=validators.ge(1))
+    group_size: int = field(default=1, validator=between(1, GROUP))
     """Answers to each prompt."""
-    minibatches: int = field(default=1, validator=validators.ge(1))
+    minibatches: int = field(default=1, validator=between(1, BATCH))
     """Optimizer steps taken on each batch."""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
     """Of losses that read advantages: whose logprobs the teacher's are compared with, and the ratio is taken against.
@@ -50,13 +51,13 @@ class DistillConfig(TaughtConfig):
 class DistillDataConfig(TaughtConfig):
     """Off-policy distillation: a teacher says what it would have said in the place of a data set's answers."""
 
-    batch_size: int = field(default=64, validator=validators.ge(1))
+    batch_size: int = field(default=64, validator=between(1, BATCH))
     """Records that one step consumes."""
     train_on: TrainOn = "all"
     """Which of the assistant's turns: `all`, or only the `last`."""
     fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`."""
-    validate_every: int = field(default=0, validator=validators.ge(0))
+    validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validation losses; 0: only before the first and after the last step."""
 
 
@@ -77,10 +78,10 @@ class DivergenceConfig:
     divergence: Literal["mixed", "jensen-shannon"] = "mixed"
     """`mixed`: the forward and the reverse divergence, as `forward` says. `jensen-shannon`: those of both to a mixture
     of both, as `beta` says (GKD)."""
-    forward: float = field(default=1.0, validator=_share)
+    forward: float = field(default=1.0, validator=[_share, between(0, 1)])
     """Of `mixed`: share of the forward divergence KL(teacher || student); the rest is the reverse. 1: forward alone,
     0: reverse alone."""
-    beta: float = field(default=0.5, validator=_inside)
+    beta: float = field(default=0.5, validator=[_inside, above(0, 1)])
     """Of `jensen-shannon`: share of the teacher in the mixture. Towards 0 it is a forward divergence, towards 1 a
     reverse one, of little weight."""
 
@@ -96,7 +97,7 @@ class TopkKlConfig(DivergenceConfig):
 
     outside: Literal["renormalise", "zero", "ignore", "rest"] = "renormalise"
     """What becomes of tokens that are not compared; see Numerics."""
-    likelihood: float = field(default=0.0, validator=validators.ge(0))
+    likelihood: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of the negative log-likelihood of the tokens themselves, beside."""
 
 
@@ -104,7 +105,7 @@ class TopkKlConfig(DivergenceConfig):
 class FullKlConfig(DivergenceConfig):
     """The divergence over the whole vocabulary. The student's workers must hold the teacher: `backend.teacher`."""
 
-    likelihood: float = field(default=0.0, validator=validators.ge(0))
+    likelihood: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of the negative log-likelihood of the tokens themselves, beside."""
 
 
@@ -114,9 +115,9 @@ class TeacherPgConfig:
 
     clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
     """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = field(default=0.2, validator=validators.ge(0))
+    clip_high: float = field(default=0.2, validator=between(0, FACTOR))
     """A ratio above 1 plus this is no longer pushed up."""
-    clip_advantages: float = field(default=0.0, validator=validators.ge(0))
+    clip_advantages: float = field(default=0.0, validator=between(0, FACTOR))
     """Advantages are clamped to plus or minus so many nats; 0: not at all."""
 
 
@@ -139,6 +140,8 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
         inputs=frozenset({"data"}),
         data_format="conversations",
         record_fields=record_fields(config.fields),
+        encode="whet_distill.data:encoder",
+        records_per_step=config.batch_size,
         columns_written=TOPK_COLUMNS | {"teacher_logprobs"},
         roles={"teacher": wanted} if wanted.outputs else {},
     )

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from whet.data.demonstrations import encode
 from whet.metrics import Metric, mean
-from whet.model import read_model
+from whet.model import ModelInfo, read_model
 from whet.validation import evaluate_all, trained_tokens
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
+    from whet.data.offline import Encode
     from whet.parts import Parts
 
 
@@ -29,7 +30,7 @@ class DistillData:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare(partial(encode, names=config.fields, train_on=config.train_on))
+        data = parts.data.prepare()
         validation = data.validation(config.batch_size)
         teach = Teaching(config, parts, read_model(parts.chat.folder))
 
@@ -44,6 +45,11 @@ class DistillData:
             if step.due(parts.config.evaluation.every):
                 parts.refit(version=step.number)  # the generator plays the evaluation's episodes
             step.finish(batch)
+
+
+def encoder(config: DistillDataConfig, model: ModelInfo) -> "Encode":
+    """Return what turns a record into a sequence to train on."""
+    return partial(encode, names=config.fields, train_on=config.train_on)
 
 
 def validate(parts: "Parts", batches: "Iterable[Batch]", teach: Teaching) -> dict[str, Metric]:

@@ -4,16 +4,15 @@ Left out on purpose: a reference that follows the policy during the run. What va
 and whether the reference's logprobs are computed beforehand, with each batch, or not at all.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from whet.data.pairs import encode_pair
 from whet.metrics import mean
 from whet.model import read_model
-from whet_dpo.config import REFERENCE, DpoConfig, reads_answers, source
-from whet_dpo.records import encode_with_prompt
+from whet_dpo.config import DpoConfig, source
+from whet_dpo.loss_config import REFERENCE
 from whet_dpo.reference import precomputed
 from whet_dpo.validation import validate
+from whet_dpo.whole import WholeBatch
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
@@ -31,22 +30,24 @@ class Dpo:
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
         model = read_model(parts.chat.folder)
-        encode = encode_with_prompt if reads_answers(config.loss, model) else encode_pair
-        data = parts.data.prepare(partial(encode, names=config.fields))
+        data = parts.data.prepare()
         reference = source(config, model)
         if reference == "precomputed":
             data = precomputed(parts, data, config.batch_size)
         validation = data.validation(config.batch_size)
 
-        def prepare(batch: "Batch") -> "Batch":
-            if reference != "on-the-fly":
-                return batch
-            return batch.with_columns(**{REFERENCE: backend.score(batch, ("logprobs",), "reference")["logprobs"]})
+        whole = WholeBatch(parts, config.loss)
+
+        def prepare(batch: "Batch", step: int = 0) -> "Batch":
+            if reference == "on-the-fly":
+                scores = backend.score(batch, ("logprobs",), "reference")["logprobs"]
+                batch = batch.with_columns(**{REFERENCE: scores})
+            return whole(batch, step)
 
         if validation and parts.steps.done == 0:
             parts.steps.log_start(validate(backend, validation, parts.loss, prepare))
         for step in parts.steps:
-            batch = prepare(data.batch(step.number, config.batch_size))
+            batch = prepare(data.batch(step.number, config.batch_size), step.number)
             step.log(backend.train(batch, parts.loss))
             step.log({"epoch": mean(data.epoch(step.number, config.batch_size))})
             if validation and step.due(config.validate_every):

@@ -1,25 +1,47 @@
 """What whet-dpo offers: the algorithms `dpo` and `kto`, and the losses that fit them."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whet import hookimpl
-from whet.component import Component, Problem
-from whet_dpo import config as sections
+from whet.component import Component, Problem, Selection
+from whet.model import ModelInfo
+from whet.plan import facts_of
+from whet_dpo import loss_config as sections
+from whet_dpo import whole_config
+from whet_dpo.config import DpoConfig, KtoConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
 
+_REFERENCED, _FREE = "loss_config:referenced_facts", "loss_config:reference_free_facts"
+_WHOLE = "whole_config:whole_facts"
 _LOSSES: tuple[tuple[str, type, str, str], ...] = (
-    ("dpo", sections.DpoLossConfig, "losses:Dpo", "referenced"),
-    ("robust-dpo", sections.RobustDpoConfig, "losses:RobustDpo", "referenced"),
-    ("ipo", sections.IpoConfig, "losses:Ipo", "referenced"),
-    ("hinge", sections.HingeConfig, "losses:Hinge", "referenced"),
-    ("apo-zero", sections.ApoZeroConfig, "losses:ApoZero", "referenced"),
-    ("apo-down", sections.ApoDownConfig, "losses:ApoDown", "referenced"),
-    ("simpo", sections.SimpoConfig, "losses:Simpo", "reference_free"),
-    ("orpo", sections.OrpoConfig, "losses:Orpo", "reference_free"),
-    ("kto", sections.KtoLossConfig, "unpaired:Kto", "kto_loss"),
+    ("dpo", sections.DpoLossConfig, "losses:Dpo", _REFERENCED),
+    ("robust-dpo", sections.RobustDpoConfig, "losses:RobustDpo", _REFERENCED),
+    ("ipo", sections.IpoConfig, "losses:Ipo", _REFERENCED),
+    ("hinge", sections.HingeConfig, "losses:Hinge", _REFERENCED),
+    ("exo-pair", sections.ExoPairConfig, "losses:ExoPair", _REFERENCED),
+    ("discopop", sections.DiscopopConfig, "losses:Discopop", _REFERENCED),
+    ("nca-pair", sections.NcaPairConfig, "losses:NcaPair", _REFERENCED),
+    ("sppo-hard", sections.SppoHardConfig, "losses:SppoHard", _REFERENCED),
+    ("apo-zero", sections.ApoZeroConfig, "losses:ApoZero", _REFERENCED),
+    ("apo-down", sections.ApoDownConfig, "losses:ApoDown", _REFERENCED),
+    ("bco-pair", whole_config.BcoPairConfig, "whole_losses:BcoPair", _WHOLE),
+    ("aot", whole_config.AotConfig, "whole_losses:Aot", _WHOLE),
+    ("aot-unpaired", whole_config.AotUnpairedConfig, "whole_losses:AotUnpaired", _WHOLE),
+    ("simpo", sections.SimpoConfig, "losses:Simpo", _FREE),
+    ("orpo", sections.OrpoConfig, "losses:Orpo", _FREE),
+    ("cpo", sections.CpoConfig, "losses:Cpo", _FREE),
+    ("sft", sections.SftLossConfig, "losses:Sft", _FREE),
+    ("kto", sections.KtoLossConfig, "unpaired:Kto", "loss_config:kto_loss_facts"),
+    ("bco", whole_config.BcoConfig, "unpaired:Bco", "whole_config:bco_facts"),
+    (
+        "weighted-sum",
+        whole_config.WeightedSumConfig,
+        "weighted_sum:WeightedSum",
+        "whole_config:weighted_sum_facts",
+    ),
 )
 """Name, config, target and facts of each."""
 
@@ -27,21 +49,55 @@ _LOSSES: tuple[tuple[str, type, str, str], ...] = (
 @hookimpl
 def whet_algorithms() -> Iterable[Component]:
     """Offer preference optimisation on pairs and on single answers."""
-    yield Component("dpo", sections.DpoConfig, "whet_dpo.dpo:Dpo", "whet_dpo.config:dpo_facts")
-    yield Component("kto", sections.KtoConfig, "whet_dpo.kto:Kto", "whet_dpo.config:kto_facts")
+    yield Component("dpo", DpoConfig, "whet_dpo.dpo:Dpo", "whet_dpo.config:dpo_facts")
+    yield Component("kto", KtoConfig, "whet_dpo.kto:Kto", "whet_dpo.config:kto_facts")
 
 
 @hookimpl
 def whet_losses() -> Iterable[Component]:
-    """Offer the losses on pairs, with a reference and without, and KTO's."""
+    """Offer the losses on pairs and on single answers, with a reference and without, and sums of them."""
     for name, config, target, facts in _LOSSES:
-        yield Component(name, config, f"whet_dpo.{target}", f"whet_dpo.config:{facts}_facts")
+        yield Component(name, config, f"whet_dpo.{target}", f"whet_dpo.{facts}")
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Find a second term that is described and not wanted."""
-    loss = getattr(getattr(config.algorithm.config, "loss", None), "config", None)
+    """Find keys without effect, and terms of a sum that do not go together."""
+    loss = getattr(config.algorithm.config, "loss", None)
+    if not isinstance(loss, Selection):
+        return
+    terms = list(whole_config.terms_of(loss, "algorithm.loss"))
+    for path, term in terms:
+        yield from _of_keys(path, term.config)
+    if isinstance(loss.config, whole_config.WeightedSumConfig):
+        yield from _of_sum(config, terms)
+
+
+def _of_keys(path: str, loss: Any) -> Iterable[Problem]:
+    """Find keys of a loss that have no effect."""
     sft = getattr(loss, "sft", None)
     if isinstance(sft, sections.SftTerm) and sft.of == "conversation" and not sft.weight:
-        yield Problem("algorithm.loss.sft.of", "has no effect without a likelihood term; set algorithm.loss.sft.weight")
+        yield Problem(f"{path}.sft.of", f"has no effect without a likelihood term; set {path}.sft.weight")
+    divergence = getattr(loss, "divergence", None)
+    if divergence not in (None, "alpha") and loss.divergence_alpha != sections.DpoLossConfig().divergence_alpha:
+        wanted = f"set {path}.divergence: alpha, or leave it out"
+        yield Problem(f"{path}.divergence_alpha", f"has no effect on the divergence {divergence}; {wanted}")
+    if getattr(loss, "shift", "") == "none" and loss.shift_mean != whole_config.BcoPairConfig().shift_mean:
+        yield Problem(f"{path}.shift_mean", f"has no effect without a shift; set {path}.shift, or leave it out")
+
+
+def _of_sum(config: "Config", terms: list[tuple[str, Selection]]) -> Iterable[Problem]:
+    """Find terms that read one column of the whole batch, and terms that would learn without the preference."""
+    owner: dict[str, str] = {}
+    for path, term in terms:
+        for column in whole_config.columns_for(term.config):
+            if column in owner:
+                words = f"reads the column {column!r}, which holds what {owner[column]} compares with"
+                yield Problem(path, f"{words}; one term of a sum can read it")
+            owner.setdefault(column, path)
+    kind = {DpoConfig: "chosen", KtoConfig: "desirable"}.get(type(config.algorithm.config))
+    for path, term in terms:
+        read = facts_of(term, ModelInfo(config.model.path, {})).columns_read
+        if kind is not None and kind not in read:
+            words = f"reads no {kind!r}, so it would learn all answers alike"
+            yield Problem(path, f"{words}; for the likelihood of the chosen answers alone choose `sft`")

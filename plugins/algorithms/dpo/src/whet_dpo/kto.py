@@ -4,7 +4,6 @@ Ethayarajh et al. 2024 (arXiv:2402.01306). Left out on purpose: a reference that
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +11,11 @@ import numpy as np
 from whet.metrics import Metric, mean
 from whet.model import read_model
 from whet_dpo.baseline import kl_baseline
-from whet_dpo.config import REFERENCE, KtoConfig, source
-from whet_dpo.records import encode_labelled
+from whet_dpo.config import KtoConfig, reads_baseline, source
+from whet_dpo.loss_config import BASELINE, REFERENCE
 from whet_dpo.reference import precomputed
 from whet_dpo.validation import validate
+from whet_dpo.whole import WholeBatch
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
@@ -35,23 +35,27 @@ class Kto:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare(partial(encode_labelled, names=config.fields))
-        reference = source(config, read_model(parts.chat.folder))
+        data = parts.data.prepare()
+        model = read_model(parts.chat.folder)
+        reference, compared = source(config, model), reads_baseline(config, model)
         if reference == "precomputed":
             data = precomputed(parts, data, config.batch_size)
         validation = data.validation(config.batch_size)
 
-        def prepare(batch: "Batch") -> "Batch":
+        whole = WholeBatch(parts, config.loss)
+
+        def prepare(batch: "Batch", step: int = 0) -> "Batch":
             zeros = np.zeros(batch.sequences, np.float32)
-            batch = batch.with_columns(kl_baseline=kl_baseline(backend, batch) if config.baseline == "batch" else zeros)
-            if reference != "on-the-fly":
-                return batch
-            return batch.with_columns(**{REFERENCE: backend.score(batch, ("logprobs",), "reference")["logprobs"]})
+            batch = batch.with_columns(**{BASELINE: kl_baseline(backend, batch) if compared else zeros})
+            if reference == "on-the-fly":
+                scores = backend.score(batch, ("logprobs",), "reference")["logprobs"]
+                batch = batch.with_columns(**{REFERENCE: scores})
+            return whole(batch, step)
 
         if validation and parts.steps.done == 0:
             parts.steps.log_start(with_margins(validate(backend, validation, parts.loss, prepare), "validation/"))
         for step in parts.steps:
-            batch = prepare(data.batch(step.number, config.batch_size))
+            batch = prepare(data.batch(step.number, config.batch_size), step.number)
             step.log(with_margins(backend.train(batch, parts.loss)))
             step.log({"epoch": mean(data.epoch(step.number, config.batch_size))})
             if validation and step.due(config.validate_every):

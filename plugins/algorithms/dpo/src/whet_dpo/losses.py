@@ -1,17 +1,22 @@
 """The losses on pairs, a class for each formula. Needs torch; only workers import it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
-from whet_dpo import config as sections
+from whet.data.batch import Batch
+from whet.interfaces.loss import LossResult
 from whet_dpo import formulas
-from whet_dpo.pairwise import PairLoss
+from whet_dpo import loss_config as sections
+from whet_dpo.pairwise import PairLoss, likelihood, likelihood_count, live_pairs
 
 
 class Dpo(PairLoss[sections.DpoLossConfig]):
     """See `whet_dpo.formulas.dpo`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.dpo(chosen - rejected, self.config.beta, self.config.label_smoothing)
 
 
@@ -19,7 +24,7 @@ class RobustDpo(PairLoss[sections.RobustDpoConfig]):
     """See `whet_dpo.formulas.robust_dpo`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.robust_dpo(chosen - rejected, self.config.beta, self.config.flip_probability)
 
 
@@ -27,7 +32,7 @@ class Ipo(PairLoss[sections.IpoConfig]):
     """See `whet_dpo.formulas.ipo`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.ipo(chosen - rejected, self.config.beta)
 
 
@@ -35,7 +40,7 @@ class Hinge(PairLoss[sections.HingeConfig]):
     """See `whet_dpo.formulas.hinge`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.hinge(chosen - rejected, self.config.beta)
 
 
@@ -43,7 +48,7 @@ class ApoZero(PairLoss[sections.ApoZeroConfig]):
     """See `whet_dpo.formulas.apo_zero`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.apo_zero(chosen, rejected, self.config.beta)
 
 
@@ -51,7 +56,7 @@ class ApoDown(PairLoss[sections.ApoDownConfig]):
     """See `whet_dpo.formulas.apo_down`."""
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         return formulas.apo_down(chosen, rejected, self.config.beta)
 
 
@@ -61,7 +66,7 @@ class Simpo(PairLoss[sections.SimpoConfig]):
     referenced = False
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair."""
+        """Return the loss of each pair."""
         config = self.config
         return formulas.simpo(chosen - rejected, config.beta, config.gamma, config.label_smoothing)
 
@@ -72,5 +77,71 @@ class Orpo(PairLoss[sections.OrpoConfig]):
     referenced = False
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give beta times the loss of each pair."""
+        """Return beta times the loss of each pair."""
         return self.config.beta * formulas.odds_ratio(chosen, rejected)
+
+
+class ExoPair(PairLoss[sections.ExoPairConfig]):
+    """See `whet_dpo.formulas.exo_pair`."""
+
+    def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return formulas.exo_pair(chosen - rejected, self.config.beta, self.config.label_smoothing)
+
+
+class Discopop(PairLoss[sections.DiscopopConfig]):
+    """See `whet_dpo.formulas.discopop`."""
+
+    def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return formulas.discopop(chosen - rejected, self.config.beta, self.config.temperature)
+
+
+class NcaPair(PairLoss[sections.NcaPairConfig]):
+    """See `whet_dpo.formulas.nca_pair`."""
+
+    def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return formulas.nca_pair(chosen, rejected, self.config.beta)
+
+
+class SppoHard(PairLoss[sections.SppoHardConfig]):
+    """See `whet_dpo.formulas.sppo_hard`."""
+
+    def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return formulas.sppo_hard(chosen, rejected, self.config.beta)
+
+
+class Cpo(PairLoss[sections.CpoConfig]):
+    """See `whet_dpo.formulas.cpo`. Scores are logprobs; the likelihood has weight 1 by default."""
+
+    referenced = False
+
+    def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return formulas.cpo(chosen - rejected, self.config.beta, self.config.label_smoothing)
+
+
+class Sft:
+    """The negative log-likelihood of the chosen answers, and nothing else."""
+
+    outputs: tuple[str, ...] = ("logprobs",)
+    weights: Mapping[str, float] = {"sft": 1.0}
+
+    def __init__(self, config: sections.SftLossConfig) -> None:
+        self.config = config
+        self.columns: tuple[str, ...] = sections.pair_columns(config.sft)
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Count the tokens or answers that the mean is over."""
+        return {"sft": likelihood_count(batch, self.config.sft)}
+
+    def live(self, batch: Batch) -> Any:
+        """Return which sequences are of a pair with anything to learn."""
+        return live_pairs(batch)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Sum over the chosen answers of this micro-batch."""
+        total, nll = likelihood(outputs["logprobs"], batch, self.config.sft)
+        return LossResult({"sft": total}, {"nll": nll})

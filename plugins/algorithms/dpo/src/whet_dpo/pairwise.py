@@ -15,9 +15,10 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet.metrics import Metric, mean
-from whet.ops.pairs import pair_positions
+from whet.ops.pairs import pair_positions, shared_length_weights
 from whet.ops.reductions import expand, segment_mean, segment_sum
-from whet_dpo.config import ANSWER, REFERENCE, PairMetrics, SftTerm, pair_columns
+from whet_dpo import formulas
+from whet_dpo.loss_config import ANSWER, REFERENCE, PairMetrics, SftTerm, pair_columns
 
 
 class Settings(Protocol):
@@ -46,28 +47,57 @@ Config = TypeVar("Config", bound=Settings)
 class Answers:
     """The answers of a batch, one for each sequence."""
 
-    score: Tensor  # [B] float32: log-ratio, or logprob where there is no reference; summed or averaged over tokens
-    total: Tensor  # [B] float32: the same, summed
+    score: Tensor  # [B] float32: what is compared: the total, a function of it, or either divided by the tokens
+    total: Tensor  # [B] float32: log-ratio, or logprob where there is no reference, summed over tokens
     logprob: Tensor  # [B] float32, summed over tokens, without gradient
     tokens: Tensor  # [B] int64, those to learn
 
 
-def answers(logprobs: Tensor, batch: Batch, *, referenced: bool, average: bool) -> Answers:
+@frozen
+class Scoring:
+    """How logprobs become the score of an answer."""
+
+    referenced: bool
+    """Whether scores are relative to the reference."""
+    average: bool
+    """Whether scores are means over tokens."""
+    ld_alpha: float = 1.0
+    """Weight of the tokens beyond the length of the other answer of the pair."""
+    divergence: formulas.Divergence = "reverse-kl"
+    divergence_alpha: float = 0.5
+
+
+def answers(logprobs: Tensor, batch: Batch, how: Scoring) -> Answers:
     """Sum up the tokens of each answer. Differences are taken token by token, which rounds less than of sums."""
     mask, lengths = answer_mask(batch), batch["lengths"]
     logprobs = logprobs.float()
     # `where` rather than a product: whatever stands at a masked token must not reach the sum.
     own = torch.where(mask, logprobs, 0.0)
-    ratio = torch.where(mask, logprobs - batch[REFERENCE].float(), 0.0) if referenced else own
+    ratio = torch.where(mask, logprobs - batch[REFERENCE].float(), 0.0) if how.referenced else own
+    if how.ld_alpha != 1:
+        ratio = ratio * shared_length_weights(mask, lengths, batch["unit"], batch["chosen"], how.ld_alpha)
     tokens = segment_sum(mask.long(), lengths)
     total = segment_sum(ratio, lengths)
-    score = total / tokens.clamp(min=1) if average else total
+    score = formulas.divergence_score(total, how.divergence, how.divergence_alpha)
+    score = score / tokens.clamp(min=1) if how.average else score
     return Answers(score, total, segment_sum(own.detach(), lengths), tokens)
 
 
 def answer_mask(batch: Batch) -> Any:
-    """Give the trained tokens of answers [N]: all that are trained, unless prompts are, too."""
+    """Return the trained tokens of answers [N]: all that are trained, unless prompts are, too."""
     return batch["loss_mask"] & batch[ANSWER] if ANSWER in batch else batch["loss_mask"]
+
+
+def likelihood_mask(batch: Batch, sft: SftTerm) -> Any:
+    """Return the tokens [N] whose likelihood counts: of the chosen answers, with their prompts where `of` says so."""
+    mask = batch["loss_mask"] if sft.of == "conversation" else answer_mask(batch)
+    return mask & expand(batch["chosen"], batch["lengths"])
+
+
+def likelihood_count(batch: Batch, sft: SftTerm) -> Any:
+    """Return what the likelihood is averaged over: chosen tokens, or chosen answers that have any."""
+    tokens = segment_sum(likelihood_mask(batch, sft).long(), batch["lengths"])
+    return tokens.sum() if sft.average == "token" else (tokens > 0).sum()
 
 
 class PairLoss(Generic[Config]):
@@ -84,13 +114,19 @@ class PairLoss(Generic[Config]):
         self.weights: Mapping[str, float] = {"preference": 1.0, **sft}
 
     @property
-    def average(self) -> bool:
-        """Whether scores are means over tokens."""
-        return bool(getattr(self.config, "average_logprobs", True))
+    def scoring(self) -> Scoring:
+        """How the answers are scored; losses that have no such key average, and weigh all tokens alike."""
+        names = ("ld_alpha", "divergence", "divergence_alpha")
+        found = {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
+        return Scoring(self.referenced, getattr(self.config, "average_logprobs", True), **found)
 
     def preference(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Give the loss of each pair from its scores: [P], [P] -> [P]."""
+        """Return the loss of each pair from its scores: [P], [P] -> [P]."""
         raise NotImplementedError
+
+    def compared(self, score: Tensor, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each pair: score [B], positions of chosen and rejected answers [P], [P] -> [P]."""
+        return self.preference(score[chosen], score[rejected])
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count the pairs with anything to learn; of the second term, the tokens or answers it is averaged over."""
@@ -98,34 +134,37 @@ class PairLoss(Generic[Config]):
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         counts = {"preference": (tokens[chosen] + tokens[rejected] > 0).sum()}
         if "sft" in self.weights:
-            tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
-            by_token = self.config.sft.average == "token"
-            counts["sft"] = tokens[chosen].sum() if by_token else (tokens[chosen] > 0).sum()
+            counts["sft"] = likelihood_count(batch, self.config.sft)
         return counts
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences are of a pair with anything to learn."""
-        tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
-        chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
-        alive = torch.zeros_like(batch["chosen"])
-        alive[chosen] = alive[rejected] = tokens[chosen] + tokens[rejected] > 0
-        return alive
+        """Return which sequences are of a pair with anything to learn."""
+        return live_pairs(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Sum over the pairs of this micro-batch."""
-        found = answers(outputs["logprobs"], batch, referenced=self.referenced, average=self.average)
+        found = answers(outputs["logprobs"], batch, self.scoring)
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         alive = found.tokens[chosen] + found.tokens[rejected] > 0
-        losses = self.preference(found.score[chosen], found.score[rejected])
+        losses = self.compared(found.score, chosen, rejected, batch)
         terms = {"preference": torch.where(alive, losses, 0.0).sum()}
         metrics = _metrics(found, chosen[alive], rejected[alive], self.config.beta, self.config.metrics)
         if "sft" in self.weights:
-            terms["sft"], metrics["nll"] = _likelihood(outputs["logprobs"], batch, self.config.sft)
+            terms["sft"], metrics["nll"] = likelihood(outputs["logprobs"], batch, self.config.sft)
         return LossResult(terms, metrics)
 
 
+def live_pairs(batch: Batch) -> Any:
+    """Return which sequences [B] are of a pair with anything to learn."""
+    tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
+    chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
+    alive = torch.zeros_like(batch["chosen"])
+    alive[chosen] = alive[rejected] = tokens[chosen] + tokens[rejected] > 0
+    return alive
+
+
 def _metrics(found: Answers, chosen: Tensor, rejected: Tensor, beta: float, how: PairMetrics) -> dict[str, Metric]:
-    """Give means over pairs. A reward is beta times the score that the loss compares, unless `how` says otherwise."""
+    """Return means over pairs. A reward is beta times the score that the loss compares, unless `how` says otherwise."""
     rewards, logps, count = rewards_of(found, beta, how), logps_of(found, how), len(chosen)
     margins = rewards[chosen] - rewards[rejected]
     return {
@@ -139,25 +178,25 @@ def _metrics(found: Answers, chosen: Tensor, rejected: Tensor, beta: float, how:
 
 
 def rewards_of(found: Answers, beta: float, how: PairMetrics) -> Tensor:
-    """Give the reward of each answer as it is reported: [B]."""
+    """Return the reward of each answer as it is reported: [B]."""
     score = found.total if how.rewards == "summed" else found.score
     return score.detach() * (beta if how.scaled else 1.0)
 
 
 def logps_of(found: Answers, how: PairMetrics) -> Tensor:
-    """Give the logprob of each answer as it is reported: [B]."""
+    """Return the logprob of each answer as it is reported: [B]."""
     return found.logprob / found.tokens.clamp(min=1) if how.logps == "mean" else found.logprob
 
 
 def right(margins: Tensor, how: PairMetrics) -> Tensor:
-    """Give 1 where the chosen answer is ahead, 0 where it is behind, and where they are level what a tie counts for."""
+    """Return 1 where the chosen answer is ahead, 0 where it is behind, and else what a tie counts for."""
     tie = {"half": 0.5, "wrong": 0.0, "right": 1.0}[how.ties]
     return (margins > 0).float() + tie * (margins == 0).float()
 
 
-def _likelihood(logprobs: Tensor, batch: Batch, sft: SftTerm) -> tuple[Tensor, Metric]:
-    """Give the sum of the second term, and the mean negative log-likelihood of a chosen token."""
-    mask = batch["loss_mask"] & expand(batch["chosen"], batch["lengths"])
+def likelihood(logprobs: Tensor, batch: Batch, sft: SftTerm) -> tuple[Tensor, Metric]:
+    """Return the sum of the second term, and the mean negative log-likelihood of a chosen token."""
+    mask = likelihood_mask(batch, sft)
     nll = torch.where(mask, -logprobs.float(), 0.0)
     total = segment_mean(nll, batch["lengths"], mask).sum() if sft.average == "sequence" else nll.sum()
     return total, mean(nll.detach().sum(), mask.sum())

@@ -1,15 +1,33 @@
 """From the records of a data file to sequences to compare."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from whet.data.chat import ChatTokenizer
+from whet.data.layouts import found_words
 from whet.data.messages import conversation
 from whet.data.pairs import answered, encode_pair
 from whet.errors import DataError
-from whet_dpo.config import ANSWER
+from whet_dpo.config import DpoConfig, KtoConfig, reads_answers
+from whet_dpo.loss_config import ANSWER
+
+if TYPE_CHECKING:
+    from whet.data.offline import Encode
+    from whet.model import ModelInfo
+
+
+def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":
+    """Return what turns a record into two sequences to compare."""
+    encode = encode_with_prompt if reads_answers(config.loss, model) else encode_pair
+    return partial(encode, names=config.fields)
+
+
+def labelled_encoder(config: KtoConfig, model: "ModelInfo") -> "Encode":
+    """Return what turns a record into sequences with labels."""
+    return partial(encode_labelled, names=config.fields)
 
 
 def encode_with_prompt(
@@ -41,7 +59,7 @@ def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mappi
         return [_labelled(one) for one in encode_pair(record, chat, names)]
     if prompt is None or completion is None or label is None:
         raise DataError(
-            f"a record has the fields {list(record)!r:.120}; wanted `{own['prompt']}`, `{own['completion']}` and "
+            f"a record has the columns {found_words(record)}; wanted `{own['prompt']}`, `{own['completion']}` and "
             f"`{own['label']}`, or the fields of a pair (see algorithm.fields)"
         )
     if not isinstance(label, bool | int) or label not in (0, 1):

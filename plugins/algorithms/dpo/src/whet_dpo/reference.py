@@ -17,7 +17,7 @@ from whet.data.offline import Part, PreparedData
 from whet.errors import CheckpointError, WhetError
 from whet.model import fingerprint
 from whet.run_folder import disk_errors
-from whet_dpo.config import REFERENCE
+from whet_dpo.loss_config import REFERENCE
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Weights

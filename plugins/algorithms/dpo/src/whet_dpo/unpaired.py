@@ -1,7 +1,7 @@
-"""The loss on single answers with a label. Needs torch; only workers import it."""
+"""The losses on single answers with a label. Needs torch; only workers import it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,24 +11,36 @@ from whet.interfaces.loss import LossResult
 from whet.metrics import Metric, mean
 from whet.ops.reductions import segment_sum
 from whet_dpo import formulas
-from whet_dpo.config import REFERENCE, KtoLossConfig
-from whet_dpo.pairwise import Answers, answers, logps_of, rewards_of, right
+from whet_dpo.loss_config import BASELINE, REFERENCE, KtoLossConfig
+from whet_dpo.pairwise import Answers, Scoring, answers, logps_of, rewards_of, right
+from whet_dpo.whole_config import SHIFT, BcoConfig
+
+Config = TypeVar("Config", bound=KtoLossConfig)
 
 
-class Kto:
-    """See `whet_dpo.formulas.kto`: the mean over answers, weighted by their label, or the mean of those of both kinds.
+class AnswerLoss(Generic[Config]):
+    """A loss on single answers: a subclass says what an answer costs, compared with a number of the whole batch.
 
-    The baseline is a column, since it is a number of the whole batch and a loss sees a part of it. Answers without a
-    token to learn do not count.
+    That number is a column, since a loss sees a part of the batch. Answers without a token to learn do not count. The
+    mean is over answers, weighted by their label, or it is the mean of the means of both kinds.
     """
 
-    columns: tuple[str, ...] = ("desirable", "kl_baseline", REFERENCE)
     outputs: tuple[str, ...] = ("logprobs",)
+    metric = ""
+    """What the number that scores are compared with is called in metrics."""
+    column: str | None = None
+    """The column that holds the number; without one it is 0."""
 
-    def __init__(self, config: KtoLossConfig) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
+        compared = () if self.column is None else (self.column,)
+        self.columns: tuple[str, ...] = ("desirable", *compared, REFERENCE)
         one, two = {"preference": 1.0}, {"desirable": 0.5, "undesirable": 0.5}
         self.weights: Mapping[str, float] = two if config.average == "kinds" else one
+
+    def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
+        """Return the loss of each answer [B]; `even` [B] is the number that scores are compared with."""
+        raise NotImplementedError
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count the answers with anything to learn, of each kind where each has a mean of its own."""
@@ -36,31 +48,32 @@ class Kto:
         return {name: of.sum() for name, of in self._of_terms(alive, batch["desirable"]).items()}
 
     def _of_terms(self, alive: Tensor, desirable: Tensor) -> dict[str, Tensor]:
-        """Say which answers [B] each term is over."""
+        """Return which answers [B] each term is over."""
         if self.config.average == "answers":
             return {"preference": alive}
         return {"desirable": alive & desirable, "undesirable": alive & ~desirable}
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences are of a unit with anything to learn."""
+        """Return which sequences are of a unit with anything to learn."""
         tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
         return torch.isin(batch["unit"], batch["unit"][tokens > 0])
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Sum over the answers of this micro-batch."""
-        found = answers(outputs["logprobs"], batch, referenced=True, average=False)
-        desirable, baseline, config = batch["desirable"], batch["kl_baseline"].float(), self.config
-        losses = formulas.kto(found.score, desirable, baseline, config.beta)
+        found = answers(outputs["logprobs"], batch, Scoring(referenced=True, average=False))
+        desirable, config = batch["desirable"], self.config
+        even = torch.zeros_like(found.score) if self.column is None else batch[self.column].float()
+        losses = self.cost(found.score, desirable, even)
         losses = losses * torch.where(desirable, config.desirable_weight, config.undesirable_weight)
         kinds = self._of_terms(found.tokens > 0, desirable)
         terms = {name: torch.where(of, losses, 0.0).sum() for name, of in kinds.items()}
-        return LossResult(terms, self._metrics(found, batch))
+        return LossResult(terms, self._metrics(found, even, batch))
 
-    def _metrics(self, found: Answers, batch: Batch) -> dict[str, Metric]:
-        """Give means over desirable answers, over the others, and over the pairs that lie in one unit."""
+    def _metrics(self, found: Answers, even: Tensor, batch: Batch) -> dict[str, Metric]:
+        """Return means over desirable answers, over the others, and over the pairs that lie in one unit."""
         how = self.config.metrics
         alive, rewards, logps = found.tokens > 0, rewards_of(found, self.config.beta, how), logps_of(found, how)
-        metrics = {"kl": mean(batch["kl_baseline"][alive].float().sum(), alive.sum())}
+        metrics = {self.metric: mean(even[alive].sum(), alive.sum())}
         for name, of in (("chosen", alive & batch["desirable"]), ("rejected", alive & ~batch["desirable"])):
             metrics[f"rewards/{name}"] = mean(rewards[of].sum(), of.sum())
             metrics[f"logps/{name}"] = mean(logps[of].sum(), of.sum())
@@ -70,6 +83,30 @@ class Kto:
             margins = (rewards[chosen] - rewards[rejected])[counted]
             metrics["rewards/accuracies"] = mean(right(margins, how).sum(), counted.sum())
         return metrics
+
+
+class Kto(AnswerLoss[KtoLossConfig]):
+    """See `whet_dpo.formulas.kto`."""
+
+    metric, column = "kl", BASELINE
+
+    def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
+        """Return the loss of each answer."""
+        return formulas.kto(score, desirable, even, self.config.beta)
+
+
+class Bco(AnswerLoss[BcoConfig]):
+    """See `whet_dpo.formulas.bco`. The shift carries no gradient."""
+
+    metric = SHIFT
+
+    def __init__(self, config: BcoConfig) -> None:
+        self.column = None if config.shift == "none" else SHIFT
+        super().__init__(config)
+
+    def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
+        """Return the loss of each answer."""
+        return formulas.bco(score, desirable, even, self.config.beta)
 
 
 def _pairs(unit: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:

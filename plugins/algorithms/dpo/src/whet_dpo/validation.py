@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def validate(
     backend: "Backend", batches: Iterable["Batch"], loss: "Spec", prepare: Callable[["Batch"], "Batch"]
 ) -> dict[str, Metric]:
-    """Give what the loss gives, over all batches. `loss` is the mean of theirs, weighted by their sequences.
+    """Return what the loss gives, over all batches. `loss` is the mean of theirs, weighted by their sequences.
 
     `prepare` adds the columns that the loss reads and the data does not have.
     """

@@ -8,11 +8,19 @@ from numpy.typing import NDArray
 
 from whet.data.batch import Batch
 from whet.errors import DataError
-from whet.ops.advantages import gdpo, group_mean, whiten
+from whet.ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
 from whet.ops.gae import at_last, gae
 from whet.ops.reductions import expand, segment_sum
-from whet.ops.shaping import rewards_to_come
-from whet_grpo.config import GdpoConfig, GroupMeanConfig, ReinforcePlusPlusConfig, RlooConfig
+from whet.ops.shaping import reward_to_go
+from whet.stages import of_episodes
+from whet_grpo.config import (
+    GdpoConfig,
+    GroupMeanConfig,
+    OpoConfig,
+    ReinforcePlusPlusConfig,
+    RemaxConfig,
+    RlooConfig,
+)
 
 PREFIX = "reward:"
 """Columns of named rewards begin with this."""
@@ -85,13 +93,14 @@ class Rloo:
 class ReinforcePlusPlus:
     """Rewards normalised over the whole batch.
 
-        A         = reward still to come at the token;    baseline: less the mean reward of the group
+        A         = reward + token rewards (-weight * KL) from the token on;    baseline: - mean of the group
         advantage = (A - mean over the batch) / sqrt(max(variance over the batch, epsilon))
 
     Hu et al. 2025, section 3 (arXiv:2501.03262). Mean and variance are over trained tokens, as in OpenRLHF, verl and
     NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl has the unbiased variance
     and adds its epsilon to it; the others, and we, have the biased one, of at least epsilon. A batch of equal rewards
-    gets exactly 0.
+    gets exactly 0. Rewards and penalties are kept apart until the end, so that with a baseline a group of equal rewards
+    has exactly the advantages that its penalties make.
     """
 
     def __init__(self, config: ReinforcePlusPlusConfig) -> None:
@@ -100,40 +109,98 @@ class ReinforcePlusPlus:
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Give the advantage of each token [N], or without `per_token` of each sequence [B]."""
         config, episodes = self.config, episodes_of(batch)
-        costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)
-        rewards = np.asarray(batch["reward"], np.float64)
-        if config.kl_of == "own" and config.per_token and "reward:kl" in batch:
-            rewards = rewards - batch["reward:kl"]
+        rewards, penalties, costs = apart(batch)
+        own = config.kl_of == "own" and config.per_token
         if config.baseline:
-            first, group = rewards[episodes.first], batch["group"][episodes.first]
-            found = group_mean(first, group, scale="none", alone=config.alone)
-            rewards = found.astype(np.float64)[episodes.owner]
+            group = batch["group"][episodes.first]
+            rewards = less_group_mean(rewards[episodes.first], group, config.alone)[episodes.owner]
+            if config.baseline_of == "total" and not own:
+                penalties = less_group_mean(penalties[episodes.first], group, config.alone)[episodes.owner]
         lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
         trained = segment_sum(mask.astype(np.int64), lengths)
         share = 1.0 / episodes.sizes[episodes.owner]
         if config.over == "sequences":
             share = share / np.maximum(trained, 1)
         if not config.per_token:
-            return self._whiten(rewards, share * trained)
-        if config.kl_of == "own":
+            return self._whiten(rewards + penalties, share * trained)
+        if own:
             values = self._to_come(rewards, np.zeros(batch.tokens), mask, lengths) + costs
         else:
-            values = self._to_come(rewards, costs, mask, lengths)
+            # What an episode pays beside this sequence's own tokens: its other sequences, less the group's mean.
+            beside = penalties - segment_sum(costs, lengths)
+            values = self._to_come(rewards + beside, costs, mask, lengths)
         return self._whiten(values, expand(share, lengths) * mask)
 
     def _to_come(
-        self, totals: NDArray[Any], costs: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]
+        self, rewards: NDArray[Any], costs: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]
     ) -> NDArray[Any]:
-        """Give what is still to come at each token [N], discounted: what totals [B] hold beside costs is at the end."""
+        """Return what is still to come at each token [N], discounted: rewards [B] at the end, costs at each token."""
         if self.config.gamma == 1:
-            return rewards_to_come(totals, costs, lengths)
-        placed = at_last(totals - segment_sum(costs, lengths), mask, lengths) + costs
+            return reward_to_go(rewards, costs, lengths)
+        placed = at_last(rewards, mask, lengths) + costs
         return gae(placed, np.zeros(len(mask)), mask, lengths, gamma=self.config.gamma, lambda_=1.0)
 
     def _whiten(self, values: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float32]:
         c = self.config
         found = whiten(values, weights, unbiased=c.unbiased, epsilon=c.epsilon, epsilon_at=c.epsilon_at)
         return found.astype(np.float32)
+
+
+def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return rewards [B] without `kl_reward`, that penalty of each episode [B], and that of each token [N].
+
+    They are the columns of `whet.stages.penalise_kl`; where it was not asked for, both penalties are 0. Without the
+    column `task_reward` the penalty is subtracted from `reward`, which leaves rounding errors.
+    """
+    costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)
+    penalties = of_episodes(batch, segment_sum(costs, batch["lengths"]))
+    if "task_reward" in batch:
+        return np.asarray(batch["task_reward"], np.float64), penalties, costs
+    return np.asarray(batch["reward"], np.float64) - penalties, penalties, costs
+
+
+class Opo:
+    """Rewards less the mean of their group weighted by length; see `whet.ops.advantages.length_weighted`.
+
+    The length of an episode is the number of tokens that the model produced, divided by its sequences where it has
+    several, whether or not `overlong.mask` keeps them from being trained.
+    """
+
+    def __init__(self, config: OpoConfig) -> None:
+        self.config = config
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        episodes = episodes_of(batch)
+        produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
+        tokens = segment_sum(produced.astype(np.int64), batch["lengths"])
+        sizes = np.bincount(episodes.owner, tokens, len(episodes.sizes)) / episodes.sizes
+        rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
+        return np.asarray(length_weighted(rewards, group, sizes, self.config.alone)[episodes.owner])
+
+
+class Remax:
+    """Rewards less that of the likeliest answer to the same prompt.
+
+        A(t) = reward + token rewards (-weight * KL) from the token on - reward of the answer at temperature 0
+
+    Li et al. 2023, algorithm 2 (arXiv:2310.10505). The likeliest answer is sampled beside each group and is not trained
+    on; its reward is as its environment gave it, without penalties, as in verl. Nothing is normalised.
+    """
+
+    def __init__(self, config: RemaxConfig) -> None:
+        self.config = config
+
+    def __call__(self, batch: Batch) -> NDArray[np.float32]:
+        """Return the advantage of each token [N], or without `per_token` of each sequence [B]."""
+        if "greedy_reward" not in batch:
+            raise DataError("the batch has no column 'greedy_reward': its groups were sampled without a greedy answer")
+        rewards, penalties, costs = apart(batch)
+        ahead = rewards - np.asarray(batch["greedy_reward"], np.float64)
+        if not self.config.per_token:
+            return np.asarray(ahead + penalties, np.float32)
+        beside = penalties - segment_sum(costs, batch["lengths"])
+        return reward_to_go(ahead + beside, costs, np.asarray(batch["lengths"])).astype(np.float32)
 
 
 class Gdpo:

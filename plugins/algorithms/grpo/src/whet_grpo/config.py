@@ -1,34 +1,45 @@
 """The sections of GRPO and its parts, and what planning needs to know of them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import ge, gt, le, optional
+from attrs.validators import deep_mapping, ge, gt, le, optional
 
 from whet.component import Facts, Selection
-from whet.config.policy import CorrectionSection, KlRewardSection, OverlongSection
+from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
+from whet.config.policy import (
+    AverageConfig,
+    CorrectionSection,
+    KlLossSection,
+    KlRewardSection,
+    LikelihoodSection,
+    OverlongSection,
+    TopEntropySection,
+)
 from whet.config.sections import selection
 from whet.model import ModelInfo
 from whet.plan import facts_of
+
+_MAX_WEIGHT: Any = optional(above(0, FACTOR))
 
 
 @frozen
 class GrpoConfig:
     """Group relative policy optimisation: reward each answer relative to others of the same prompt."""
 
-    prompts_per_step: int = field(default=32, validator=ge(1))
+    prompts_per_step: int = field(default=32, validator=between(1, BATCH))
     """Groups that one step consumes."""
-    group_size: int = field(default=8, validator=ge(1))
+    group_size: int = field(default=8, validator=between(1, GROUP))
     """Answers to each prompt, compared with each other."""
-    minibatches: int = field(default=1, validator=ge(1))
+    minibatches: int = field(default=1, validator=between(1, BATCH))
     """Optimizer steps taken in one pass over each batch."""
-    epochs: int = field(default=1, validator=ge(1))
+    epochs: int = field(default=1, validator=between(1, GROUP))
     """Passes over each batch."""
     advantages: Selection = selection("advantages", "group-mean")
     """How rewards become advantages."""
-    clip_advantages: float = field(default=0.0, validator=ge(0))
+    clip_advantages: float = field(default=0.0, validator=between(0, FACTOR))
     """Advantages are clipped to plus or minus this; 0: not at all."""
-    clip_advantages_below: float | None = field(default=None, validator=optional(ge(0)))
+    clip_advantages_below: float | None = field(default=None, validator=optional(between(0, FACTOR)))
     """Negative advantages are clipped to minus this instead; 0: not at all, null: as positive ones."""
     loss: Selection = selection("losses", "clipped-pg")
     """What is minimised."""
@@ -42,6 +53,8 @@ class GrpoConfig:
     """A penalty in the reward for leaving the reference policy; the one in the loss is `loss.kl`."""
     correction: CorrectionSection = Factory(CorrectionSection)
     """What happens where the trainer's logprobs differ from the sampler's."""
+    top_entropy: TopEntropySection = Factory(TopEntropySection)
+    """Whether only tokens of high entropy teach."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
     """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
     cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
@@ -51,42 +64,29 @@ class GrpoConfig:
 
 
 @frozen
-class KlLossSection:
-    """A penalty in the loss for leaving the reference policy: a term of its own, averaged as the loss is."""
+class OffPolicySection:
+    """Off-policy sequence masking: bad answers that the policy would hardly give any more teach nothing."""
 
-    weight: float = field(default=0.0, validator=ge(0))
-    """Of a nat per token; 0: no penalty, and no reference policy is needed."""
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """How the divergence is estimated from one token."""
-    importance: Literal["none", "score", "ratio", "sequence"] = "none"
-    """What the estimate is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1 whose
-    gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old probability, which
-    makes it right off policy, too. `sequence`: the geometric mean of the sequence's ratios in its place, as TRL has it
-    with ratios of sequences."""
-    straight_through: bool = False
-    """Take the gradient of k2 whatever the estimator, as verl's `k3+`; it is right on policy."""
-    clamp_log_ratio: float = field(default=20.0, validator=ge(0))
-    """Bound of log policy - log reference, in nats, beyond which a token gets no gradient; 0: none."""
-    clamp: float = field(default=10.0, validator=ge(0))
-    """Bound of the estimate, in nats, beyond which a token gets no gradient; 0: none."""
+    threshold: float | None = field(default=None, validator=optional(between(0, FACTOR)))
+    """An answer of negative advantage is left out where its tokens' logprobs have fallen by more nats than this on
+    average since they were sampled; its tokens still count in the mean, and for `kl`. Null: none is left out."""
+    since: Literal["sampler", "old"] = "sampler"
+    """What they have fallen since: the generator's logprobs, or the old logprobs of the ratio."""
 
 
 @frozen
-class PolicyLossConfig:
+class PolicyLossConfig(AverageConfig):
     """What all losses of a policy have in common."""
 
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean, as in
-    the paper of GRPO; tokens of short answers weigh more. `constant`: the sum over tokens divided by the number of
-    sequences times `max_length`, as in Dr. GRPO."""
-    max_length: int = field(default=0, validator=ge(0))
-    """Of the aggregation `constant`: tokens that each sequence counts as, e.g. `rollout.max_tokens`; 1: the mean over
-    sequences of each one's sum."""
-    count_empty: bool = False
-    """Of the aggregations `sequence` and `constant`: whether sequences without a trained token count, as in TRL and, of
-    a whole optimizer step, in verl."""
+    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
+    """Bound of the logarithm of a ratio, of a token or of a sequence, in nats, beyond which there is no gradient, as in
+    verl; 0: none, as in TRL and NeMo RL."""
     kl: KlLossSection = Factory(KlLossSection)
     """A penalty for leaving the reference policy."""
+    likelihood: LikelihoodSection = Factory(LikelihoodSection)
+    """A likelihood term on right answers."""
+    off_policy: OffPolicySection = Factory(OffPolicySection)
+    """Whether bad answers that are far from the policy are left out."""
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
 
@@ -97,9 +97,9 @@ class ClippedPgConfig(PolicyLossConfig):
 
     clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
     """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = field(default=0.2, validator=ge(0))
+    clip_high: float = field(default=0.2, validator=between(0, FACTOR))
     """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
-    clip_dual: float = field(default=0.0, validator=ge(0))
+    clip_dual: float = field(default=0.0, validator=between(0, FACTOR))
     """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
 
 
@@ -116,8 +116,32 @@ class GspoConfig(PolicyLossConfig):
     RLOO in TRL; it needs much wider bounds."""
     clip_low: float = field(default=3.0e-4, validator=[ge(0), le(1)])
     """A ratio below 1 minus this is no longer pushed down. Ratios of whole sequences stay much closer to 1."""
-    clip_high: float = field(default=4.0e-4, validator=ge(0))
+    clip_high: float = field(default=4.0e-4, validator=between(0, FACTOR))
     """A ratio above 1 plus this is no longer pushed up."""
+
+
+@frozen
+class GmpoConfig(PolicyLossConfig):
+    """GMPO: the policy gradient with the geometric mean of a sequence's ratios, each of them clipped before."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    """As in other losses; `sequence` is that of the paper."""
+    clip_low: float = field(default=0.4, validator=between(0, FACTOR))
+    """A token of a bad answer whose log-ratio is below minus this, in nats, is no longer pushed down."""
+    clip_high: float = field(default=0.4, validator=between(0, FACTOR))
+    """A token of a good answer whose log-ratio is above this, in nats, is no longer pushed up."""
+
+
+@frozen
+class SapoConfig(PolicyLossConfig):
+    """SAPO: a gradient that fades as a token's ratio leaves 1, in place of clipping."""
+
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+    """As in other losses; `sequence` is that of the paper."""
+    temperature_positive: float = field(default=1.0, validator=above(0, FACTOR))
+    """How soon it fades for tokens of positive advantage; the higher, the sooner."""
+    temperature_negative: float = field(default=1.05, validator=above(0, FACTOR))
+    """The same for all others."""
 
 
 @frozen
@@ -126,7 +150,7 @@ class CispoConfig(PolicyLossConfig):
 
     clip_low: float = field(default=1.0, validator=[ge(0), le(1)])
     """The weight is at least 1 minus this; 1: no lower bound, as in the paper."""
-    clip_high: float = field(default=4.0, validator=ge(0))
+    clip_high: float = field(default=4.0, validator=between(0, FACTOR))
     """The weight is at most 1 plus this."""
 
 
@@ -134,13 +158,8 @@ class CispoConfig(PolicyLossConfig):
 class ReinforceConfig(PolicyLossConfig):
     """REINFORCE, with truncated importance weights for samples of other weights."""
 
-    max_weight: float | None = field(default=2.0)
+    max_weight: float | None = field(default=2.0, validator=_MAX_WEIGHT)
     """Largest importance weight; null: no weights, however old the samples are."""
-
-    @max_weight.validator
-    def _positive(self, attribute: object, value: float | None) -> None:
-        if value is not None and value <= 0:
-            raise ValueError(f"is {value:g}, wanted a number above 0, or null for no weights")
 
 
 @frozen
@@ -151,7 +170,7 @@ class GroupMeanConfig:
     """Divide by the standard deviation of the group's rewards, of the whole batch's, or by nothing."""
     unbiased: bool = True
     """Standard deviation with n - 1 rather than n in the denominator."""
-    epsilon: float = field(default=1.0e-4, validator=ge(0))
+    epsilon: float = field(default=1.0e-4, validator=between(0, 1))
     """Added to the standard deviation."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""
@@ -169,7 +188,7 @@ class RlooConfig:
     """Also divide by the standard deviation over the batch."""
     unbiased: bool = True
     """That deviation with n - 1 rather than n in the denominator."""
-    epsilon: float = field(default=1.0e-4, validator=ge(0))
+    epsilon: float = field(default=1.0e-4, validator=between(0, 1))
     """Added to it."""
     alone: Literal["zero", "reward"] = "zero"
     """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
@@ -181,6 +200,9 @@ class ReinforcePlusPlusConfig:
 
     baseline: bool = False
     """First take the mean of the group away: REINFORCE++ with baseline."""
+    baseline_of: Literal["total", "reward"] = "total"
+    """What that mean is of. `total`: rewards with the penalty of `algorithm.kl_reward`, as in verl. `reward`: rewards
+    without it, as in OpenRLHF; with `kl_of: own`, as in NeMo RL, it always is."""
     per_token: bool = True
     """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
     sequence its whole reward."""
@@ -193,7 +215,7 @@ class ReinforcePlusPlusConfig:
     """What mean and deviation are taken over: all trained tokens of the batch, or its episodes."""
     unbiased: bool = False
     """Variance with n - 1 rather than n in the denominator."""
-    epsilon: float = field(default=1.0e-8, validator=gt(0))
+    epsilon: float = field(default=1.0e-8, validator=above(0, 1))
     """What keeps small variances from blowing up; see `epsilon_at`."""
     epsilon_at: Literal["floor", "variance", "deviation"] = "floor"
     """`floor`: it is the smallest variance, as in OpenRLHF and NeMo RL. `variance`: it is added to the variance, as in
@@ -203,17 +225,34 @@ class ReinforcePlusPlusConfig:
 
 
 @frozen
+class OpoConfig:
+    """OPO: rewards less the mean of their group weighted by length, which is the baseline of least variance."""
+
+    alone: Literal["zero", "reward"] = "zero"
+    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+
+
+@frozen
+class RemaxConfig:
+    """ReMax: rewards less the reward of the likeliest answer, which is sampled beside each group at temperature 0."""
+
+    per_token: bool = True
+    """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
+    sequence its whole reward."""
+
+
+@frozen
 class GdpoConfig:
     """GDPO: each named reward normalised in its group, then added up, then scaled over the batch."""
 
-    weights: dict[str, float] = Factory(dict)
+    weights: dict[str, float] = field(factory=dict, validator=deep_mapping(value_validator=between(-FACTOR, FACTOR)))
     """Of each named reward; those that are not named here do not count. Empty: all of them, with weight 1. The rewards
     that `overlong` and `kl_reward` make are named `overlong` and `kl`."""
     scale: Literal["group", "none"] = "group"
     """Divide each reward by its deviation in the group, or by nothing."""
     unbiased: bool = True
     """Standard deviations with n - 1 rather than n in the denominator."""
-    epsilon: float = field(default=1.0e-4, validator=ge(0))
+    epsilon: float = field(default=1.0e-4, validator=between(0, 1))
     """Added to the standard deviations."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as NeMo RL does."""
@@ -225,7 +264,7 @@ class GdpoConfig:
     """What the deviation over the batch is taken over: its episodes, or all trained tokens, as in verl."""
     centre: bool = False
     """Also take away the mean over the batch. It is 0 but where tokens are counted, or others of the group compared."""
-    batch_epsilon: float | None = field(default=None, validator=optional(ge(0)))
+    batch_epsilon: float | None = field(default=None, validator=optional(between(0, 1)))
     """That of the deviation over the batch; null: `epsilon`."""
     epsilon_at: Literal["floor", "variance", "deviation"] = "deviation"
     """Where it goes over the batch. `deviation`: it is added to the deviation, as in TRL. `variance`: it is added to
@@ -246,14 +285,15 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
     if config.overlong.penalty:
         written |= {"reward:overlong"}
     if config.kl_reward.weight:
-        written |= {"reward:kl", "token_rewards"}
+        written |= {"reward:kl", "token_rewards", "task_reward"}
     reference = wants_reference(config, model)
     return Facts(
         inputs=frozenset({"rollouts"}),
         columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
         columns_essential=frozenset({"advantages"}),
         weights_needed=frozenset({"reference"} if reference else ()),
-        token_advantages=config.correction.per_token,
+        outputs_needed=frozenset({"entropy"} if config.top_entropy.share < 1 else ()),
+        token_advantages=config.correction.per_token or config.top_entropy.share < 1,
         group_size=config.group_size,
         groups_per_step=config.prompts_per_step,
     )
@@ -266,11 +306,13 @@ def wants_reference(config: GrpoConfig, model: ModelInfo) -> bool:
 
 def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of a loss."""
-    reference = {"reference_logprobs"} if config.kl.weight else set()
+    further = {"reference_logprobs"} if config.kl.weight else set()
+    further |= {"reward"} if config.likelihood.weight else set()
+    of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
     return Facts(
         outputs_needed=frozenset({"logprobs", "entropy"} if config.entropy else {"logprobs"}),
-        columns_read=frozenset({"advantages", "sampler_logprobs"} | reference),
-        token_advantages=not isinstance(config, GspoConfig) or config.level == "token",
+        columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
+        token_advantages=not of_sequences,
     )
 
 
@@ -283,3 +325,8 @@ def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo)
     """Say what planning needs to know of the estimator."""
     compares = config.baseline and config.alone == "zero"
     return Facts(least_group_size=2 if compares else 1, token_advantages=config.per_token)
+
+
+def remax_facts(config: RemaxConfig, model: ModelInfo) -> Facts:
+    """Return what planning needs to know of the estimator: one more answer for each group, the likeliest."""
+    return Facts(greedy_sample=True, token_advantages=config.per_token)

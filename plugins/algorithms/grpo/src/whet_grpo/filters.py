@@ -24,5 +24,7 @@ class UnequalRewards:
     def _reward(self, episode: Episode) -> float:
         name = self.config.reward
         if name and name not in episode.rewards:
+            if episode.undecided:  # an environment need not name its rewards before it gives them
+                return 0.0
             raise DataError(f"there is no reward {name!r} to compare; there is {', '.join(episode.rewards)}")
         return episode.rewards[name] if name else episode.reward

@@ -13,6 +13,7 @@ from whet.stages import (
     advantage_metrics,
     clip_advantages,
     correct_gap,
+    keep_uncertain,
     logged,
     mask_overlong,
     penalise_kl,
@@ -38,22 +39,24 @@ class Grpo:
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
         assert rollouts is not None  # what feeds on rollouts gets them
         advantages = parts.build(config.advantages)
-        before, within = place_correction(config.correction, several(config), config.kl_reward)
+        before, within = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)
         loss = with_correction(parts.loss, within)
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         longest = parts.config.rollout.max_tokens
         bounds = config.clip_advantages, config.clip_advantages_below
+        carried = parts.steps.state if config.kl_reward.adaptive.target else None
 
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
             batch = logged(step, penalise_overlong(batch, config.overlong, longest))
             batch = scored(batch, backend, old, reference)
-            batch = logged(step, penalise_kl(batch, config.kl_reward))
+            batch = logged(step, penalise_kl(batch, config.kl_reward, carried))
             batch = logged(step, mask_overlong(batch, config.overlong))
             batch = batch.with_columns(advantages=clip_advantages(advantages(batch), *bounds))
             step.log(advantage_metrics(batch))
             batch = logged(step, correct_gap(batch, before))
+            batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
             for epoch in range(config.epochs):
                 for part in batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch)):
                     step.log(backend.train(part, loss))
@@ -63,7 +66,7 @@ class Grpo:
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
     """Say where the old policy's logprobs come from; see `whet.stages.choose_old_logprobs`."""
-    before, _ = place_correction(config.correction, several(config), config.kl_reward)
+    before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted
     return stages.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 

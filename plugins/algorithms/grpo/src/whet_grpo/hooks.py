@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem, Selection
-from whet.config.policy import shaping_problems
+from whet.config.policy import (
+    average_problems,
+    kl_loss_problems,
+    kl_reward_problems,
+    shaping_problems,
+    top_entropy_problems,
+)
 from whet_grpo import config as sections
 from whet_grpo.config import GrpoConfig, PolicyLossConfig
 
@@ -28,6 +34,8 @@ def whet_losses() -> Iterable[Component]:
     yield Component("clipped-pg", sections.ClippedPgConfig, "whet_grpo.losses:ClippedPg", OF_LOSSES)
     yield Component("gspo", sections.GspoConfig, "whet_grpo.losses:Gspo", OF_LOSSES)
     yield Component("cispo", sections.CispoConfig, "whet_grpo.losses:Cispo", OF_LOSSES)
+    yield Component("gmpo", sections.GmpoConfig, "whet_grpo.losses:Gmpo", OF_LOSSES)
+    yield Component("sapo", sections.SapoConfig, "whet_grpo.losses:Sapo", OF_LOSSES)
     yield Component("reinforce", sections.ReinforceConfig, "whet_grpo.losses:Reinforce", OF_LOSSES)
 
 
@@ -36,6 +44,8 @@ def whet_advantages() -> Iterable[Component]:
     """Offer advantages from rewards and groups."""
     yield Component("group-mean", sections.GroupMeanConfig, "whet_grpo.advantages:GroupMean", OF_GROUPS)
     yield Component("rloo", sections.RlooConfig, "whet_grpo.advantages:Rloo", OF_GROUPS)
+    yield Component("opo", sections.OpoConfig, "whet_grpo.advantages:Opo", OF_GROUPS)
+    yield Component("remax", sections.RemaxConfig, "whet_grpo.advantages:Remax", "whet_grpo.config:remax_facts")
     yield Component("gdpo", sections.GdpoConfig, "whet_grpo.advantages:Gdpo", OF_GROUPS)
     yield Component(
         "reinforce-plus-plus",
@@ -66,6 +76,7 @@ def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
         answers = f"the {grpo.prompts_per_step} x {grpo.group_size} answers of a step"
         yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {answers}")
     yield from shaping_problems(grpo.overlong, grpo.correction, config.rollout)
+    yield from kl_reward_problems(grpo.kl_reward, grpo.prompts_per_step, grpo.group_size)
     yield from _of_advantages(grpo)
     if grpo.correction.wanted and grpo.old_logprobs == "sampler":
         yield Problem(
@@ -82,18 +93,19 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
             yield Problem(
                 f"algorithm.advantages.{name}", "has no effect without per_token: all tokens have one advantage"
             )
+    if isinstance(found, sections.ReinforcePlusPlusConfig) and found.baseline_of == "reward" and not found.baseline:
+        yield Problem("algorithm.advantages.baseline_of", "has no effect without a baseline; set baseline: true")
     if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.deviation_of == "others":
         yield Problem("algorithm.advantages.deviation_of", "has no effect with scale: none, which divides by nothing")
 
 
 def _of_loss(loss: PolicyLossConfig, config: "Config") -> Iterable[Problem]:
-    if loss.aggregation == "constant" and not loss.max_length:
-        say = f"e.g. to rollout.max_tokens, which is {config.rollout.max_tokens}"
-        yield Problem("algorithm.loss.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {say}")
-    if loss.count_empty and loss.aggregation == "token":
-        yield Problem("algorithm.loss.count_empty", "has no effect on the aggregation `token`, which counts tokens")
+    yield from average_problems("algorithm.loss", loss, config.rollout)
     dual, high = getattr(loss, "clip_dual", 0.0), getattr(loss, "clip_high", 0.0)
     if dual and dual <= 1 + high:
         yield Problem("algorithm.loss.clip_dual", f"is {dual:g}, wanted more than 1 + clip_high, or 0 for none")
-    if loss.kl.straight_through and loss.kl.estimator == "k2":
-        yield Problem("algorithm.loss.kl.straight_through", "changes nothing for k2, whose own gradient it takes")
+    yield from kl_loss_problems(loss.kl)
+    if isinstance(config.algorithm.config, GrpoConfig):
+        yield from top_entropy_problems(config.algorithm.config.top_entropy, loss)
+    if loss.off_policy.since == "old" and loss.off_policy.threshold is None:
+        yield Problem("algorithm.loss.off_policy.since", "has no effect without a threshold; set off_policy.threshold")

@@ -14,10 +14,31 @@ from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet.ops import aggregation
 from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
-from whet.ops.kl import log_ratio, penalty_of_kl
-from whet.ops.losses import PolicyGradient, cispo, clip_ratio, clipped_policy_gradient, reinforce, sequence_ratio
+from whet.ops.kl import log_ratio
+from whet.ops.kl_loss import kl_loss
+from whet.ops.likelihood import right_tokens
+from whet.ops.losses import (
+    PolicyGradient,
+    cispo,
+    clip_ratio,
+    clipped_policy_gradient,
+    finite,
+    gmpo,
+    near_policy,
+    reinforce,
+    sapo,
+    sequence_ratio,
+)
 from whet.ops.reductions import expand, moved, of_tokens, segment_sum
-from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, PolicyLossConfig, ReinforceConfig
+from whet_grpo.config import (
+    CispoConfig,
+    ClippedPgConfig,
+    GmpoConfig,
+    GspoConfig,
+    PolicyLossConfig,
+    ReinforceConfig,
+    SapoConfig,
+)
 
 
 @frozen(eq=False)
@@ -35,11 +56,11 @@ Formula = Callable[[Answers], PolicyGradient]
 
 
 class PolicyLoss:
-    """A formula, averaged, with a penalty for leaving the reference policy, and metrics.
+    """A formula, averaged, with a penalty for leaving the reference policy, a likelihood term, and metrics.
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
     exactly 1. Advantages are per sequence [B] or per token [N]. Without a penalty, sequences whose advantages are all 0
-    count in the mean and nowhere else: they have no gradient.
+    count in the mean and nowhere else: they have no gradient, unless their answer is right and a likelihood is wanted.
     """
 
     def __init__(self, config: PolicyLossConfig, formula: Formula) -> None:
@@ -47,24 +68,26 @@ class PolicyLoss:
         self._formula = formula
         self.columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
         self.outputs: tuple[str, ...] = ("logprobs", "entropy") if config.entropy else ("logprobs",)
-        self.weights: Mapping[str, float] = {"policy": 1.0}
+        weights = {"policy": 1.0}
         if config.kl.weight:
             self.columns = (*self.columns, "reference_logprobs")
-            self.weights = {"policy": 1.0, "kl": config.kl.weight}
+            weights["kl"] = config.kl.weight
+        if config.likelihood.weight:
+            self.columns = (*self.columns, "reward")
+            weights["likelihood"] = config.likelihood.weight
+        self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count what both terms are divided by, dead sequences included."""
-        config = self.config
-        number = aggregation.count(
-            batch["loss_mask"], batch["lengths"], config.aggregation, config.max_length, config.count_empty
-        )
-        return dict.fromkeys(self.weights, number)
+        """Count what the terms are divided by, dead sequences included; for the likelihood, tokens of right answers."""
+        counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
+        return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have an advantage other than 0; with a penalty, which have anything to learn."""
+        """Say which sequences have an advantage other than 0 or are right; with a penalty, which have a loss token."""
         if self.config.kl.weight:
-            return segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
-        return moved(batch, "advantages")
+            return _trained(batch["loss_mask"], batch)
+        moving = moved(batch, "advantages")
+        return moving | _trained(self._right(batch), batch) if self.config.likelihood.weight else moving
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Compute the sums over this micro-batch.
@@ -75,33 +98,48 @@ class PolicyLoss:
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
-        found = self._formula(Answers(logprobs, old, of_tokens(batch, "advantages"), mask, lengths))
-        terms = {"policy": self._sum(found.loss, mask, lengths)}
+        answers = Answers(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
+        found = self._formula(answers)
+        near = self._near(answers, batch)
+        terms = {"policy": self._sum(found.loss, mask, lengths, near)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
         if self.config.kl.weight:
             reference = batch["reference_logprobs"]
-            terms["kl"] = self._sum(self._penalty(logprobs, reference, old, mask, lengths), mask, lengths)
+            terms["kl"] = self._sum(kl_loss(self.config.kl, logprobs, old, batch, mask), mask, lengths)
             metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), reference), seen)
+        if near is not None:
+            metrics["off_policy/masked"] = token_mean((~near).float(), seen)
+        if self.config.likelihood.weight:
+            right = self._right(batch)
+            terms["likelihood"] = torch.where(right, -finite(logprobs), 0.0).sum()
+            metrics["likelihood"] = token_mean(-finite(logprobs).detach(), right)
         if self.config.entropy:
             metrics["entropy"] = token_mean(outputs["entropy"].detach(), seen)
         return LossResult(terms, metrics)
 
-    def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor, near: Tensor | None = None) -> Tensor:
         # `where` rather than a product: whatever stands at a masked token must not reach the sum.
-        total: Tensor = aggregation.total(torch.where(mask, values, 0.0), mask, lengths, self.config.aggregation)
+        values = torch.where(mask if near is None else mask & near, values, 0.0)
+        total: Tensor = aggregation.total(values, mask, lengths, self.config.aggregation)
         return total
 
-    def _penalty(self, logprobs: Tensor, reference: Tensor, old: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        kl = self.config.kl
-        ratio = sequence_ratio(logprobs, old, mask, lengths) if kl.importance == "sequence" else None
-        estimate: Tensor = penalty_of_kl(
-            logprobs, reference, old, kl.estimator,
-            importance="ratio" if kl.importance == "sequence" else kl.importance,
-            straight_through=kl.straight_through, limit=kl.clamp_log_ratio, clamp=kl.clamp, ratio=ratio,
-        )  # fmt: skip
-        return estimate
+    def _near(self, a: Answers, batch: Batch) -> Tensor | None:
+        """Return which tokens [N] off-policy masking leaves; None where it is off."""
+        section = self.config.off_policy
+        if section.threshold is None:
+            return None
+        sampled = batch["sampler_logprobs"] if section.since == "sampler" else a.old_logprobs
+        return near_policy(a.logprobs, sampled, a.advantages, a.mask, a.lengths, section.threshold)
+
+    def _right(self, batch: Batch) -> Tensor:
+        return right_tokens(batch, self.config.likelihood)
+
+
+def _trained(mask: Tensor, batch: Batch) -> Any:
+    """Return which sequences [B] have a token under a mask [N]."""
+    return segment_sum(mask.long(), batch["lengths"]) > 0
 
 
 class ClippedPg(PolicyLoss):
@@ -111,7 +149,13 @@ class ClippedPg(PolicyLoss):
         super().__init__(
             config,
             lambda a: clipped_policy_gradient(
-                a.logprobs, a.old_logprobs, a.advantages, config.clip_low, config.clip_high, config.clip_dual
+                a.logprobs,
+                a.old_logprobs,
+                a.advantages,
+                config.clip_low,
+                config.clip_high,
+                config.clip_dual,
+                config.clamp_log_ratio,
             ),
         )
 
@@ -122,7 +166,13 @@ class Gspo(PolicyLoss):
     def __init__(self, config: GspoConfig) -> None:
         def formula(a: Answers) -> PolicyGradient:
             ratio = sequence_ratio(
-                a.logprobs, a.old_logprobs, a.mask, a.lengths, config.level == "token", config.ratio == "product"
+                a.logprobs,
+                a.old_logprobs,
+                a.mask,
+                a.lengths,
+                config.level == "token",
+                config.ratio == "product",
+                config.clamp_log_ratio,
             )
             return clip_ratio(ratio, a.advantages.float(), config.clip_low, config.clip_high)
 
@@ -134,12 +184,44 @@ class Cispo(PolicyLoss):
 
     def __init__(self, config: CispoConfig) -> None:
         super().__init__(
-            config, lambda a: cispo(a.logprobs, a.old_logprobs, a.advantages, config.clip_low, config.clip_high)
+            config,
+            lambda a: cispo(
+                a.logprobs, a.old_logprobs, a.advantages, config.clip_low, config.clip_high, config.clamp_log_ratio
+            ),
         )
+
+
+class Gmpo(PolicyLoss):
+    """The geometric mean of clipped ratios; see `whet.ops.losses.gmpo`."""
+
+    def __init__(self, config: GmpoConfig) -> None:
+        super().__init__(
+            config,
+            lambda a: gmpo(
+                a.logprobs, a.old_logprobs, a.advantages, a.mask, a.lengths, config.clip_low, config.clip_high,
+                config.clamp_log_ratio,
+            ),
+        )  # fmt: skip
+
+
+class Sapo(PolicyLoss):
+    """A soft gate in place of clipping; see `whet.ops.losses.sapo`."""
+
+    def __init__(self, config: SapoConfig) -> None:
+        super().__init__(
+            config,
+            lambda a: sapo(
+                a.logprobs, a.old_logprobs, a.advantages, config.temperature_positive, config.temperature_negative,
+                config.clamp_log_ratio,
+            ),
+        )  # fmt: skip
 
 
 class Reinforce(PolicyLoss):
     """REINFORCE with truncated importance weights; see `whet.ops.losses.reinforce`."""
 
     def __init__(self, config: ReinforceConfig) -> None:
-        super().__init__(config, lambda a: reinforce(a.logprobs, a.old_logprobs, a.advantages, config.max_weight))
+        super().__init__(
+            config,
+            lambda a: reinforce(a.logprobs, a.old_logprobs, a.advantages, config.max_weight, config.clamp_log_ratio),
+        )

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet.config.policy import shaping_problems
+from whet.config.policy import (
+    average_problems,
+    kl_loss_problems,
+    kl_reward_problems,
+    shaping_problems,
+    top_entropy_problems,
+)
 from whet.model import ModelInfo
 from whet.plan import facts_of
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
@@ -34,12 +40,12 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     if isinstance(ppo, PpoConfig):
         yield from _of_critic(ppo, config)
         yield from _of_numbers(ppo, config)
-        yield from _of_averages("algorithm.value_loss", ppo.value_loss.config)
-    dual = getattr(loss, "config", None)
-    yield from _of_averages("algorithm.loss", dual)
-    if isinstance(dual, PpoClipConfig) and dual.clip_dual and dual.clip_dual <= 1 + dual.clip_high:
-        words = f"is {dual.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
-        yield Problem("algorithm.loss.clip_dual", words)
+        value_loss = ppo.value_loss.config
+        if isinstance(value_loss, ValueClipConfig):
+            yield from average_problems("algorithm.value_loss", value_loss, config.rollout)
+    of_policy = getattr(loss, "config", None)
+    if isinstance(of_policy, PpoClipConfig):
+        yield from _of_loss(of_policy, config)
 
 
 def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
@@ -51,26 +57,28 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
         yield Problem("algorithm.value_loss", words)
 
 
-def _of_averages(path: str, loss: object) -> Iterable[Problem]:
-    if not isinstance(loss, PpoClipConfig | ValueClipConfig):
-        return
-    if loss.aggregation == "constant" and not loss.max_length:
-        yield Problem(f"{path}.max_length", "is 0, and the aggregation `constant` divides by it; set it")
-    if loss.count_empty and loss.aggregation == "token":
-        yield Problem(f"{path}.count_empty", "has no effect on the aggregation `token`, which counts tokens")
+def _of_loss(loss: PpoClipConfig, config: "Config") -> Iterable[Problem]:
+    yield from average_problems("algorithm.loss", loss, config.rollout)
+    yield from kl_loss_problems(loss.kl)
+    if isinstance(config.algorithm.config, PpoConfig):
+        yield from top_entropy_problems(config.algorithm.config.top_entropy, loss)
+    if loss.clip_dual and loss.clip_dual <= 1 + loss.clip_high:
+        words = f"is {loss.clip_dual:g}, wanted more than 1 + clip_high, or 0 for none"
+        yield Problem("algorithm.loss.clip_dual", words)
 
 
 def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if ppo.minibatches > ppo.prompts_per_step * ppo.group_size:
         answers = f"the {ppo.prompts_per_step} x {ppo.group_size} answers of a step"
         yield Problem("algorithm.minibatches", f"is {ppo.minibatches}, more than {answers}")
-    if ppo.critic_warmup >= config.run.steps:
+    if config.run.steps is not None and ppo.critic_warmup >= config.run.steps:
         words = f"is {ppo.critic_warmup} of {config.run.steps} steps, so the policy would never learn"
         yield Problem("algorithm.critic_warmup", f"{words}; lower it, or raise run.steps")
     if ppo.overlong.mask and ppo.gae.truncated == "bootstrap":
         words = "has no effect: algorithm.overlong.mask leaves out the answers that were cut"
         yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
     yield from shaping_problems(ppo.overlong, ppo.correction, config.rollout)
+    yield from kl_reward_problems(ppo.kl_reward, ppo.prompts_per_step, ppo.group_size)
     if ppo.correction.wanted and ppo.old_logprobs == "sampler":
         yield Problem(
             "algorithm.correction",

@@ -12,6 +12,8 @@ from whet.metrics import Metric
 from whet.ops import aggregation
 from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
 from whet.ops.kl import log_ratio
+from whet.ops.kl_loss import kl_loss
+from whet.ops.likelihood import right_tokens
 from whet.ops.losses import clipped_policy_gradient, finite
 from whet.ops.reductions import expand, moved, of_tokens, segment_sum
 from whet_ppo.config import PpoClipConfig, ValueClipConfig
@@ -41,9 +43,10 @@ class PpoClip:
     """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`.
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
-    exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: the negative
-    log-likelihood of right answers, over their tokens (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the
-    negative entropy (Schulman et al. 2017, equation 9, arXiv:1707.06347).
+    exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: a penalty for
+    leaving the reference policy (`whet.ops.kl_loss`), the negative log-likelihood of right answers, over their tokens
+    (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the negative entropy (Schulman et al. 2017, equation
+    9, arXiv:1707.06347).
     """
 
     def __init__(self, config: PpoClipConfig) -> None:
@@ -51,6 +54,9 @@ class PpoClip:
         self.columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
         self.outputs: tuple[str, ...] = ("logprobs", "entropy") if config.wants_entropy else ("logprobs",)
         weights = {"policy": 1.0}
+        if config.kl.weight:
+            self.columns = (*self.columns, "reference_logprobs")
+            weights["kl"] = config.kl.weight
         if config.likelihood.weight:
             self.columns = (*self.columns, "reward")
             weights["likelihood"] = config.likelihood.weight
@@ -60,14 +66,15 @@ class PpoClip:
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right answers."""
-        mask = batch["loss_mask"]
-        number = _count(mask, batch, self.config)
-        counts = dict.fromkeys(self.weights, number)
+        counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have an advantage other than 0 or are right; with a bonus, which have a loss token."""
-        if self.config.entropy_weight:
+        """Return which sequences have an advantage other than 0 or are right.
+
+        With a bonus, or a penalty, those that have a loss token.
+        """
+        if self.config.entropy_weight or self.config.kl.weight:
             return _trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
         return moving | _trained(self._right(batch), batch) if self.config.likelihood.weight else moving
@@ -82,12 +89,17 @@ class PpoClip:
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
         found = clipped_policy_gradient(
-            logprobs, old, of_tokens(batch, "advantages"), config.clip_low, config.clip_high, config.clip_dual
-        )
+            logprobs, old, of_tokens(batch, "advantages"), config.clip_low, config.clip_high, config.clip_dual,
+            config.clamp_log_ratio,
+        )  # fmt: skip
         terms = {"policy": _sum(found.loss, mask, lengths, config.aggregation)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
         metrics |= kl_metrics("kl_old", log_ratio(old, logprobs.detach()), seen)
+        if config.kl.weight:
+            penalty = kl_loss(config.kl, logprobs, old, batch, mask)
+            terms["kl"] = _sum(penalty, mask, lengths, config.aggregation)
+            metrics |= kl_metrics("kl_reference", log_ratio(logprobs.detach(), batch["reference_logprobs"]), seen)
         if config.likelihood.weight:
             right = self._right(batch)
             terms["likelihood"] = _sum(-finite(logprobs), right, lengths, "token")
@@ -99,10 +111,7 @@ class PpoClip:
         return LossResult(terms, metrics)
 
     def _right(self, batch: Batch) -> Tensor:
-        """Say which tokens [N] are to be learned in an answer that was right."""
-        good = batch["reward"] >= self.config.likelihood.at_least
-        right: Tensor = batch["loss_mask"] & expand(good, batch["lengths"])
-        return right
+        return right_tokens(batch, self.config.likelihood)
 
 
 class ValueClip:
@@ -117,7 +126,7 @@ class ValueClip:
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """Count loss tokens, or sequences that have any."""
-        return {"value": _count(batch["loss_mask"], batch, self.config)}
+        return {"value": aggregation.counted(batch, self.config)}
 
     def live(self, batch: Batch) -> Any:
         """Say which sequences have a loss token."""
@@ -138,11 +147,6 @@ class ValueClip:
 def _trained(mask: Tensor, batch: Batch) -> Any:
     """Say which sequences [B] have a token under a mask [N]."""
     return segment_sum(mask.long(), batch["lengths"]) > 0
-
-
-def _count(mask: Any, batch: Batch, config: PpoClipConfig | ValueClipConfig) -> Any:
-    """Count what sums over a mask [N] are divided by."""
-    return aggregation.count(mask, batch["lengths"], config.aggregation, config.max_length, config.count_empty)
 
 
 def _sum(values: Tensor, mask: Tensor, lengths: Tensor, how: aggregation.Aggregation) -> Tensor:

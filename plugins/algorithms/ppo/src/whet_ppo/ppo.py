@@ -16,6 +16,7 @@ from whet.randomness import derive_seed
 from whet.stages import (
     choose_old_logprobs,
     correct_gap,
+    keep_uncertain,
     logged,
     mask_overlong,
     penalise_overlong,
@@ -45,16 +46,17 @@ class Ppo:
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1
-        before, within = place_correction(config.correction, several, config.kl_reward)
+        before, within = place_correction(config.correction, several, config.kl_reward, config.top_entropy)
         scores = several or before.wanted
         old = choose_old_logprobs(config.old_logprobs, scores, config.correction.wanted, run.max_staleness)
         loss = with_correction(parts.loss, within)
+        carried = parts.steps.state if config.kl_reward.adaptive.target else None
 
         for step in parts.steps:
             batch = rollouts.take(config.prompts_per_step)
             batch = logged(step, penalise_overlong(batch, config.overlong, run.max_tokens))
             batch = scored(batch, backend, old, reference)
-            batch = logged(step, place_rewards(batch, config.kl_reward))
+            batch = logged(step, place_rewards(batch, config.kl_reward, carried))
             batch = logged(step, mask_overlong(batch, config.overlong))
             values, after = values_of(batch, critic, config.gae.truncated == "bootstrap")
             batch = logged(step, estimate(batch, values, after, config.gae))
@@ -62,6 +64,7 @@ class Ppo:
             for part in parts_of(batch, config, step, config.critic_epochs or config.epochs):
                 step.log(named(critic.train(part, value_loss)))
             if step.number > config.critic_warmup:
+                batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
                 for part in parts_of(batch, config, step, config.epochs):
                     step.log(backend.train(part, loss))
             parts.refit(version=step.number)

@@ -1,5 +1,6 @@
 """From rewards and values to what critic and policy learn, on NumPy columns of a batch."""
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 Metrics = dict[str, Metric]
 
 
-def place_rewards(batch: Batch, section: KlRewardSection) -> tuple[Batch, Metrics]:
-    """Give each token its reward in the column `token_rewards` [N].
+def place_rewards(
+    batch: Batch, section: KlRewardSection, carried: MutableMapping[str, Any] | None = None
+) -> tuple[Batch, Metrics]:
+    """Add the reward of each token in the column `token_rewards` [N].
 
     The reward of an episode stands at the last trained token of each of its sequences, the penalty for leaving the
-    reference at every one. `reward` [B] stays without that penalty.
+    reference at every one. `reward` [B] stays without that penalty. `carried` is as for `whet.stages.penalise_kl`.
     """
     reward = np.asarray(batch["reward"])
-    batch, metrics = penalise_kl(batch, section)
+    batch, metrics = penalise_kl(batch, section, carried)
     placed = at_last(reward, batch["loss_mask"], batch["lengths"])
     if section.weight:
         placed = placed + batch["token_rewards"]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from attrs import field, frozen, validators
 
 from whet.component import Facts, Selection
+from whet.config.bounds import BATCH, FACTOR, STEPS, between
 from whet.config.sections import selection
 from whet.data.pairs import PAIR_FIELDS
 from whet.model import ModelInfo
@@ -25,14 +26,14 @@ def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
 class RmConfig:
     """Reward modelling on pairs: give the chosen answer a higher score than the rejected one."""
 
-    batch_size: int = field(default=64, validator=validators.ge(1))
+    batch_size: int = field(default=64, validator=between(1, BATCH))
     """Pairs that one step consumes."""
     fields: dict[str, str] = field(factory=dict, validator=_known)
     """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `margin`; e.g.
     `{prompt: question, chosen: better}`."""
     loss: Selection = selection("losses", "bradley-terry")
     """What is minimised."""
-    validate_every: int = field(default=0, validator=validators.ge(0))
+    validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validations; 0: only before the first and after the last step."""
 
 
@@ -42,12 +43,12 @@ class BradleyTerryConfig:
     difference of scores.
     """
 
-    margin: float = field(default=0.0, validator=validators.ge(0))
+    margin: float = field(default=0.0, validator=between(0, FACTOR))
     """How much each record's `margin` counts: the chosen answer's score is to be ahead by this times the record's.
     0: records need none."""
     label_smoothing: float = field(default=0.0, validator=[validators.ge(0), validators.lt(0.5)])
     """Share of the pairs that are taken to be the wrong way round."""
-    centering: float = field(default=0.0, validator=validators.ge(0))
+    centering: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of the square of the sum of a pair's scores, which keeps scores around 0; 0: there is no such term. The
     paper's is 0.01."""
     ties: Literal["half", "wrong", "right"] = "half"
@@ -66,6 +67,8 @@ def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
         inputs=frozenset({"data"}),
         data_format="pairs",
         record_fields=(tuple(config.fields.get(name, name) for name in ("chosen", "rejected", *sorted(margin))),),
+        encode="whet_rm.records:encoder",
+        records_per_step=config.batch_size,
         columns_written=frozenset({"chosen", *margin}),
         columns_essential=frozenset({"chosen"}),
     )

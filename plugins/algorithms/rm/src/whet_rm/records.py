@@ -6,7 +6,8 @@ loss_mask   [. . . . . 1]
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +15,16 @@ from whet.data.chat import ChatTokenizer
 from whet.data.pairs import pair_conversations
 from whet.errors import DataError
 from whet.rollout.scorer import whole
-from whet_rm.config import MARGIN
+from whet_rm.config import MARGIN, RmConfig, reads_margin
+
+if TYPE_CHECKING:
+    from whet.data.offline import Encode
+    from whet.model import ModelInfo
+
+
+def encoder(config: RmConfig, model: "ModelInfo") -> "Encode":
+    """Return what turns a record into two sequences to score."""
+    return partial(encode, names=config.fields, margin=reads_margin(config.loss, model))
 
 
 def encode(

@@ -5,14 +5,11 @@ Left out on purpose: scores of single steps of an answer, and heads of more than
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.metrics import Metric, mean
-from whet.model import read_model
 from whet.validation import evaluate_all, sequences
-from whet_rm.config import RmConfig, reads_margin
-from whet_rm.records import encode
+from whet_rm.config import RmConfig
 
 if TYPE_CHECKING:
     from whet.component import Spec
@@ -33,8 +30,7 @@ class Rm:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        margin = reads_margin(config.loss, read_model(parts.chat.folder))
-        data = parts.data.prepare(partial(encode, names=config.fields, margin=margin))
+        data = parts.data.prepare()
         validation = data.validation(config.batch_size)
 
         if validation and parts.steps.done == 0:

@@ -1,8 +1,9 @@
 """The sections of SFT and its loss, and what planning needs to know of them."""
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from whet.component import Facts, Selection
+from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 from whet.model import ModelInfo
@@ -12,7 +13,7 @@ from whet.model import ModelInfo
 class SftConfig:
     """Supervised fine-tuning: learn to write what the data holds."""
 
-    batch_size: int = field(default=64, validator=validators.ge(1))
+    batch_size: int = field(default=64, validator=between(1, BATCH))
     """Records that one step consumes."""
     train_on: TrainOn = "all"
     """Which of the assistant's turns: `all`, or only the `last`."""
@@ -24,7 +25,7 @@ class SftConfig:
     chat have it."""
     loss: Selection = selection("losses", "nll")
     """What is minimised."""
-    validate_every: int = field(default=0, validator=validators.ge(0))
+    validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validation losses; 0: only before the first and after the last step."""
 
 
@@ -35,7 +36,13 @@ class NllConfig:
 
 def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the algorithm."""
-    return Facts(inputs=frozenset({"data"}), data_format="conversations", record_fields=record_fields(config.fields))
+    return Facts(
+        inputs=frozenset({"data"}),
+        data_format="conversations",
+        record_fields=record_fields(config.fields),
+        encode="whet_sft.sft:encoder",
+        records_per_step=config.batch_size,
+    )
 
 
 def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:

@@ -16,7 +16,9 @@ from whet_sft.config import SftConfig
 if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
+    from whet.data.offline import Encode
     from whet.interfaces.backend import Backend
+    from whet.model import ModelInfo
     from whet.parts import Parts
 
 
@@ -30,7 +32,7 @@ class Sft:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare(partial(encode, names=config.fields, train_on=config.train_on, plain=config.plain))
+        data = parts.data.prepare()
         validation = data.validation(config.batch_size)
 
         if validation and parts.steps.done == 0:
@@ -44,6 +46,11 @@ class Sft:
             if step.due(parts.config.evaluation.every):
                 parts.refit(version=step.number)  # the generator plays the evaluation's episodes
             step.finish(batch)
+
+
+def encoder(config: SftConfig, model: "ModelInfo") -> "Encode":
+    """Return what turns a record into a sequence to train on."""
+    return partial(encode, names=config.fields, train_on=config.train_on, plain=config.plain)
 
 
 def validate(backend: "Backend", batches: Iterable["Batch"], loss: "Spec") -> dict[str, Metric]:

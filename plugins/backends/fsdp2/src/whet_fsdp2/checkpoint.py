@@ -7,6 +7,7 @@ Tensors are whole, so that a checkpoint loads on any number of ranks. Every rank
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from whet.errors import CheckpointError
-from whet.run_folder import disk_errors
+from whet.run_folder import disk_errors, use_umask
+from whet_fsdp2.optimizer import MOMENTS
 
 FORMAT = 1
+_FINITE = ("weights", *MOMENTS)
+"""What has no value that is not finite; a buffer may be a mask of infinities."""
 INDEX = "backend.json"
 FILE_BYTES = 2 << 30
 """Tensors are collected up to this size before a file is written."""
@@ -62,6 +66,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path)
+    use_umask(path)
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
 
@@ -83,12 +88,16 @@ class Saved:
             document = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self.tensors: dict[str, Any] = document["tensors"]
             format_ = document["format"]
-            self.steps: dict[str, float] = document["steps"]
+            self.steps: dict[str, float] = {name: float(step) for name, step in document["steps"].items()}
             """Optimizer steps of each weight that has been stepped."""
             self.optimizer_steps = int(document["optimizer_steps"])
+            if not all(0 <= step < math.inf for step in (*self.steps.values(), self.optimizer_steps)):
+                raise ValueError("its numbers of optimizer steps must be finite and not negative")
+            for entry in self.tensors.values():
+                _ = Path(entry["file"]), list(entry["shape"]), str(entry["dtype"])
         except FileNotFoundError:
             raise CheckpointError(f"{folder} holds no {INDEX}, so it is no checkpoint of this backend") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
         if format_ != FORMAT:
             raise CheckpointError(
@@ -132,4 +141,12 @@ class Saved:
 def _checked(path: Path, name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     if list(tensor.shape) != list(entry["shape"]) or tensor.dtype != getattr(torch, str(entry["dtype"]), None):
         raise CheckpointError(f"{path} holds {name} as {tensor.dtype} {list(tensor.shape)}, its index says {entry}")
+    if name.partition("/")[0] in _FINITE and not torch.isfinite(tensor).all():
+        count = int((~torch.isfinite(tensor)).sum())
+        raise CheckpointError(
+            f"{path} holds {name} with {count} of {tensor.numel()} values that are not finite: nothing can be trained "
+            "on from there; delete the checkpoint's folder to resume from the checkpoint before it"
+        )
+    if name.startswith("exp_avg_sq/") and (tensor < 0).any():
+        raise CheckpointError(f"{path} holds {name} with values below 0, and it is a mean of squares")
     return tensor

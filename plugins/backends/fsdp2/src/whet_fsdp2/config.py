@@ -1,25 +1,32 @@
 """The section `backend:` with `use: fsdp2`, and what planning may know of it. Imports no torch."""
 
-from typing import Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import deep_iterable, optional
 
-from whet.component import Facts
-from whet.model import ModelInfo
+from whet.component import Facts, MemoryTerm
+from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
+from whet.errors import ConfigError
+from whet.model import ModelInfo, read_model
+
+_NORM: Any = optional(between(0, FACTOR))
 
 
 @frozen
 class OptimizerConfig:
     """AdamW on float32 weights."""
 
-    lr: float = 1.0e-5
+    lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
     """Decay of the running means of the gradient and of its square."""
-    eps: float = 1.0e-8
+    eps: float = field(default=1.0e-8, validator=above(0, 1))
     """Added to the root of the mean square."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, validator=between(0, 100))
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
 
 
@@ -29,12 +36,14 @@ class ScheduleConfig:
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps over which the rate rises to its peak."""
-    min_ratio: float = 0.0
+    warmup_ratio: float = field(default=0.0, validator=between(0, 1))
+    """Instead of `warmup_steps`: share of all optimizer steps, as `total_steps` has them, over which the rate rises."""
+    min_ratio: float = field(default=0.0, validator=between(0, 1))
     """Where `linear` and `cosine` end, as a share of the peak."""
-    total_steps: int = 0
-    """Optimizer steps at which they end; 0: `run.steps`, which is right where a step takes one optimizer step."""
+    total_steps: int = field(default=0, validator=between(0, STEPS))
+    """Optimizer steps at which they end; 0: all steps of the run, which is right where a step takes one."""
 
 
 @frozen
@@ -45,15 +54,15 @@ class Fsdp2Config:
     """The optimizer."""
     schedule: ScheduleConfig = attrs.Factory(ScheduleConfig)
     """Its learning rate over time."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = field(default=1.0, validator=_NORM)
     """Gradients are scaled down to this global norm; 0 or null: never."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
     """Tokens of one forward and backward pass on one rank, as laid out: with padding, shared prompts once."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """`shared`: no padding, and a prompt that several samples of a group have in common is computed once. `packed`: no
     padding. `padded`: the model's own attention. All three give the same numbers. `auto` is `shared` where the model
     can do it, which is tried when it is loaded, else `padded`."""
-    logprob_chunk: int = 0
+    logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
     """Tokens whose logits are held at a time; 0: as many as fill 128 MiB."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, a third slower."""
@@ -80,15 +89,49 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
     """Say what the backend gives, and the memory of weights, gradients and optimizer on one rank."""
-    low = model.dtype == "bfloat16"
-    frozen = bool(config.reference) + bool(config.teacher)
-    per_parameter = 4 + 4 + 8 + (2 if low else 0) + (2 if low else 4) * frozen
     return Facts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
-        memory_bytes=model.parameters * per_parameter or None,
+        memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
     )
+
+
+def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Return what one rank holds: its shares of what FSDP2 shards, and what it holds whole, but no activations."""
+    count, low = model.parameters, model.dtype == "bfloat16"
+    number = 2 if low else 4  # bytes that compute
+    over = f", shared out over {ranks} ranks" if ranks > 1 else ""
+    spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
+    if model.stored_dtype in ("bfloat16", "float16"):  # others are mapped from the file
+        yield MemoryTerm("the model as it is loaded, whole and in float32", 4 * count, "loading", "host")
+    if trained:
+        yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
+        yield MemoryTerm(f"gradients in float32{over}", 4 * count // ranks, kept_asleep=False, change=spread)
+        yield MemoryTerm(f"AdamW's two moments in float32{over}", 8 * count // ranks, change=spread)
+    else:
+        yield MemoryTerm(f"frozen weights{over}", (number if ranks == 1 else 4) * count // ranks, change=spread)
+    if low and trained and ranks == 1:
+        yield MemoryTerm("weights in bfloat16, which compute", 2 * count)
+    for name, info in _frozen(config, model):
+        size = (number if ranks == 1 else 4) * info.parameters // ranks
+        yield MemoryTerm(f"weights of the {name}{over}", size, change=f"drop backend.{name}")
+    yield MemoryTerm("the model on its GPU before it is shared out, whole and in float32", 4 * count, "loading", "gpu")
+    if ranks > 1:
+        kept = model.layer_parameters if config.reshard_after_forward else count - model.outer_parameters
+        whole = number * (model.outer_parameters + kept)
+        yield MemoryTerm("weights gathered from all ranks, which compute", whole, kept_asleep=False)
+
+
+def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:
+    """Return the frozen models that a rank holds beside its own; a teacher that is not here counts as large."""
+    if config.reference:
+        yield "reference", model
+    if config.teacher:
+        try:
+            yield "teacher", read_model(config.teacher, model.dtype)
+        except ConfigError:
+            yield "teacher", model

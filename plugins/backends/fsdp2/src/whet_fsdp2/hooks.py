@@ -23,18 +23,11 @@ def whet_backends() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: Config) -> Iterable[Problem]:
-    """Find numbers that cannot be meant."""
-    backend = config.backend.config
-    if not isinstance(backend, Fsdp2Config):
-        return []
-    schedule = backend.schedule
-    rules = (
-        (backend.optimizer.lr > 0, "optimizer.lr", f"is {backend.optimizer.lr}, wanted more than 0"),
-        (all(0 <= b < 1 for b in backend.optimizer.betas), "optimizer.betas", "must lie between 0 and 1"),
-        (backend.micro_batch_tokens > 0, "micro_batch_tokens", "must be at least 1"),
-        (backend.logprob_chunk >= 0, "logprob_chunk", "must be at least 0"),
-        ((backend.max_grad_norm or 0) >= 0, "max_grad_norm", "must not be negative"),
-        (schedule.warmup_steps >= 0, "schedule.warmup_steps", "must be at least 0"),
-        (0 <= schedule.min_ratio <= 1, "schedule.min_ratio", "must lie between 0 and 1"),
-    )
-    return [Problem(f"backend.{path}", message) for holds, path, message in rules if not holds]
+    """Refuse a warm-up that is stated twice, of the backend and of every role that is one."""
+    sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
+    for path, section in sections.items():
+        backend = section.config
+        if isinstance(backend, Fsdp2Config) and backend.schedule.warmup_ratio and backend.schedule.warmup_steps:
+            ratio, steps = backend.schedule.warmup_ratio, backend.schedule.warmup_steps
+            words = f"is {ratio:g}, and warmup_steps is {steps}; state one of the two"
+            yield Problem(f"{path}.schedule.warmup_ratio", words)

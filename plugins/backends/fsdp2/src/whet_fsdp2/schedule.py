@@ -7,11 +7,12 @@ from whet_fsdp2.config import ScheduleConfig
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
     """Give the rate of an optimizer step, counted from 1; after `total_steps` it stays where it ended."""
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
+    warmup = schedule.warmup_steps or round(schedule.warmup_ratio * total_steps)
+    if step <= warmup:
+        return peak * step / warmup
     if schedule.kind == "constant":
         return peak
-    span = total_steps - schedule.warmup_steps
-    done = min((step - schedule.warmup_steps) / span, 1.0) if span > 0 else 1.0
+    span = total_steps - warmup
+    done = min((step - warmup) / span, 1.0) if span > 0 else 1.0
     height = 1 - done if schedule.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * height)

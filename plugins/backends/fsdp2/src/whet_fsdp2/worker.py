@@ -31,7 +31,7 @@ from whet.metrics import Metric
 from whet.model import ModelInfo, locate, read_model, write_chat_template
 from whet.offload import Offload
 from whet.refit.link import Link
-from whet.run_folder import disk_errors
+from whet.run_folder import disk_errors, use_umask
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
@@ -392,6 +392,7 @@ class Worker:
                 if isinstance(self._root, ValueRoot):
                     set_padding(model.config, Path(folder))
                 model.save_pretrained(folder, state_dict=state)
+                use_umask(*Path(folder).glob("*.safetensors"))
         self._ranks.sum([0.0])
 
     # Life

@@ -1,11 +1,11 @@
 """The config of the environment `judge`, and what planning needs to know of it."""
 
-import math
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
 from whet.component import Facts, RoleNeed, Selection
+from whet.config.bounds import FACTOR, RECORDS, above, between
 from whet.config.sections import optional_selection
 from whet.model import ModelInfo
 from whet.plan import facts_of
@@ -22,7 +22,8 @@ def _bounds(instance: object, attribute: Any, value: tuple[float, float] | None)
         raise ValueError(f"is {list(value)}, wanted the lower bound, then the upper one")
 
 
-_FINITE: Any = [validators.gt(-math.inf), validators.lt(math.inf)]
+_WEIGHT: Any = between(-FACTOR, FACTOR)
+_CLIP: Any = validators.optional(validators.deep_iterable(_WEIGHT))
 
 
 @frozen
@@ -43,23 +44,23 @@ class JudgeConfig:
     """Name of the field with the prompt: a string, or a list of messages."""
     system: str = ""
     """A system message before it; empty: none."""
-    max_records: int = field(default=0, validator=validators.ge(0))
+    max_records: int = field(default=0, validator=between(0, RECORDS))
     """Use only the first so many records of a split; 0: all."""
     max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
     """Share of records that may be left out because they have no prompt."""
-    mean: float = field(default=0.0, validator=_FINITE)
+    mean: float = field(default=0.0, validator=_WEIGHT)
     """Is taken from the judge's value, e.g. its mean on a held-out set."""
-    scale: float = field(default=1.0, validator=[validators.gt(0), validators.lt(math.inf)])
+    scale: float = field(default=1.0, validator=above(0, FACTOR))
     """The rest is divided by this, e.g. its deviation there."""
-    clip: tuple[float, float] | None = field(default=None, validator=_bounds)
+    clip: tuple[float, float] | None = field(default=None, validator=[_bounds, _CLIP])
     """Bounds of the reward after that, e.g. `[-5, 5]`; null: none."""
     too_long: Literal["refuse", "cut"] = "refuse"
     """What happens to a conversation for which the judge has too few positions. `refuse`: the run, where
     `rollout.max_context` allows for such a one; and where it has more tokens for the judge than for the policy, the
     group is dropped with an error. `cut`: the judge reads its end alone, and a warning says how often."""
-    judge_weight: float = field(default=1.0, validator=_FINITE)
+    judge_weight: float = field(default=1.0, validator=_WEIGHT)
     """Weight of the judge's reward in the sum that is learned from."""
-    environment_weight: float = field(default=0.0, validator=_FINITE)
+    environment_weight: float = field(default=0.0, validator=_WEIGHT)
     """Factor on the weights of the environment's own rewards. 0: they are recorded, and not learned from."""
 
 

@@ -14,6 +14,7 @@ from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import Undecided
 from whet.interfaces.environment import Address, Answering, Environment, Model, states_answers
 from whet.model import ModelInfo
 from whet.plan import facts_of
@@ -46,9 +47,15 @@ class Judge:
         return {**own, self._config.role: self._config.judge_weight}
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play the episode, then ask the judge. Raises `DataError` where it cannot read the conversation."""
+        """Play the episode, then ask the judge. Raises `DataError` where it cannot read the conversation.
+
+        Where the environment's grader cannot decide, its own rewards are 0 and the judge's stands.
+        """
         overheard, role = Overheard(model), self._config.role
-        own = await self._environment.run(task, overheard)
+        try:
+            own = await self._environment.run(task, overheard)
+        except Undecided:
+            own = dict.fromkeys(self._environment.reward_weights, 0.0)
         if role in own:
             raise WhetEnvironmentError(f"the environment has a reward {role!r}, too; give the role another name")
         self._own |= own.keys()

@@ -1,7 +1,10 @@
 r"""Find answers in text, and compare those that are plain numbers; what is left over needs math-verify.
 
-What a model wrote is hostile: everything here is linear in its length, and only a short piece without number bombs
-is handed on.
+What a model wrote is hostile: everything here reads a short piece of it, or is linear in its length, and only a short
+piece is handed on.
+
+    **Answer:** she pays $5 and $13,      Answer: she pays 5 and 13,      markdown and currency are no mathematics:
+    so **18**.                        ->  so 18.                          `**` is a power only between two operands
 """
 
 import re
@@ -22,6 +25,24 @@ BOMB = re.compile(
 )
 
 
+PAINT = re.compile(
+    r"(?<![\w)\]}\\*])(?P<stars>\*{1,3})(?=[^\s*])(?P<starred>[^\n]*?)(?<=[^\s*])(?P=stars)(?![\w({\\*])"  # **42**
+    r"|(?<![\w)\]}\\])(?P<lines>_{1,3})(?=[^\s_])(?P<lined>[^\n]*?)(?<=[^\s_])(?P=lines)(?!\w)"  # __42__
+    r"|(?P<ticks>`{1,3})(?P<code>[^`\n]+)(?P=ticks)",
+)
+"""Emphasis and code of markdown. A power such as `2**10` has an operand on both sides, emphasis has not."""
+ITEM = re.compile(r"^[ \t]*(?:#{1,6}|[-*\u2022>])[ \t]+", re.MULTILINE)
+"""What stands before a heading, an item of a list or a quotation."""
+LINES = re.compile(r"(?<=\d)\s*\n\s*(?=\d)")
+"""The end of a line between two numbers, which are not one number."""
+DOLLARS = re.compile(
+    r"\$\$.*?\$\$|\\\(.*?\\\)|\\\[.*?\\\]"
+    r"|\$(?=[^\s$])[^$\n]*(?<=[^\s\\])\$(?!\d)"  # as in pandoc: `$5 and $13` is no formula
+    r"|(?P<currency>\\?\$(?=\.?\d))",
+    re.DOTALL,
+)
+"""Formulas, and dollars that are money."""
+
 SPELLING = re.compile(r"\\[dt]frac(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]+")
 """What may differ between two spellings of one answer."""
 
@@ -40,13 +61,26 @@ def gold_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None
 
 
 def given_answer(text: str, boxed_only: bool) -> str | None:
-    r"""Find what a model answered: the last `\boxed{...}` with its box, else the end of the text. None: nothing."""
+    r"""Find what a model answered: the last `\boxed{...}` with its box, else the end of the text as plain text.
+
+    None where there is nothing. Markdown is taken away in both.
+    """
     boxed = last_boxed(text)
     if boxed is not None:
-        return f"\\boxed{{{boxed}}}" if boxed.strip() and len(boxed) <= LONGEST else None
-    if boxed_only:
-        return None
-    return " ".join(text[-TAIL:].split()) or None
+        return f"\\boxed{{{_unpainted(boxed)}}}" if boxed.strip() and len(boxed) <= LONGEST else None
+    return None if boxed_only else plain_text(text[-TAIL:]) or None
+
+
+def plain_text(text: str) -> str:
+    """Return a short text on one line, without the marks of markdown and without the dollars of amounts of money."""
+    text = LINES.sub(" ; ", ITEM.sub("", _unpainted(text)))
+    return " ".join(DOLLARS.sub(lambda found: "" if found["currency"] else found[0], text).split())
+
+
+def _unpainted(text: str) -> str:
+    for _ in range(3):  # bold within a list in italics: hardly anybody goes deeper
+        text = PAINT.sub(lambda found: found["starred"] or found["lined"] or found["code"], text)
+    return text
 
 
 def normal_answer(text: str, boxed_only: bool) -> str | None:
@@ -71,7 +105,7 @@ def _respelt(found: re.Match[str]) -> str:
 
 
 def is_bomb(answer: str) -> bool:
-    """Say whether an answer is a number that nobody can write down, such as `9^{9^{9}}`."""
+    """Return whether a formula is a number that nobody can write down, such as `9^{9^{9}}`. Not for text around one."""
     return BOMB.search(answer) is not None
 
 

@@ -1,8 +1,8 @@
 r"""The environment `math`: questions from a data set, answers compared by math-verify outside of this process.
 
 A record's right answer is proved when the split is loaded: one that does not equal itself could never be rewarded.
-Model output is read in linear time here; what is more than a plain number goes to a grader with a deadline. An
-answer that cannot be parsed is wrong. One that the grader does not finish raises: nobody knows what it is worth.
+Model output is read in linear time here; what is more than a plain number goes to a grader with limits. An answer that
+cannot be parsed is wrong, and so is one that the grader cannot decide about: that one is counted as `grader/undecided`.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import frozen
 
-from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised, GraderTimeout
+from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised
 from whet.config.sections import DataFile
 from whet.data.boxed import last_boxed
 from whet.data.messages import Conversation, Message
 from whet.data.readers import Row, read
 from whet.data.records import Task
-from whet.errors import DataError
+from whet.errors import DataError, Undecided
 from whet.interfaces.environment import Model
+from whet.undecided import note
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
 
@@ -37,7 +38,7 @@ class MathDataset:
     def __init__(self, config: MathConfig) -> None:
         self._config = config
         self._pattern = _compiled(config.answer_pattern)
-        self._pool = GraderPool("whet_env_math.verifier:equal", config.graders, config.timeout_seconds)
+        self._pool = GraderPool("whet_env_math.verifier:verifier", config.graders, config.timeout_seconds, setup={})
         self._splits: dict[str, Sequence[Task]] = {}
         self._lock = threading.Lock()
 
@@ -55,7 +56,7 @@ class MathDataset:
             return self._splits[split]
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask, and compare. Raises what `GraderPool.call` does where the answer could not be graded."""
+        """Ask, and compare. Raises `GraderCrash` where the graders do not work."""
         answer = await model.reply(task.prompt)
         rewards = {"correct": float(await self._is_correct(answer.text, task.data["answer"]))}
         if self._config.format_weight:
@@ -72,13 +73,23 @@ class MathDataset:
 
     async def _is_correct(self, text: str, gold: str) -> bool:
         answer = given_answer(text, self._config.boxed_only)
-        if answer is None or (is_bomb(answer) and not is_bomb(gold)):
+        if answer is None:
             return False
         boxed = last_boxed(answer)
+        if boxed is not None and is_bomb(boxed) and not is_bomb(gold):
+            return False
         number, wanted = None if boxed is None else plain_number(boxed), plain_number(gold)
         if number is not None and wanted is not None:
             return number == wanted
-        return bool(await self._pool.call(answer, gold))
+        try:
+            return bool(await self._pool.call(answer, gold))
+        except Undecided:
+            return False
+        except (
+            GraderRaised
+        ) as error:  # the right answer was proved, so it is the model's that math-verify stumbles over
+            note(str(error))
+            return False
 
     def _load(self, split: str) -> Sequence[Task]:
         records = [self._record(row) for row in read(self._file(split))]
@@ -130,7 +141,7 @@ class MathDataset:
         async def prove(record: "_Record") -> str:
             try:
                 same = await self._pool.call(f"\\boxed{{{record.gold}}}", record.gold)
-            except (GraderTimeout, GraderCrash, GraderRaised) as error:
+            except (Undecided, GraderCrash, GraderRaised) as error:
                 return f"{record.where}: the answer {record.gold!r} cannot be graded: {error}"
             return "" if same else f"{record.where}: the answer {record.gold!r} cannot be parsed"
 

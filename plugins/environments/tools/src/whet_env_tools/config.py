@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from whet.component import Facts
+from whet.config.bounds import GROUP, RECORDS, SEED, between
 from whet.model import ModelInfo
 
 
@@ -12,21 +13,21 @@ from whet.model import ModelInfo
 class CalculatorConfig:
     """Products such as `Compute 47*83.`, with a calculator that is called by writing `calc 47*83`."""
 
-    smallest: int = field(default=11, validator=validators.ge(0))
+    smallest: int = field(default=11, validator=between(0, 999_999))
     """Smallest factor."""
-    largest: int = field(default=99, validator=validators.le(999_999))
+    largest: int = field(default=99, validator=between(0, 999_999))
     """Largest factor."""
-    turns: int = field(default=2, validator=validators.ge(1))
+    turns: int = field(default=2, validator=between(1, GROUP))
     """Most answers of the model in an episode; the last one is the final answer whatever it says."""
     reply_role: Literal["user", "tool"] = "user"
     """Role of the calculator's messages; `tool` needs a chat template that knows it."""
     system: str = ""
     """A system message that explains the calculator; empty: none."""
-    train_tasks: int = field(default=1_000_000, validator=validators.ge(1))
+    train_tasks: int = field(default=1_000_000, validator=between(1, RECORDS))
     """Tasks in the split `train`."""
-    test_tasks: int = field(default=256, validator=validators.ge(1))
+    test_tasks: int = field(default=256, validator=between(1, RECORDS))
     """Most tasks in the split `test`: of the tenth of all products that `train` never shows."""
-    seed: int = 0
+    seed: int = field(default=0, validator=between(0, SEED))
     """Another seed gives other tasks."""
 
 

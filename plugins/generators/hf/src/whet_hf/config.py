@@ -2,16 +2,18 @@
 
 from typing import Literal
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
+
+from whet.config.bounds import GIB, RETRIES, above, between
 
 
 @frozen
 class HfConfig:
     """Decodes with a plain `transformers` model, on any device, without an engine."""
 
-    max_batch: int = field(default=256, validator=validators.ge(1))
+    max_batch: int = field(default=256, validator=between(1, RETRIES))
     """Sequences decoded together, for each rank. Requests that come while a batch runs wait for the next."""
-    cache_gib: float = field(default=4.0, validator=validators.gt(0))
+    cache_gib: float = field(default=4.0, validator=above(0, GIB))
     """Memory for keys and values, for each rank. Fewer sequences are decoded together where they would need more."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Of the weights and the forward pass; `model`: as `model.dtype` says."""

@@ -1,22 +1,36 @@
 """What planning may know of the generator, found without torch."""
 
-from whet.component import Facts
+from collections.abc import Iterator
+from functools import partial
+
+from whet.component import Facts, MemoryTerm
 from whet.model import ModelInfo
 from whet_hf.config import HfConfig
 
 
 def facts(config: HfConfig, model: ModelInfo) -> Facts:
     """Say how weights can come in, and how much memory weights and cache take at most."""
-    weights = model.weight_bytes(config.dtype)
-    cache = int(config.cache_gib * 2**30)
-    if model.max_positions and model.token_cache_bytes:
-        cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)
     return Facts(
         transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
         running=("drain", "keep", "abort"),
         dtype=model.dtype_for(config.dtype),
-        memory_bytes=weights + cache if weights else None,
+        memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_hf.worker", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
     )
+
+
+def memory(config: HfConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Return what one rank holds: the whole model, and at most so many keys and values."""
+    dtype = model.dtype_for(config.dtype)
+    each = " on each rank" if ranks > 1 else ""
+    yield MemoryTerm(f"weights in {dtype}, whole{each}", model.weight_bytes(config.dtype), change=_SMALLER)
+    cache = int(config.cache_gib * 2**30)
+    if model.max_positions and model.token_cache_bytes:
+        cache = min(cache, config.max_batch * model.max_positions * model.token_cache_bytes)
+    change = "lower generator.cache_gib or generator.max_batch"
+    yield MemoryTerm("keys and values", cache, kept_asleep=False, change=change)
+
+
+_SMALLER = "compute in bfloat16 (model.dtype or generator.dtype), or take fewer ranks on a machine"

@@ -4,8 +4,12 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-USUAL = ("loss", "validation/loss", "reward/mean", "response_length/mean", "grad_norm", "logprob_gap/max")
-"""Columns of a row where the config names none; a run shows those it has."""
+OF_ROLLOUTS = (
+    "reward/mean", "*/reward/mean", "reward/std", "response_length/mean", "response_length/cut", "kl/reverse",
+)  # fmt: skip
+OF_DATA = ("loss", "rewards/accuracies", "rewards/margins", "accuracy", "margin")
+"""Columns of a row where the config names none, of a run that is fed by rollouts or by data files; a run shows the
+metrics that it has."""
 
 OBEYED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories that move the cursor, reorder text or cannot be shown."""
@@ -15,7 +19,7 @@ def chosen(names: Iterable[str], patterns: Sequence[str] = ()) -> list[str]:
     """Pick the metrics of a row: in the order of the patterns, by name within one."""
     ordered = sorted(names)
     picked: dict[str, None] = {}
-    for pattern in patterns or USUAL:
+    for pattern in patterns or (OF_ROLLOUTS if "reward/mean" in ordered else OF_DATA):
         picked.update((name, None) for name in ordered if fnmatchcase(name, pattern))
     return list(picked)
 

@@ -14,12 +14,17 @@ EQUAL = (
     "in {} steps in a row the rewards within each group were equal, so there is nothing to compare and the loss is 0: "
     "more samples of a task, or tasks that are neither too easy nor too hard, help"
 )
+UNDECIDED = (
+    "step {}: graders could not decide about {:g} answers within their limits; these count as wrong "
+    "(grader/undecided), and the key undecided of their rows in rollouts/ says why"
+)
 
 
 @define
 class Hints:
     """Watches the rewards of the steps."""
 
+    _undecided: bool = field(default=False, init=False)
     _zero: int = field(default=0, init=False)
     _equal: int = field(default=0, init=False)
 
@@ -36,3 +41,11 @@ class Hints:
         if self._zero == STEPS:
             return ZERO.format(STEPS)
         return EQUAL.format(STEPS) if self._equal == STEPS and not zero else ""
+
+    def undecided(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Take a step's metrics; return a hint at the first step in which graders could not decide, else nothing."""
+        count = metrics.get("grader/undecided", 0.0)
+        if not count or self._undecided:
+            return ""
+        self._undecided = True
+        return UNDECIDED.format(step, count)

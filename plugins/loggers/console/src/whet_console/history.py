@@ -1,18 +1,19 @@
 """What the summary needs of the steps so far, and of a run that was resumed also of the steps before."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import Factory, define, frozen
 
-JUDGED = ("evaluation/", "validation/")
+VALIDATION = "validation/"
+JUDGED = ("evaluation/", VALIDATION)
 """Metrics of which every value is kept, to name the best."""
 TIMES = "seconds/"
 STARTUP = "seconds/startup"
 """The time to the first step, and behind a dot its parts."""
 BOUNDS = ("/ci_low", "/ci_high")
 """Ends of a 95 % interval, which stand beside its figure."""
-COUNTS = "/dropped"
-"""Episodes of an evaluation that failed; shown where there are any."""
+COUNTS = ("/dropped", "/undecided")
+"""Episodes of an evaluation that failed, and answers that graders could not decide about; shown where there are any."""
 
 
 @frozen
@@ -62,15 +63,15 @@ class History:
         """Say whether it deserves a row: intervals stand beside their figure, and dropping nothing is no news."""
         return not name.endswith(BOUNDS) and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
 
-    def intervals(self, name: str) -> dict[int, tuple[float, float]]:
+    def intervals(self, name: str) -> dict[int, tuple[float, ...]]:
         """Give the 95 % interval of a metric at each step that has one."""
         low, high = (dict(self.judged.get(name + end, [])) for end in BOUNDS)
-        return {step: (low[step], high[step]) for step in low if step in high}
+        return {step: tuple(possible(name, [low[step], high[step]])) for step in low if step in high}
 
     def _judge(self, name: str) -> Change:
         points = self.judged[name]
         first, last = points[0][1], points[-1][1]
-        if name.endswith(("/response_length", COUNTS)):
+        if name.endswith(("/response_length", *COUNTS)):
             return Change(name, first, last)
         pick = min if name.endswith(("loss", "perplexity")) else max
         step, value = pick(points, key=lambda point: point[1])
@@ -79,3 +80,8 @@ class History:
 
 def _rank(name: str) -> int:
     return 0 if name.endswith("/reward") else 2 if name.endswith("/response_length") else 1
+
+
+def possible(name: str, bounds: Sequence[float]) -> list[float]:
+    """Return an interval without what cannot be: no length is below 0."""
+    return [max(0.0, bound) for bound in bounds] if name.endswith("length") else list(bounds)

@@ -11,11 +11,14 @@ from whet.run_folder import read_metrics
 from whet_console import summary
 from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
-from whet_console.display import chosen, harmless, with_interval
+from whet_console.display import chosen, harmless, number, with_interval
 from whet_console.hints import Hints
-from whet_console.history import BOUNDS, STARTUP, History
+from whet_console.history import BOUNDS, COUNTS, STARTUP, VALIDATION, History, possible
+from whet_console.pace import TOKENS_PER_SECOND, Pace
 from whet_console.views import Lines, Terminal, View
 
+LONGEST_LINE = 4_000
+"""In characters. Only what is out of all reason is cut: the end of a line may hold the name of a metric."""
 PLAIN_WIDTH = 120
 """Columns assumed where nobody says."""
 
@@ -30,6 +33,7 @@ class ConsoleLogger:
         self._view: View = Terminal(console, run) if live else Lines(console, run, config.quiet_seconds)
         self._closed = False
         self._hints = Hints()
+        self._pace = Pace()
         self._history = self._recorded(run.resumed_from or -1)
         if run.resumed_from:
             self._view.line(f"resumed after step {run.resumed_from}")
@@ -37,14 +41,26 @@ class ConsoleLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the step's evaluation if it has one, and its row when it is due."""
         self._history.add(step, metrics)
-        row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
-        if row and step and (step % self._config.every == 0 or step in (1, self._run.steps)):
-            self._view.row(step, row)
-        encoding = self._console.encoding
-        hint = self._hints.after(metrics)
-        for line in [*startup_lines(metrics), *evaluation_lines(step, metrics), *([hint] if hint else [])]:
-            self._view.line(harmless(line, 400, encoding))
+        self._pace.after(step, metrics)
+        if step and (step % self._config.every == 0 or step in (1, self._run.steps)):
+            row = self._row(metrics)
+            if row:
+                self._view.row(step, row, self._pace.left(self._run.steps))
+            self._pace.begin_row()
+        encoding, width = self._console.encoding, self._view.width
+        hints = filter(None, (self._hints.after(metrics), self._hints.undecided(step, metrics)))
+        judged = [*validation_lines(step, metrics), *evaluation_lines(step, metrics, width)]
+        for line in [*startup_lines(metrics), *judged, *hints]:
+            self._view.line(harmless(line, LONGEST_LINE, encoding))
         self._view.advance(step)
+
+    def _row(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the columns of a row: metrics, and the pace behind them."""
+        row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
+        pace = self._pace.row()
+        if self._config.metrics or "reward/mean" in metrics:
+            pace.pop(TOKENS_PER_SECOND, None)
+        return {**row, **pace} if row else {}
 
     def status(self, text: str) -> None:
         """Show what the run waits for."""
@@ -53,6 +69,7 @@ class ConsoleLogger:
     def rewind(self, step: int) -> None:
         """Forget later steps, and say so."""
         self._history = self._recorded(step)
+        self._pace.rewind()
         self._view.line(f"workers were lost; again after step {max(step, 0)}")
         self._view.advance(max(step, 0))
 
@@ -70,7 +87,7 @@ class ConsoleLogger:
         parts: list[RenderableType] = [
             Text(f"{name} {end}; everything it wrote is in {folder}", "bold red" if failed else "bold green"),
             Text(),
-            summary.summary(self._history, config.metrics, encoding),
+            summary.summary(self._history, config.metrics, encoding, self._console),
             summary.answers(pairs(self._run.folder, config.answers), config.answer_characters, encoding),
         ]
         summary.show(self._console, parts)
@@ -99,14 +116,36 @@ def startup_lines(metrics: Mapping[str, float]) -> list[str]:
     return [f"the first step was over after {metrics[STARTUP]:.1f} s: " + ", ".join(told)]
 
 
-def evaluation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """Write one line for each evaluated environment."""
-    environments: dict[str, list[str]] = {}
+def validation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """Write one line about the validation data, if it was looked at."""
+    found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
+    figures = ", ".join(f"{name} {number(found[name])}" for name in sorted(found))
+    return [f"validation after step {step}: {figures}"] if found else []
+
+
+def evaluation_lines(step: int, metrics: Mapping[str, float], width: int | None = None) -> list[str]:
+    """Write one line for each evaluated environment. Where it is wider than `width`, intervals are left out: first of
+    all figures but the reward, then of the reward too, if that is enough to make one line of it.
+    """
+    environments: dict[str, dict[str, tuple[float, list[float]]]] = {}
     for name in sorted(metrics, key=lambda name: (not name.endswith("/reward"), name)):
         if name.startswith("evaluation/") and not name.endswith(BOUNDS):
             environment, _, figure = name.removeprefix("evaluation/").partition("/")
-            shown = environments.setdefault(environment, [])
-            if figure != "dropped" or metrics[name]:
-                bounds = [metrics[name + end] for end in BOUNDS if name + end in metrics]
-                shown.append(f"{figure} {with_interval(metrics[name], bounds)}")
-    return [f"evaluation of {name} after step {step}: {', '.join(environments[name])}" for name in sorted(environments)]
+            shown = environments.setdefault(environment, {})
+            if f"/{figure}" not in COUNTS or metrics[name]:
+                shown[figure] = (
+                    metrics[name],
+                    possible(name, [metrics[name + b] for b in BOUNDS if name + b in metrics]),
+                )
+    return [_evaluation(name, step, environments[name], width) for name in sorted(environments)]
+
+
+def _evaluation(name: str, step: int, figures: Mapping[str, tuple[float, list[float]]], width: int | None) -> str:
+    lines = []
+    for with_bounds in (figures.keys(), {"reward"}, frozenset[str]()):
+        shown = [
+            f"{figure} {with_interval(value, bounds if figure in with_bounds else ())}"
+            for figure, (value, bounds) in figures.items()
+        ]
+        lines.append(f"evaluation of {name} after step {step}: {', '.join(shown)}")
+    return next((line for line in lines if width is None or len(line) <= width), lines[1])

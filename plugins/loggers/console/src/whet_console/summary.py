@@ -1,8 +1,10 @@
 """What is printed when a run ends: how the metrics changed, where the time went, and a few answers."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -10,16 +12,20 @@ from whet_console.answers import Answer, Pair
 from whet_console.display import chosen, harmless, number, with_interval
 from whet_console.history import Change, History
 
+LONGEST_NAME = 400
 SMALLEST_SHARE = 0.01
 """Phases that took less are left out."""
 
 
-def summary(history: History, patterns: Sequence[str], encoding: str) -> Group:
-    """Lay out the tables that the run has numbers for."""
+def summary(history: History, patterns: Sequence[str], encoding: str, console: Console) -> Group:
+    """Lay out the tables that the run has numbers for, so that they fit on the console."""
     parts: list[RenderableType] = []
     judgements = history.judgements()
     if judgements:
-        parts += [_judgements(judgements, history, encoding), Text()]
+        tables = [_judgements(judgements, history, encoding, shown) for shown in JUDGEMENTS]
+        options = console.options.update(max_width=sys.maxsize)
+        fitting = (t for t in tables if Measurement.get(console, options, t).maximum <= console.width)
+        parts += [next(fitting, tables[-1]), Text()]
     trained = [name for name in chosen(history.last, patterns) if name not in history.judged]
     if trained:
         parts += [_training([Change(n, history.first[n], history.last[n]) for n in trained], encoding), Text()]
@@ -57,14 +63,25 @@ def _worth(answer: Answer) -> Text:
     return Text(number(answer.reward), "green" if answer.reward > 0 else "red")
 
 
-def _judgements(changes: Sequence[Change], history: History, encoding: str) -> Table:
-    table = _table("evaluation", ("first", "last", "best", "at step"))
+JUDGEMENTS = (
+    ("interval", "first", "last", "best", "at step"), ("first", "last", "best", "at step"), ("first", "last"), ("last",)
+)  # fmt: skip
+"""What the table of evaluations shows: the first of these that is no wider than the console. Names are never cut."""
+
+
+def _judgements(changes: Sequence[Change], history: History, encoding: str, shown: Sequence[str]) -> Table:
+    columns = [column for column in shown if column != "interval"]
+    table = _table("evaluation", columns)
     for change in changes:
-        best = ("", "") if change.best is None else (number(change.best), str(change.best_step))
-        steps, bounds = [step for step, _ in history.judged[change.name]], history.intervals(change.name)
-        first = with_interval(change.first, bounds.get(steps[0], ()))
-        last = with_interval(change.last, bounds.get(steps[-1], ()))
-        table.add_row(_name(change.name.removeprefix("evaluation/"), encoding), first, last, *best)
+        steps = [step for step, _ in history.judged[change.name]]
+        bounds = history.intervals(change.name) if "interval" in shown else {}
+        cells = {
+            "first": with_interval(change.first, bounds.get(steps[0], ())),
+            "last": with_interval(change.last, bounds.get(steps[-1], ())),
+            "best": "" if change.best is None else number(change.best),
+            "at step": "" if change.best is None else str(change.best_step),
+        }
+        table.add_row(_name(change.name.removeprefix("evaluation/"), encoding), *(cells[name] for name in columns))
     return table
 
 
@@ -91,11 +108,11 @@ def _phases(seconds: dict[str, float], encoding: str) -> list[RenderableType]:
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(title)
+    table.add_column(title, overflow="fold")  # a name that is cut could be that of another metric
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
 def _name(name: str, encoding: str) -> Text:
-    return Text(harmless(name, 60, encoding))
+    return Text(harmless(name, LONGEST_NAME, encoding))

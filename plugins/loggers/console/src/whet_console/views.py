@@ -1,7 +1,7 @@
 """Two ways to show a run: a live bar under rows in a terminal, plain lines anywhere else."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rich.console import Console
@@ -11,20 +11,52 @@ from rich.text import Text
 
 from whet.interfaces.logger import RunInfo
 from whet_console.display import harmless, number
+from whet_console.pace import clock
 
 ROWS_BETWEEN_HEADERS = 20
+STEP, MORE = "  step", "  ..."
+NARROWEST = 9
+"""Characters of a column: as many as most numbers have."""
+ROOMY = 100
+"""Columns from which on the bar has room for everything."""
+LONGEST_NAME = 400
 
 
-def _width(name: str) -> int:
-    """Width of a column, with the space before it."""
-    return max(len(name), 9) + 2
+def heading(names: Sequence[str], room: int) -> tuple[list[list[str]], list[int]]:
+    """Return the lines of a header, one text for each column, and the width of each column.
+
+    Names that do not fit on one line are broken at their last slash. Where that is not enough, the last columns are
+    left out: a name or a number that is cut is worse than none.
+    """
+    widths: list[int] = []
+    for lines in ([list(names)], [[_above(name) for name in names], [_below(name) for name in names]]):
+        widths = [max(NARROWEST, *map(len, texts)) + 2 for texts in zip(*lines, strict=True)]
+        if sum(widths) <= room:
+            return lines, widths
+    fitting = 0
+    while fitting < len(names) and sum(widths[: fitting + 1]) + len(MORE) <= room:
+        fitting += 1
+    return [line[:fitting] for line in lines], widths[:fitting]
+
+
+def _above(name: str) -> str:
+    return name[: name.rindex("/") + 1] if "/" in name.strip("/") and len(name) > NARROWEST else ""
+
+
+def _below(name: str) -> str:
+    return name.removeprefix(_above(name))
 
 
 class View(Protocol):
     """What the logger needs of either way."""
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show chosen metrics of a step."""
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where lines may be as long as they are."""
+        ...
+
+    def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
+        """Show chosen metrics of a step, and the seconds that are left of the run."""
         ...
 
     def line(self, text: str) -> None:
@@ -49,39 +81,43 @@ class Terminal:
 
     def __init__(self, console: Console, run: RunInfo) -> None:
         self._console = console
-        self._columns: list[str] = []
+        self._heading: list[list[str]] = []
         self._rows = 0
+        self._roomy = console.width >= ROOMY
         status = TextColumn(
             "{task.fields[status]}", markup=False, style="dim", table_column=Column(no_wrap=True, overflow="ellipsis")
         )
         # Two refreshes a second: the display must not compete with a run for the cores.
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TimeElapsedColumn(), TimeRemainingColumn(), status,
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24 if self._roomy else 8),
+            MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), status,
             console=console, transient=True, refresh_per_second=2, speed_estimate_period=3600.0,
         )  # fmt: skip
-        name = harmless(run.name, 40, console.encoding)
+        name = harmless(run.name, 40 if self._roomy else 16, console.encoding)
         self._task = self._progress.add_task(name, total=run.steps or None, completed=run.resumed_from, status="")
         self._progress.start()
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print an aligned row, and the header above it where the columns change."""
-        columns = self._fitting(list(metrics))
-        if columns != self._columns or self._rows % ROWS_BETWEEN_HEADERS == 0:
-            self._columns, self._rows = columns, 0
-            more = "  ..." if len(columns) < len(metrics) else ""
-            self._print("  step" + "".join(name.rjust(_width(name)) for name in columns) + more, "bold")
-        self._rows += 1
-        self._print(f"{step:6d}" + "".join(number(metrics[name]).rjust(_width(name)) for name in columns))
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal."""
+        return self._console.width
 
-    def _fitting(self, columns: list[str]) -> list[str]:
-        """Leave out the last columns where the terminal is too narrow: a number that is cut is worse than none."""
-        room, used = self._console.width - 6, 0
-        for i, name in enumerate(columns):
-            used += _width(name)
-            if used + (5 if i + 1 < len(columns) else 0) > room:
-                return columns[: max(i, 1)]
-        return columns
+    def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
+        """Print an aligned row, and the header above it where the columns change. The bar shows the time left."""
+        names = [harmless(name, LONGEST_NAME, self._console.encoding) for name in metrics]
+        lines, widths = heading(names, self._console.width - len(STEP))
+        if not widths:
+            named = zip(names, metrics.values(), strict=True)
+            self.line(f"step {step}  " + "  ".join(f"{name} {number(value)}" for name, value in named))
+            return
+        if lines != self._heading or self._rows % ROWS_BETWEEN_HEADERS == 0:
+            self._heading, self._rows = lines, 0
+            for i, texts in enumerate(lines, 1):
+                ends = (STEP, MORE * (len(widths) < len(names))) if i == len(lines) else (" " * len(STEP), "")
+                self._print(ends[0] + "".join(map(str.rjust, texts, widths)) + ends[1], "bold")
+        self._rows += 1
+        shown = zip(metrics.values(), widths, strict=False)  # of the columns that fit
+        self._print(f"{step:6d}" + "".join(number(value).rjust(width) for value, width in shown))
 
     def line(self, text: str) -> None:
         """Print a line above the bar, on several where the terminal is narrow."""
@@ -92,8 +128,8 @@ class Terminal:
         self._progress.update(self._task, completed=step, status="")
 
     def status(self, text: str) -> None:
-        """Show the text behind the bar until the step ends."""
-        self._progress.update(self._task, status=f"waiting on: {text}" if text else "")
+        """Show the text behind the bar until the step ends; on a narrow terminal without the words before it."""
+        self._progress.update(self._task, status=f"waiting on: {text}" if text and self._roomy else text)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -110,10 +146,17 @@ class Lines:
         self._console, self._run, self._quiet_seconds = console, run, quiet_seconds
         self._spoke = time.monotonic()
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+    @property
+    def width(self) -> int | None:
+        """None: a line is as long as it is."""
+        return None
+
+    def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
         """Print a line that names every number."""
         of = f"/{self._run.steps}" if self._run.steps else ""
-        self.line(f"step {step}{of}  " + "  ".join(f"{name} {number(value)}" for name, value in metrics.items()))
+        shown = [f"{harmless(name, LONGEST_NAME, self._console.encoding)} {number(v)}" for name, v in metrics.items()]
+        shown += [] if left is None else [f"ETA {clock(left)}"]
+        self.line(f"step {step}{of}  " + "  ".join(shown))
 
     def line(self, text: str) -> None:
         """Print a line."""

@@ -1,6 +1,6 @@
 """The config of the logger `jsonl`."""
 
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen, validators
 
 STANDARD_OUTPUT = "-"
 
@@ -9,7 +9,7 @@ STANDARD_OUTPUT = "-"
 class JsonlConfig:
     """Metrics as JSON lines, one object for each step."""
 
-    path: str = "metrics-log.jsonl"
+    path: str = field(default="metrics-log.jsonl", validator=validators.min_len(1), metadata={"writes": True})
     """File, relative to the run folder; it belongs to this run alone. `-` writes to standard output."""
     include: list[str] = Factory(lambda: ["*"])
     """Names or patterns of the metrics to write, e.g. `evaluation/*`."""

@@ -13,7 +13,7 @@ from whet.run_folder import read_metrics
 
 USUAL = (
     ("evaluation/*/reward",),
-    ("reward/mean",),
+    ("reward/mean", "*/reward/mean"),
     ("response_length/mean", "evaluation/*/response_length"),
     ("loss", "validation/loss"),
 )

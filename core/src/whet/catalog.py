@@ -1,0 +1,81 @@
+"""What the project's own distributions offer, so that a name that is not installed leads to the one that brings it.
+
+Core knows no plugin by name: all of it is read from `catalog.json`, which `python docs/generate_reference.py` writes
+from what the plugins say of themselves.
+"""
+
+import difflib
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+FILE = Path(__file__).with_name("catalog.json")
+
+
+@frozen
+class Catalog:
+    """The project's distributions beside core."""
+
+    distributions: Mapping[str, str]
+    """A line on each, by name."""
+    components: Mapping[str, Mapping[str, str]]
+    """For each kind of component the distribution that offers it, by the word after `use:`."""
+    recipes: Mapping[str, str]
+    """The distribution that ships a recipe, by the name of the recipe."""
+    demos: Mapping[str, tuple[str, ...]]
+    """The distributions that a demo needs, by the name of the demo; the first one ships it."""
+    bundles: Mapping[str, tuple[str, ...]]
+    """Distributions that are installed together, by the extra of core that names them."""
+
+    def owner(self, kind: str, name: str) -> str | None:
+        """Return the distribution that offers a component."""
+        return self.components.get(kind, {}).get(name)
+
+    def near(self, kind: str, name: str) -> str | None:
+        """Return the component of a kind that was probably meant."""
+        close = difflib.get_close_matches(name, self.components.get(kind, {}), n=1, cutoff=0.6)
+        return close[0] if close else None
+
+    def titles(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield KIND/NAME and the distribution of all that a name may mean: a component, KIND/NAME, a distribution."""
+        for kind, owners in self.components.items():
+            for component, owner in owners.items():
+                if name in (component, f"{kind}/{component}", owner):
+                    yield f"{kind}/{component}", owner
+
+    def bundle(self, wanted: Iterable[str]) -> str | None:
+        """Return the bundle that holds all of these distributions and at most one other."""
+        needed = set(wanted)
+        holding = [name for name, held in self.bundles.items() if needed <= set(held) and len(held) <= len(needed) + 1]
+        return min(holding, key=lambda name: len(self.bundles[name]), default=None)
+
+    def command(self, wanted: Iterable[str]) -> str:
+        """Return the shortest command that installs distributions."""
+        bundle = self.bundle(needed := list(wanted))
+        return bundle_words(bundle) if bundle else install_words(needed)
+
+
+@functools.cache
+def catalog() -> Catalog:
+    """Read the catalog, once."""
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    demos, bundles = ({name: tuple(held) for name, held in found[key].items()} for key in ("demos", "bundles"))
+    return Catalog(found["distributions"], found["components"], found["recipes"], demos, bundles)
+
+
+def install_words(distributions: Iterable[str]) -> str:
+    """Return the command that installs distributions, e.g. `pip install whet-one whet-two`."""
+    return " ".join(["pip install", *dict.fromkeys(distributions)])
+
+
+def bundle_words(name: str) -> str:
+    """Return the command that installs a bundle. The quotes are for shells that expand brackets."""
+    return f"pip install 'whet[{name}]'"
+
+
+def offered_words(owner: str) -> str:
+    """Return who offers a name that is not installed, and how it is installed, as the end of a sentence."""
+    return f"it is offered by {owner}: {install_words([owner])}"

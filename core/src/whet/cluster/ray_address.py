@@ -1,0 +1,73 @@
+"""Which Ray cluster a run joins: what `cluster.address` and `RAY_ADDRESS` say, as `ray.init` reads them.
+
+cluster.address   host:port, auto, local, or empty, which means what RAY_ADDRESS says
+auto              what RAY_ADDRESS says, else the cluster that `ray start` has started on this machine last
+local             a Ray of the run's own on this machine, also where RAY_ADDRESS is set
+"""
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config.sections import ClusterSection
+
+VARIABLE: Final = "RAY_ADDRESS"
+_SUBMIT: Final = "`ray job submit --address http://HEAD:8265 -- whet run ...`"
+
+
+def address_to_join(section: "ClusterSection", environment: Mapping[str, str] = os.environ) -> str:
+    """Return `host:port` or `auto` of the cluster that a run joins; empty: none, Ray is started on this machine."""
+    if section.launcher != "ray":
+        return ""
+    address = section.address
+    if address in ("", "auto"):
+        address = environment.get(VARIABLE, "").strip() or address
+    return "" if address == "local" else address
+
+
+def address_problem(section: "ClusterSection", environment: Mapping[str, str] = os.environ) -> str:
+    """Return what is wrong with the address that a run would join; empty: nothing."""
+    address = address_to_join(section, environment)
+    named = "is" if address == section.address else f"is {section.address!r}, and {VARIABLE} is"
+    fault = _fault(address) if address else ""
+    return f"{named} {address!r}, {fault}" if fault else ""
+
+
+def head_of(address: str) -> str:
+    """Return `host:port` of the head; `auto` is looked up. Raises `ConfigError` where no cluster is found."""
+    if address != "auto":
+        if fault := _fault(address):
+            raise ConfigError(f"cluster.address: is {address!r}, {fault}")
+        return address
+    written: str | None = import_module("ray._private.utils").read_ray_address()
+    if written:
+        return written
+    services: Any = import_module("ray._private.services")
+    running = sorted(services.find_gcs_addresses())
+    if len(running) == 1:
+        return str(running[0])
+    found = f"Ray's heads at {', '.join(running)} run here" if running else "no Ray runs on this machine"
+    raise ConfigError(
+        f"cluster.address: is auto, and {found}: `ray start --head` one, set {VARIABLE}, or name its `host:port`; "
+        "empty or `local` starts Ray for the run alone"
+    )
+
+
+def _fault(address: str) -> str:
+    if address == "auto":
+        return ""
+    if address.startswith("ray://"):
+        return (
+            "which is for Ray's client: workers connect to the driver, so it must run on a machine of the cluster: "
+            f"{_SUBMIT}, or `whet run` there with `host:port` of the head"
+        )
+    if "://" in address:
+        return f"which is the address of Ray's job server: {_SUBMIT}, or give `host:port` of the cluster's head"
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        return ""
+    return "wanted `host:port` of the cluster's head, `auto` or `local`"

@@ -1,0 +1,192 @@
+"""Records of other frameworks are recognised by their columns, and brought into those that algorithms read."""
+
+import json
+import re
+
+import pytest
+
+from whet.config.sections import DataFile
+from whet.data.layouts import found_words, layout_of, recognise, records
+from whet.data.messages import conversation
+from whet.data.pairs import pair_conversations
+
+SHAREGPT = {
+    "conversations": [
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "hello"},
+        {"from": "human", "value": "6*7?"},
+        {"from": "gpt", "value": "42"},
+    ],
+    "system": "Be brief.",
+}
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "6*7?"},
+    {"role": "assistant", "content": "42"},
+]
+
+
+@pytest.fixture
+def laid_out(tmp_path):
+    """Read records of a file as an algorithm would."""
+
+    def laid_out(*given, names=None, **options):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in given))
+        return list(records(DataFile(str(tmp_path / "a.jsonl"), **options), names or {}))
+
+    return laid_out
+
+
+def one(rows):
+    (row,) = rows
+    assert not row.problem, row.problem
+    return row.record
+
+
+def test_sharegpt_becomes_messages(laid_out):
+    assert one(laid_out(SHAREGPT))["messages"] == MESSAGES
+    own = {"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT["conversations"]]}
+    assert one(laid_out(own))["messages"] == MESSAGES
+    assert one(laid_out({"conversations": MESSAGES}))["messages"] == MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("speaker", "role"), [("user", "user"), ("assistant", "assistant"), ("tool", "tool"), ("observation", "tool")]
+)
+def test_every_name_of_a_speaker_has_its_role(laid_out, speaker, role):
+    found = one(laid_out({"conversations": [{"from": speaker, "value": "x"}]}))
+    assert found["messages"] == [{"role": role, "content": "x"}]
+
+
+def test_turns_under_another_name_and_as_text_are_read(laid_out):
+    turns = SHAREGPT["conversations"]
+    assert one(laid_out({"dialog": turns}, fields={"conversations": "dialog"}))["messages"] == MESSAGES[1:]
+    assert one(laid_out({"dialog": turns}, fields={"messages": "dialog"}))["messages"] == MESSAGES[1:]
+    assert one(laid_out({"dialog": turns}, names={"messages": "dialog"}))["dialog"] == MESSAGES[1:]
+    assert one(laid_out({"conversations": json.dumps(turns)}))["messages"] == MESSAGES[1:]
+    assert one(laid_out({"messages": json.dumps(MESSAGES)}))["messages"] == MESSAGES
+
+
+def test_alpaca_becomes_prompt_and_completion(laid_out):
+    record = {"instruction": "Add.", "input": "1+1", "output": "2"}
+    assert one(laid_out(record)) == {**record, "prompt": "Add.\n\n1+1", "completion": "2"}
+    assert one(laid_out({**record, "input": ""}))["prompt"] == "Add."
+    assert one(laid_out({"instruction": "Add.", "output": "2"}))["prompt"] == "Add."
+    found = one(laid_out({**record, "system": "Be brief.", "history": [["hi", "hello"]]}))
+    assert found["prompt"] == [*MESSAGES[:3], {"role": "user", "content": "Add.\n\n1+1"}]
+
+
+def test_pairs_of_both_kinds_become_a_prompt_and_two_answers(laid_out):
+    asked = {"conversations": [{"from": "human", "value": "6*7?"}]}
+    answers = {"chosen": {"from": "gpt", "value": "42"}, "rejected": {"from": "gpt", "value": "41"}}
+    wanted = [conversation([MESSAGES[3], {"role": "assistant", "content": text}]) for text in ("42", "41")]
+    for record in ({**asked, **answers}, {"instruction": "6*7?", "chosen": "42", "rejected": "41"}):
+        assert pair_conversations(one(laid_out(record)), {}) == (*wanted, 1)
+
+
+def test_a_column_that_the_config_gives_another_meaning_shows_nothing(laid_out):
+    record = {"instruction": "Add.", "input": "1+1", "output": "2"}
+    for options in (
+        {"names": {"prompt": "instruction"}},
+        {"fields": {"prompt": "instruction", "completion": "output"}},
+    ):
+        assert one(laid_out(record, **options)).get("prompt", record["instruction"]) == "Add."
+    assert one(laid_out(record, layout="plain")) == record
+    both = {**SHAREGPT, "messages": MESSAGES[3:]}
+    assert one(laid_out(both))["messages"] == MESSAGES[3:]
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ({"prompt": "p", "completion": "c", "instruction": "i", "output": "o"}, {}),
+        ({"prompt": "p", "chosen": "c", "rejected": "r", "instruction": "i", "output": "o"}, {}),
+        ({"prompt": "p", "completion": "c", "conversations": SHAREGPT["conversations"]}, {}),
+        ({"p": "p", "c": "c", "instruction": "i", "output": "o"}, {"names": {"prompt": "p", "completion": "c"}}),
+    ],
+)
+def test_columns_that_algorithms_read_as_they_are_are_not_replaced(laid_out, record, options):
+    assert one(laid_out(record, **options)) == record
+
+
+def test_empty_columns_show_nothing(laid_out, tmp_path):
+    """Tables and joined data sets have every column in every record."""
+    empty = dict.fromkeys(("messages", "prompt", "completion", "text", "chosen", "rejected", "history", "system"))
+    alpaca = {"instruction": "Add.", "input": None, "output": "2"}
+    turns = [{**turn, "role": None, "content": None} for turn in SHAREGPT["conversations"]]
+    rows = laid_out({**empty, **SHAREGPT}, {**empty, **alpaca}, {**empty, "conversations": turns})
+    assert not [row.problem for row in rows if row.problem]
+    talk, task, joined = (row.record for row in rows)
+    assert (talk["messages"], talk["prompt"]) == (MESSAGES, None)
+    assert (task["prompt"], task["completion"]) == ("Add.", "2")
+    assert joined["messages"] == MESSAGES[1:]
+    words = recognise(DataFile(str(tmp_path / "a.jsonl")), {}).words
+    assert words.endswith("; Alpaca: `prompt` and `completion`; ShareGPT: `messages`")
+
+
+def test_what_a_file_says_of_its_columns_comes_before_what_the_algorithm_says(laid_out):
+    names = {"prompt": "question", "completion": "answer"}
+    found = one(laid_out({"q": "1", "a": "2"}, names=names, fields={"prompt": "q", "completion": "a"}))
+    assert (found["question"], found["answer"]) == ("1", "2")
+    found = one(laid_out({"instruction": "Add.", "output": "2"}, names=names))
+    assert (found["question"], found["answer"]) == ("Add.", "2")
+
+
+def test_labels_and_margins_that_are_text_are_read(laid_out):
+    rows = laid_out(*({"label": label} for label in ("true", "No", "1", "maybe")))
+    assert [row.record["label"] for row in rows] == [True, False, True, "maybe"]
+    assert one(laid_out({"margin": "0.5"}))["margin"] == 0.5
+    assert one(laid_out({"good": "yes"}, names={"label": "good"}))["good"] is True
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "complaint"),
+    [
+        ({"conversations": [{"from": "bing", "value": "x"}]}, {}, "`from` 'bing', wanted one of human, user, gpt"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, {}, "the `value` of a turn is 3, wanted text"),
+        ({"conversations": [{"from": [], "value": "x"}]}, {}, r"`from` \[\]"),
+        ({"text": "x"}, {"layout": "sharegpt"}, "`conversations` is None, wanted a list of turns"),
+        (
+            {"instruction": 5, "output": "x"},
+            {},
+            "`instruction` is 5, wanted text; the record has 'instruction', 'output'",
+        ),
+        ({"instruction": "x", "output": "y", "history": [["a"]]}, {}, r"`history` has \['a'\], wanted pairs"),
+        ({"instruction": "x", "output": "y", "history": 5}, {}, "`history` is 5, wanted a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": "ab"}, {}, "`history` is 'ab', wanted a list of pairs"),
+        ({"instruction": "x", "output": "y", "history": {"a": "b"}}, {}, "`history` is {'a': 'b'}, wanted a list of"),
+        ({"instruction": "x", "output": "y", "system": 7}, {}, "`system` is 7, wanted text"),
+        ({"messages": "[1, "}, {}, "`messages` is text that is no JSON list of messages"),
+        ({"messages": "[" * 100_000}, {}, "`messages` is text that is no JSON list of messages"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_layout_is_told(laid_out, record, options, complaint):
+    (row,) = laid_out(record, **options)
+    assert (row.where, row.record) == ("a.jsonl:1", {})
+    assert re.search(complaint, row.problem)
+
+
+def test_what_is_recognised_is_put_into_words(laid_out, tmp_path):
+    file = DataFile(str(tmp_path / "a.jsonl"), fields={"prompt": "gone"})
+    laid_out(SHAREGPT, {"instruction": "x", "output": "y"})
+    seen = recognise(file, {})
+    assert seen.words == (
+        "JSON lines; columns conversations, system, instruction, output; "
+        "Alpaca: `prompt` and `completion`; ShareGPT: `messages`"
+    )
+    assert seen.missing == ("gone",)
+    laid_out({"a\x1b[31m": 1})
+    assert "columns a\\x1b[31m" in recognise(DataFile(str(tmp_path / "a.jsonl")), {}).words
+
+
+def test_columns_in_words_name_those_that_are_empty_and_are_short():
+    assert found_words({"a": 1, "b": None}) == "'a', 'b' (empty)"
+    assert found_words({}) == "none"
+    assert len(found_words({"x" * 1000 + str(i): 1 for i in range(1000)})) < 1000
+
+
+def test_the_layout_that_a_config_states_counts():
+    assert layout_of({"text": "x"}, DataFile("a", layout="alpaca"), {}) == "alpaca"
+    assert layout_of(SHAREGPT, DataFile("a", layout="plain"), {}) == "plain"

@@ -1,0 +1,139 @@
+"""`whet demo` and `whet new recipe` as people type them, and what core says where it is alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whet.catalog import catalog
+from whet.plugins import load_plugins
+from whet.shipped import demos, recipes
+
+ROOT = Path(__file__).parents[1]
+ALONE = """
+import sys, whet.plugins
+whet.plugins.distributions = lambda: []
+from whet.cli import main
+main()
+"""
+"""The command line where no plugin is installed."""
+
+
+def alone(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", ALONE, *arguments]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False)
+
+
+def test_core_alone_lists_what_there_is_to_install(tmp_path):
+    done = alone("plugins", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "No plugin is installed" in done.stdout
+    assert all(f"pip install 'whet[{bundle}]'" in done.stdout for bundle in catalog().bundles)
+    for name, about in catalog().distributions.items():
+        assert f"  {name} " in done.stdout
+        assert about.split()[-1] in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["schema", "dpo"], "no installed plugin has 'dpo'; it is offered by whet-dpo: pip install whet-dpo"),
+        (["schema", "algorithms/dpo"], "there is no algorithm 'dpo'; it is offered by whet-dpo: pip install whet-dpo"),
+        (["plugins", "why", "arithmetic"], "whet-env-math offers environments/arithmetic, and is not installed: pip"),
+        (["plugins", "why", "whet-hf"], "whet-hf offers generators/hf, and is not installed: pip install whet-hf"),
+        (["plugins", "why", "grpoo"], "near names: algorithms/grpo (whet-grpo, not installed)"),
+        (["new", "recipe", "learn-dpo"], "the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"),
+        (["demo"], "the demo 'arithmetic' comes with whet-env-math; all that it needs: pip install 'whet[grpo]'"),
+        (["demo", "calculator"], "comes with whet-env-tools; all that it needs: pip install whet-env-tools whet-sft"),
+        (["check", str(ROOT / "recipes" / "learn-dpo.yaml")], "\nall that is not installed: pip install 'whet[dpo]'"),
+    ],
+)
+def test_core_alone_says_who_offers_a_name_and_how_to_install_it(tmp_path, arguments, said):
+    done = alone(*arguments, folder=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_core_alone_lists_the_recipes_that_plugins_would_bring(tmp_path):
+    done = alone("new", "recipe", folder=tmp_path)
+    assert done.returncode == 0
+    assert "pip install whet-sft: learn-sft" in done.stdout
+
+
+def test_the_help_names_the_demos_that_there_are(whet):
+    words = " ".join(whet("demo", "--help").output.split())
+    assert f"demos that plugins ship: {', '.join(catalog().demos)}; the first of them without NAME" in words
+    assert {*demos(load_plugins())} == {*catalog().demos}
+
+
+def test_every_recipe_is_listed_and_written_so_that_it_loads(whet, tmp_path):
+    found = recipes(load_plugins())
+    listed = whet("new", "recipe", folder=tmp_path).output
+    assert set(found) == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    assert all(name in listed for name in found)
+
+
+@pytest.mark.parametrize("name", ["learn-ppo", "gsm8k-sft"])
+def test_a_recipe_is_written_with_its_bases_and_says_what_is_to_be_put_in(whet, tmp_path, name):
+    done = whet("new", "recipe", name, "--into", "mine", folder=tmp_path)
+    assert done.code == 0, done.errors
+    written = sorted(path.name for path in (tmp_path / "mine").iterdir())
+    assert written == (["learn-grpo.yaml", "learn-ppo.yaml"] if name == "learn-ppo" else ["gsm8k-sft.yaml"])
+    text = (tmp_path / "mine" / f"{name}.yaml").read_text()
+    assert text.startswith(f"# Written by `whet new recipe {name}`, from whet-")
+    original = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    assert yaml.safe_load(text) == yaml.safe_load(original)
+    assert text.endswith(original)
+    assert ("  model.path=models/start-0/model\n" in done.output) == (name == "learn-ppo")
+    assert "Qwen" not in done.output, "a model of the hub needs nobody to put it in"
+    again = whet("new", "recipe", name, "--into", "mine", folder=tmp_path)
+    assert "exists already" in again.error
+
+
+def test_two_recipes_with_one_base_lie_side_by_side(whet, tmp_path):
+    for name in ("learn-ppo", "learn-dapo"):
+        assert whet("new", "recipe", name, folder=tmp_path).code == 0
+    assert {path.stem for path in tmp_path.iterdir()} == {"learn-ppo", "learn-dapo", "learn-grpo"}
+
+
+def test_without_torch_the_demo_says_what_to_install(tmp_path):
+    code = "import sys; sys.modules['torch'] = None\nfrom whet.cli import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "making the model needs torch, which this Python lacks: pip install 'whet[grpo]'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(demos(load_plugins())))
+def test_a_demo_trains_from_nothing_and_goes_on_where_it_was(whet, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = whet("demo", name, "--folder", "it", "--steps", 0, folder=tmp_path, seconds=200)
+    assert made.code == 0, made.errors
+    assert "made; to run it:\n  whet run it/" in made.output
+    assert {path.name for path in (tmp_path / "it" / "start").iterdir()} >= {"model.safetensors", "train.jsonl"}
+    for recipe in (tmp_path / "it").glob("*.yaml"):
+        changed = recipe.read_text().replace("limit: 512", "limit: 8").replace("limit: 256", "limit: 8")
+        recipe.write_text(changed.replace("prompts_per_step: 16, group_size: 8", "prompts_per_step: 2, group_size: 2"))
+    done = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=280)
+    assert done.code == 0, done.errors
+    rows = [line.split()[:3] for line in done.output.splitlines()]
+    warm_up = "6" if name == "arithmetic" else "10"  # of 600, as 1 is of 100 or of 60
+    assert ["sft", warm_up, "validation/loss"] in rows
+    assert ["grpo", "1", f"evaluation/{name}/reward"] in rows
+    assert "it/grpo/plot.png" in done.output
+    assert "what to do next:\n  whet report it/grpo\n" in done.output
+    for file in ("sft/model/model.safetensors", "grpo/model/model.safetensors", "grpo/plot.png"):
+        assert (tmp_path / "it" / file).is_file()
+    longer = whet("demo", name, "--folder", "it", "--steps", 2, folder=tmp_path, seconds=200)
+    assert "which this demo would prolong to" in longer.error
+    again = whet("demo", name, "--folder", "it", "--steps", 1, folder=tmp_path, seconds=200)
+    assert again.code == 0, again.errors
+    assert again.errors.count("finished before") == 2

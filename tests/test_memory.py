@@ -1,0 +1,63 @@
+"""A model of 7 billion parameters: refused where its memory is not, planned where it is."""
+
+import json
+
+import pytest
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+    "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+ON_EIGHT = "cluster.gpus={backend: 8, generator: 8}"
+SMALL, LARGE = "cores=8,memory=24GB", "8xH100-80GB,cores=96,memory=1TB"
+
+
+@pytest.fixture
+def recipe(tmp_path, small_run):
+    """Write a recipe of GRPO with a folder that has the shape of the model and no weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(QWEN_7B))
+    return small_run(tmp_path, model={"path": str(tmp_path / "model")}, rollout={"max_tokens": 64, "max_context": 512})
+
+
+def test_a_host_of_24_gib_cannot_train_it(recipe, whet):
+    done = whet("check", recipe, "--machine", SMALL)
+    assert done.code == 1
+    assert "cluster.memory: the given machine has 24.0 GiB of memory, and the plan takes at least 14" in done.errors
+    assert "56.7 GiB backend: AdamW's two moments in float32" in done.errors
+    assert whet("check", recipe, "--machine", SMALL, "cluster.memory=ignore").code == 0
+
+
+def test_eight_large_gpus_can_and_small_ones_cannot(recipe, whet):
+    done = whet("check", recipe, ON_EIGHT, "--machine", LARGE)
+    assert done.code == 0, done.errors
+    assert "backend: fsdp2, 8 ranks x 1 thread on cuda:0" in done.output
+    assert "memory: GPU 0 holds at least 32." in done.output
+    apart = whet("check", recipe, ON_EIGHT, "cluster.sleep=never", "--machine", LARGE)
+    assert "memory: GPU 0 holds at least 5" in apart.output, "19 of the backend and 32 of the generator"
+    small = whet("check", recipe, ON_EIGHT, "--machine", "8x24GB")
+    assert small.code == 1
+    assert "cluster.memory: GPU 0 of the given machine has 24.0 GiB of memory" in small.errors
+
+
+def test_a_run_that_cannot_fit_starts_nothing_and_reads_no_weights(recipe, whet, tmp_path):
+    many = "cluster.ranks.generator=4000"  # no machine has that: 100 TiB of weights, each rank its own
+    done = whet("run", recipe, many)
+    assert done.code == 1
+    assert "cluster.memory: this machine has " in done.errors
+    assert "holds no weights" not in done.errors
+    assert not list(tmp_path.rglob("backend-0.log"))
+    ignored = whet("run", recipe, many, "cluster.memory=ignore")
+    assert "holds no weights" in ignored.errors
+
+
+def test_the_doctor_says_of_memory_what_check_says(recipe, whet):
+    many = "cluster.ranks.generator=4000"
+    checked = whet("check", recipe, many, "--json")
+    found = json.loads(whet("doctor", recipe, many, "--json").output)["checks"]
+    of_memory = [(check["status"], check["found"]) for check in found if check["name"] == "memory"]
+    assert of_memory == [("fail", problem) for problem in json.loads(checked.output)["problems"]]
+    ignored = json.loads(whet("doctor", recipe, many, "cluster.memory=ignore", "--json").output)["checks"]
+    assert [check["status"] for check in ignored if check["name"] == "memory"] == ["warn"]

@@ -1,0 +1,319 @@
+"""Training on one's own data: tables, records of other frameworks, epochs, weights, and a look at what they become."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whet.testing.runs import numbers
+
+ROWS = [(f"{n}+{n}?", str(2 * n)) for n in range(10)]
+HEAVY = ("torch", "ray", "transformers", "datasets", "pyarrow")
+
+
+TELLING = """
+from whet.data.offline import OfflineData
+read = OfflineData._read
+def telling(self, name, *rest):
+    print("tokenises", name)
+    return read(self, name, *rest)
+OfflineData._read = telling
+from whet.cli import main
+main()
+"""
+"""The command line that tells what data it tokenises."""
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model_folder):
+    """Write a config; sections are merged into it, and None takes a key away."""
+
+    def config(**sections) -> Path:
+        (tmp_path / "train.csv").write_text("question,answer\n" + "".join(f"{q},{a}\n" for q, a in ROWS))
+        (tmp_path / "validation.tsv").write_text("prompt\tcompletion\n1+1?\t2\n")
+        files = {
+            "train": [{"path": "train.csv", "fields": {"prompt": "question", "completion": "answer"}}],
+            "validation": [{"path": "validation.tsv"}],
+        }
+        document = {
+            "run": {"folder": "run", "epochs": 2, "save_every": 1},
+            "model": {"path": str(tiny_model_folder)},
+            "algorithm": {"use": "sft", "batch_size": 4},
+            "backend": {"use": "fsdp2", "optimizer": {"lr": 1e-3}, "schedule": {"kind": "linear", "warmup_ratio": 0.4}},
+            "data": files,
+            "cluster": {"workers": "inline"},
+        }
+        for name, section in sections.items():
+            merged = {**document.get(name, {}), **section}
+            document[name] = {key: value for key, value in merged.items() if value is not None}
+        path = tmp_path / "it.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    return config
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run `whet`, and return its exit code, output and errors."""
+
+    def command(*arguments, code=None):
+        python = [sys.executable, *(["-c", code] if code else ["-m", "whet.cli"])]
+        environment = {**os.environ, "NO_COLOR": "1"}
+        return subprocess.run(
+            [*python, *map(str, arguments)],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+
+    return command
+
+
+def done(ended) -> str:
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_check_prints_what_it_recognised(command, config, tmp_path):
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    (tmp_path / "share.json").write_text(json.dumps([{"conversations": turns}]))
+    (tmp_path / "alpaca.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}))
+    files = [{"path": name} for name in ("share.json", "alpaca.jsonl", "validation.tsv")]
+    plan = done(command("check", config(data={"train": files})))
+    for line in (
+        "data.train.0: share.json: JSON; columns conversations; ShareGPT: `messages`",
+        "data.train.1: alpaca.jsonl: JSON lines; columns instruction, output; Alpaca: `prompt` and `completion`",
+        "data.train.2: validation.tsv: TSV; columns prompt, completion",
+    ):
+        assert line in plan
+
+
+FIELDS = {"prompt": "question", "completion": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            {"data": {"train": [{"path": "train.csv"}]}},
+            (
+                "data.train.0.path: none of the first 10 records can be used; train.csv:2: it has the columns "
+                "'question', 'answer'; wanted `messages`, or `prompt` and `completion`, or `text`; `fields` says what "
+            ),
+        ),
+        (
+            {"data": {"train": [{"path": "train.csv", "fields": {"prompt": "questoin"}}]}},
+            "data.train.0.path: `fields` names the column 'questoin'; the file has question, answer",
+        ),
+        (
+            {"data": {"train": [{"path": "train.csv", "fields": {"promt": "question"}}]}},
+            "data.train.0.fields: names promt, wanted messages, prompt, completion",
+        ),
+        ({"run": {"steps": 3}}, "run.epochs: is 2, and run.steps is 3; state one of the two"),
+        ({"run": {"epochs": None}}, "run: states neither `steps` nor `epochs`"),
+        ({"run": {"epochs": 0}}, "run.epochs: must be > 0"),
+        (
+            {"data": {"train": [{"path": "train.csv", "fields": FIELDS, "weight": 1}, {"path": "validation.tsv"}]}},
+            "data.train.1.weight: missing: other files of data.train have a weight, so all need one",
+        ),
+        (
+            {"data": {"validation": [{"path": "validation.tsv", "weight": 1}]}},
+            "data.validation.0.weight: validation reads every record once; remove the weight",
+        ),
+        (
+            {"algorithm": {"use": "grpo", "batch_size": None}},
+            "run.epochs: grpo is fed by rollouts, which have no epochs",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_file_and_column(command, config, sections, problem):
+    ended = command("check", config(**sections))
+    assert ended.returncode == 1
+    assert problem in ended.stderr
+
+
+def test_epochs_show_every_record_as_often_as_stated_and_the_schedule_ends_with_them(command, config, tmp_path):
+    path = config()
+    assert "finished 5 steps" in command("run", path).stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["step"]] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert [row["lr"] for row in rows if row["step"]] == pytest.approx([5e-4, 1e-3, 2e-3 / 3, 1e-3 / 3, 0])
+    again = command("run", path)
+    assert "this run is finished, all 5 steps of it" in again.stderr
+    assert "run.epochs=4" in again.stderr
+    assert "finished 8 steps" in command("run", path, "run.epochs=3").stderr
+    saved = done(command("check", tmp_path / "run/config.yaml"))
+    assert "feeds on data" in saved
+
+
+def test_a_run_that_gets_more_epochs_trains_on_every_record_as_often(command, config, tmp_path):
+    path = config(run={"epochs": 1})
+    assert "finished 3 steps" in command("run", path).stderr
+    again = command("run", path, code=TELLING)
+    assert "this run is finished, all 3 steps of it" in again.stderr
+    assert "tokenises" not in again.stdout
+    assert "run.epochs=2" in again.stderr
+    more = command("run", path, "run.epochs=2", code=TELLING)
+    assert "finished 6 steps" in more.stderr
+    assert more.stdout.count("tokenises train") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["step"]] == pytest.approx([0.4, 0.8, 1, 1.4, 1.8, 2])
+    assert "this run is finished, all 6 steps of it" in command("run", path, "run.epochs=2").stderr
+
+
+def test_another_run_is_refused_before_its_data_is_tokenised(command, config, tmp_path):
+    assert "finished 3 steps" in command("run", config(run={"epochs": 1})).stderr
+    shutil.rmtree(tmp_path / "run/checkpoints")  # or nothing would be left to do
+    path = config(run={"epochs": 2, "seed": 1})
+    refused = command("run", path, code=TELLING)
+    assert refused.returncode == 1
+    assert "holds another run" in refused.stderr
+    assert "tokenises" not in refused.stdout
+
+
+@pytest.mark.slow
+def test_a_run_by_epochs_that_is_ended_goes_on_to_the_same_bits(command, config, tmp_path):
+    weighted = [
+        {"path": "train.csv", "fields": FIELDS, "weight": 1},
+        {"path": "validation.tsv", "weight": 3},
+    ]
+    path = config(data={"train": weighted}, run={"epochs": 3})
+    assert "finished 9 steps" in command("run", path, "run.folder=whole").stderr
+    code = """
+import os, signal, sys
+import whet.compose as compose
+from whet.steps import Steps
+finish, ends = Steps.finish, int(sys.argv.pop(1))
+def ended(self, step, metrics, batch):
+    finish(self, step, metrics, batch)
+    if step.number == ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+Steps.finish = ended
+from whet.cli import main
+main()
+"""
+    for step in (2, 5):
+        assert command(step, "run", path, "run.folder=part", code=code).returncode == -signal.SIGKILL
+    assert "finished 9 steps" in command("run", path, "run.folder=part").stderr
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert numbers(part) == numbers(whole)
+    assert (part / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+def test_look_shows_which_tokens_are_trained_on(command, config):
+    found = done(command("data", "look", config(), "--rows", "1"))
+    assert found.splitlines() == [
+        "data.train of sft",
+        "  data.train.0: train.csv: CSV; columns question, answer",
+        "",
+        "train.csv:2  16 tokens, 2 trained",
+        r"  - <|im_start|>user\n0+0?<|im_end|>\n<|im_start|>assistant\n",
+        "  + 0<|im_end|>",
+        r"  - \n",
+        "",
+        "10 records: 10 kept, 0 too long, 0 malformed",
+        "tokens: 160, 20 of them trained (12.5%)",
+        "tokens of a sequence: mean 16, shortest 16, median 16, 95 % 16, longest 16",
+        "2 epochs are 5 steps of 4 records",
+        "marks: + trained, - not trained",
+    ]
+
+
+def test_look_counts_what_is_left_out_and_why(command, config, tmp_path):
+    path = config(data={"max_length": 16}, run={"epochs": None, "steps": 4})
+    with (tmp_path / "train.csv").open("a") as file:
+        file.write("only one cell\n\x1b[31mred,\n1+1?,a b c d e f g h i\n")
+    found = done(command("data", "look", path, "--rows", "0"))
+    assert (
+        "13 records: 10 kept, 1 too long, 2 malformed\n  too long: over 16 tokens (data.max_length); left out" in found
+    )
+    assert "a run refuses this data: 15.4% of the records are malformed, and data.max_bad_records allows 1.0%" in found
+    assert "  malformed: train.csv:12: the row has 1 cells, wanted 2: 'question, answer'" in found
+    assert "malformed: train.csv:13: a record has the columns 'question', 'answer' (empty)" in found
+    assert "4 steps of 4 records are 1.60 epochs" in found
+    rounded = done(command("data", "look", config(run={"epochs": 1.1}, algorithm={"batch_size": 1})))
+    assert "1.1 epochs are 11 steps of 1 records" in rounded, "as many as a run takes"
+    found = done(command("data", "look", path, "--records", "4"))
+    assert "4 records (the first; --records 0 reads all)" in found
+
+
+def test_look_escapes_what_could_steer_a_terminal(command, config, tmp_path):
+    path = config()
+    (tmp_path / "train.csv").write_text("question,answer\n\x1b]0;owned\x07\u202ehi,\x1b[2J\n")
+    for style in ([], ["--tokens"]):
+        found = done(command("data", "look", path, *style))
+        assert not [letter for letter in found if not letter.isprintable() and letter != "\n"]
+        assert "\\x1b" in found
+
+
+def test_look_shows_characters_of_several_tokens_as_they_are(command, config, tmp_path):
+    path = config()
+    (tmp_path / "train.csv").write_text("question,answer\nZoë – 大?,für dich\n", encoding="utf-8")
+    found = done(command("data", "look", path))
+    assert "Zoë – 大?" in found
+    assert "+ für dich" in found
+    assert "\\xc3" in done(command("data", "look", path, "--tokens"))
+
+
+def test_look_prints_single_tokens_and_json(command, config, tmp_path):
+    path = config()
+    lines = done(command("data", "look", path, "--rows", "1", "--tokens", "--split", "validation")).splitlines()
+    assert "data.validation of sft" in lines[0]
+    assert any(line.endswith("+* <|im_end|>") for line in lines)
+    found = json.loads(done(command("data", "look", path, "--rows", "2", "--json")))
+    assert [row["where"] for row in found["rows"]] == ["train.csv:2", "train.csv:3"]
+    (sequence,) = found["rows"][0]["sequences"]
+    assert "".join(piece["text"] for piece in sequence["tokens"] if piece["trained"]) == "0<|im_end|>"
+    assert (found["counts"]["kept"], found["counts"]["tokens"], found["counts"]["trained"]) == (10, 160, 20)
+
+
+@pytest.mark.parametrize("use", ["dpo", "rm", "kto"])
+def test_look_shows_pairs(command, config, tmp_path, use):
+    (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected\n1+1?,2,three\n")
+    path = config(algorithm={"use": use}, data={"train": [{"path": "pairs.csv"}], "validation": []})
+    found = done(command("data", "look", path))
+    names = ("desirable", "undesirable") if use == "kto" else ("chosen", "rejected")
+    assert all(f"pairs.csv:2 {name}  " in found for name in names)
+    assert f"\n  + {'2' if use != 'rm' else ''}" in found
+
+
+def test_look_shows_the_prompts_of_environments(command, config):
+    path = config(
+        run={"epochs": None, "steps": 1}, algorithm={"use": "grpo", "batch_size": None}, generator={"use": "hf"},
+        data={"train": None, "validation": None},
+    )  # fmt: skip
+    document = yaml.safe_load(path.read_text())
+    del document["data"]
+    path.write_text(yaml.safe_dump({**document, "environments": [{"use": "arithmetic"}]}))
+    found = done(command("data", "look", path, "--records", "50", "--rows", "1"))
+    assert found.startswith("environments of grpo\n  environments.0: arithmetic, split 'train', ")
+    assert "arithmetic[0]  " in found
+    assert "50 prompts (the first; --records 0 reads all): " in found
+    ended = command("data", "look", path, "--split", "validation")
+    assert "evaluation.environments: there is none to look at" in ended.stderr
+
+
+def test_look_needs_neither_weights_nor_torch(command, config, tmp_path, tiny_model_folder):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny_model_folder.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (bare / file.name).write_bytes(file.read_bytes())
+    code = (
+        "import sys\nfrom whet.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print('loaded:', sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    for use in ("sft", "distill-data"):
+        path = config(
+            model={"path": str(bare)},
+            algorithm={"use": use},
+            roles={"teacher": {"use": "fsdp2"}} if use != "sft" else {},
+        )
+        found = done(command("data", "look", path, code=code))
+        assert "10 records: 10 kept" in found
+        assert found.splitlines()[-1] == "loaded: []"
