@@ -161,7 +161,7 @@ def no_longer() -> Callable[[], None]:
 
 @pytest.mark.parametrize("thread", ["whet-heart", "whet-loop", "whet-reader"])
 def test_a_thread_of_a_worker_that_is_lost_ends_its_process_and_is_quoted(tmp_path: Path, thread: str) -> None:
-    with LocalCluster(tmp_path, DeadlinesSection(train=120.0, heartbeat=4.0)) as cluster:
+    with LocalCluster(tmp_path, DeadlinesSection(train=120.0, heartbeat=60.0)) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
         workers.start("lose_thread", thread, phase="train")
         with pytest.raises(WorkerLost) as raised:

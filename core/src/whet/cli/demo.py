@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from whet.catalog import catalog
 from whet.cli.command import Command, say, warn_of_broken
 
 if TYPE_CHECKING:
@@ -21,14 +20,17 @@ SHOWN = 6
 """Values of a course in the table."""
 
 
-HELP = f"""Make a small model and its data, and train it by supervised fine-tuning and by reinforcement learning.
+class _Demo(Command):
+    """Names the demos at the end of its help. The catalog is read only then, so that `whet --help` stays instant."""
 
-NAME is one of the demos that plugins ship: {", ".join(catalog().demos)}; the first of them without NAME. Each takes a
-few minutes on two CPU cores, and needs neither a GPU nor a download. The same command goes on where it was ended.
-"""
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from whet.catalog import catalog
+
+        formatter.write_paragraph()
+        formatter.write_text(f"Demos: {', '.join(catalog().demos)}.")
 
 
-@click.command(cls=Command, help=HELP, short_help="Make a small model and train it.")
+@click.command(cls=_Demo, short_help="Make a small model and train it.")
 @click.argument("name", required=False)
 @click.option(
     "--folder", type=click.Path(file_okay=False, path_type=Path), help="Where all of it goes: runs/quickstart-0."
@@ -38,7 +40,12 @@ few minutes on two CPU cores, and needs neither a GPU nor a download. The same c
     "--seed", type=click.IntRange(min=0), default=0, help="Of model, data and runs: 0. Fixed once they are made."
 )
 def demo(name: str | None, folder: Path | None, steps: int | None, seed: int) -> int:
-    """Run a demo: make what it begins from, and run its recipes."""
+    """Make a small model and its data, and train it by supervised fine-tuning and by reinforcement learning.
+
+    NAME is one of the demos that plugins ship; the first of them without NAME. Each takes a few minutes on two CPU
+    cores, and needs neither a GPU nor a download. The same command goes on where it was ended.
+    """
+    from whet.catalog import catalog
     from whet.demo import make_start, refuse_shorter, stages
     from whet.plugins import load_plugins
     from whet.shipped import demo as find
