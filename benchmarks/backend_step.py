@@ -20,11 +20,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 
-from whet.cluster.slices import WorkerRank
 from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
+from whet.data.model_info import read_model
 from whet.interfaces.loss import LossResult
-from whet.model import read_model
+from whet.interfaces.workers import WorkerRank
 from whet.testing.models import make_model, make_tokenizer
 
 

@@ -34,21 +34,21 @@ from typing import Any
 
 import numpy as np
 
-from whet.cluster.call import HostProcess
-from whet.cluster.channel import receive, send
-from whet.cluster.launcher import FAN_OUT, Cluster, Host
-from whet.cluster.relay import Leader, meet
-from whet.cluster.slices import RankArguments
-from whet.cluster.traffic import Traffic
-from whet.cluster.wire import decode, encode
 from whet.component import Spec
 from whet.config.sections import DeadlinesSection
 from whet.data.batch import Batch, from_sequences
+from whet.data.metrics import mean
 from whet.data.records import Completion, Request, Sampling
-from whet.metrics import mean
-from whet.refit.link import Link
-from whet.rollout.replicas import Replicas
-from whet.spans import Span
+from whet.data.spans import Span
+from whet.generation.replicas import Replicas
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import RankArguments
+from whet.runtime.call import HostProcess
+from whet.runtime.channel import receive, send
+from whet.runtime.launcher import FAN_OUT, Cluster, Host
+from whet.runtime.relay import Leader, meet
+from whet.runtime.traffic import Traffic
+from whet.runtime.wire import decode, encode
 
 SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
 HELPERS, REST_SECONDS = 2, 5.0

@@ -34,15 +34,15 @@ import torch
 from grpo_step import ours, prepare, trl
 from transformers import AutoModelForCausalLM
 
-from whet.cluster.local import LocalCluster
 from whet.component import resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
-from whet.refit.handover import send
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.runtime.local import LocalCluster
 from whet.testing.models import make_model, make_tokenizer
 from whet.testing.processes import descendants
 from whet.testing.site import make_site
+from whet.weights.transfer import send
 
 TICKS = os.sysconf("SC_CLK_TCK")
 ENGINES = re.compile("VLLM::|sglang::")

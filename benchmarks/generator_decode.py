@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from whet.cluster.inline import InlineSlice
 from whet.data.records import Request, Sampling
+from whet.runtime.inline import InlineSlice
 from whet.testing.models import make_model, make_tokenizer
 from whet.testing.site import make_site
 from whet_hf.config import HfConfig

@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.report.page import write_page
 from whet.report.run import read_run
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 METRICS, SEQUENCES, SEQUENCE_TOKENS = 60, 8, 128
 PHASES = (("rollout", "take", 0.0, 2.0), ("backend", "score", 2.0, 0.4), ("backend", "train", 2.4, 1.0),

@@ -6,7 +6,7 @@ from attrs import evolve
 
 from whet.component import resolve
 from whet.config.structure import structure
-from whet.plugins import Registry
+from whet.plugins.registry import Registry
 from whet.testing.combinations import Combination, combinations, reasons
 from whet.testing.contracts.component import MODEL
 

@@ -18,12 +18,12 @@ from typing import Any
 import attrs
 import click
 
-from whet import hookspecs
 from whet.cli.app import group
 from whet.component import KINDS, Kind
 from whet.config.explain import describe, field_docs, markdown, summary
 from whet.config.sections import Config
-from whet.plugins import Offer, Registry, load_plugins
+from whet.plugins import hookspecs
+from whet.plugins.registry import Offer, Registry, load_plugins
 from whet.testing import contracts as contract_modules
 
 ROOT = Path(__file__).resolve().parents[1]

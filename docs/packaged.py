@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from whet.component import KINDS
-from whet.config.load import load_config
-from whet.plan import selections
-from whet.plugins import Registry
+from whet.plan.load import load_config
+from whet.plan.plan import selections
+from whet.plugins.registry import Registry
 
-CATALOG = "core/src/whet/catalog.json"
+CATALOG = "core/src/whet/plugins/catalog.json"
 
 
 def files(root: Path, registry: Registry) -> dict[str, str]:
@@ -50,7 +50,7 @@ def shipped(project: Mapping[str, Any]) -> list[str]:
 
 
 def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Registry) -> str:
-    """Write the catalog as `whet.catalog` reads it."""
+    """Write the catalog as `whet.plugins.catalog` reads it."""
     plugins = {folder: project for folder, project in projects.items() if folder != core}
     named = {project["project"]["name"]: project for project in plugins.values()}
     extras = projects[core]["project"]["optional-dependencies"]

@@ -10,9 +10,9 @@ from attrs import frozen
 
 from whet import hookimpl
 from whet.component import Component
+from whet.data.randomness import generator
 from whet.data.records import Task
 from whet.interfaces.environment import SingleTurn
-from whet.randomness import generator
 
 
 @frozen

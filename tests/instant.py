@@ -14,7 +14,7 @@ import traceback
 
 from attrs import frozen
 
-import whet.compose
+import whet.run.compose
 from whet import hookimpl
 from whet.component import Component, Facts
 from whet.data.records import Task
@@ -119,7 +119,7 @@ def whet_environments():
 
 def serve():
     """Run one config after the other; see above."""
-    for module in ("whet.builder", "whet.rollout.evaluate", "whet.rollout.stream"):
+    for module in ("whet.run.builder", "whet.evaluation.evaluate", "whet.rollout.stream"):
         importlib.import_module(module)  # once, before the first fork
 
     for line in sys.stdin:
@@ -128,7 +128,7 @@ def serve():
         if process == 0:
             code = 1
             try:
-                code = 0 if whet.compose.run(path, overrides).finished else 2
+                code = 0 if whet.run.compose.run(path, overrides).finished else 2
             except BaseException:
                 traceback.print_exc()
             finally:

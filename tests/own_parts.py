@@ -7,8 +7,8 @@ from attrs import frozen
 
 from whet import hookimpl
 from whet.component import Component, Facts
+from whet.data.metrics import mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import mean
 
 
 @frozen

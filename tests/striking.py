@@ -63,7 +63,7 @@ class Striking:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the victim."""
         for process in descendants():
-            if "whet.cluster.host" in process.command and process.command.endswith(self.config.victim):
+            if "whet.runtime.worker_process" in process.command and process.command.endswith(self.config.victim):
                 os.kill(process.pid, number)
 
     def close(self) -> None:

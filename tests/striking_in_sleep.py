@@ -37,7 +37,7 @@ class StrikingInSleep:
         if step == self.config.step and victim not in _struck:
             _struck.add(victim)
             for process in descendants():
-                if "whet.cluster.host" in process.command and process.command.endswith(victim):
+                if "whet.runtime.worker_process" in process.command and process.command.endswith(victim):
                     os.kill(process.pid, signal.SIGKILL)
 
     def status(self, text: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from whet.component import resolve
-from whet.compose import run
 from whet.config.structure import structure
-from whet.plugins import Registry, load_plugins
+from whet.plugins.registry import Registry, load_plugins
+from whet.run.compose import run
 from whet.testing.combinations import SLOTS, Combination, combinations, covering
 from whet.testing.contracts.algorithm import RECORDS
 from whet.testing.contracts.component import MODEL

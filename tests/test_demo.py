@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whet.catalog import catalog
-from whet.plugins import load_plugins
-from whet.shipped import demos, recipes
+from whet.plugins.catalog import catalog
+from whet.plugins.registry import load_plugins
+from whet.plugins.shipped import demos, recipes
 
 ROOT = Path(__file__).parents[1]
 ALONE = """
-import sys, whet.plugins
-whet.plugins.distributions = lambda: []
+import sys, whet.plugins.registry
+whet.plugins.registry.distributions = lambda: []
 from whet.cli import main
 main()
 """

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 import whet
+from whet.data.files import read_rows
+from whet.data.model_info import read_model
 from whet.errors import ConfigError
-from whet.model import read_model
-from whet.prepare import prepare
-from whet.run_folder import read_rows
+from whet.plan.prepare import prepare
 from whet.testing.models import make_model
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import whet
+from whet.data.files import read_rows
 from whet.errors import ConfigError, PluginError
-from whet.run_folder import read_rows
 from whet.testing.fakes import FakeModel
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
@@ -143,7 +143,7 @@ def test_what_is_missing_is_named_before_anything_starts_and_by_an_episode(tmp_p
         asyncio.run(episode())
     monkeypatch.setattr("whet.config.endpoint.SERVER", "aiohttp_that_nobody_has")
     with pytest.raises(ConfigError, match=r"endpoint\.serve: needs aiohttp_that_nobody_has.*'whet\[endpoint\]'"):
-        whet.compose.prepare(small_run(tmp_path, endpoint={"serve": True}), (), config_only=False)
+        whet.run.compose.prepare(small_run(tmp_path, endpoint={"serve": True}), (), config_only=False)
 
 
 def test_a_client_of_openais_is_told_why_and_does_not_try_again():

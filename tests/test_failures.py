@@ -49,7 +49,9 @@ def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, floa
     while not (config.parent / "run" / "rollouts" / "step-000002.jsonl").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
-    (worker,) = [p.pid for p in descendants() if "whet.cluster.host" in p.command and p.command.endswith(victim)]
+    (worker,) = [
+        p.pid for p in descendants() if "whet.runtime.worker_process" in p.command and p.command.endswith(victim)
+    ]
     os.kill(worker, number)
     begin = time.monotonic()
     _, errors = process.communicate(timeout=60)

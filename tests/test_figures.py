@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import whet
+from whet.data.files import read_rows
 from whet.errors import ConfigError, DataError
-from whet.jobs import evaluate
-from whet.run_folder import read_rows
+from whet.run.jobs import evaluate
 
 HERE = Path(__file__).parent
 INLINE = "cluster.workers=inline"

@@ -50,7 +50,7 @@ def test_no_change_ends_in_a_traceback_or_is_wrongly_accepted(fuzz, ground, tmp_
 
 
 def test_every_recipe_that_is_changed_holds_before(fuzz, ground, tmp_path):
-    from whet.prepare import prepare
+    from whet.plan.prepare import prepare
 
     for base in ground.bases:
         (tmp_path / "it.yaml").write_text(fuzz[2].to_text(base.document))
@@ -84,7 +84,7 @@ def test_a_traceback_is_found(fuzz, ground, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_wrongly_taken_is_found(fuzz, ground, tmp_path, monkeypatch):
-    from whet import checkpoint
+    from whet.run import checkpoint
 
     def older(run, step=None):
         for number, folder in checkpoint._folders(run):

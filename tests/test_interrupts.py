@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from whet import checkpoint
-from whet.run_folder import RunFolder, read_rows
+from whet.data.files import read_rows
+from whet.run import checkpoint
+from whet.run.run_folder import RunFolder
 from whet.testing.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]

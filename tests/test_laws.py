@@ -54,17 +54,17 @@ def test_importing_whet_loads_nothing_heavy() -> None:
 
 
 def test_loading_the_plugins_loads_nothing_heavy_and_breaks_nothing() -> None:
-    code = "from whet.plugins import load_plugins\nbroken = load_plugins().broken\nassert not broken, broken"
+    code = "from whet.plugins.registry import load_plugins\nbroken = load_plugins().broken\nassert not broken, broken"
     assert heavy_after(code) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_structuring_and_planning_a_recipe_loads_nothing_heavy(recipe: Path) -> None:
     code = """
-from whet.config.load import load_config
-from whet.placement import Machine
-from whet.plan import gather_facts, make_plan
-from whet.model import ModelInfo
+from whet.plan.load import load_config
+from whet.plan.placement import Machine
+from whet.plan.plan import gather_facts, make_plan
+from whet.data.model_info import ModelInfo
 MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000})
 loaded = load_config(sys.argv[1])
 plan, problems = make_plan(loaded.config, MODEL, gather_facts(loaded.config, MODEL), Machine(cores=2))
@@ -180,7 +180,7 @@ def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
 def test_every_number_of_every_component_has_a_lower_and_an_upper_bound() -> None:
     from whet.component import KINDS
     from whet.config.bounds import unbounded
-    from whet.plugins import load_plugins
+    from whet.plugins.registry import load_plugins
 
     registry = load_plugins()
     offers = [(kind, name, offer) for kind in KINDS for name, offer in registry.offers(kind).items()]

@@ -137,8 +137,8 @@ def test_a_trainer_on_one_machine_and_a_generator_on_another_give_the_bits_of_on
 LED = """
 import sys
 from pathlib import Path
-from whet.cluster.ray import RayCluster
-from whet.testing.obedient import TARGET
+from whet.runtime.ray import RayCluster
+from whet.testing.scripted_worker import TARGET
 
 with RayCluster(Path(sys.argv[1]), address=sys.argv[2], fan_out=5, placement={"w": "spread"}) as cluster:
     workers = cluster.slice("w", 6, threads=1).spawn(TARGET, {})
@@ -191,9 +191,9 @@ def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_sai
 CUT_OFF = """
 import os, sys, time
 from pathlib import Path
-from whet.cluster.ray import RayCluster
+from whet.runtime.ray import RayCluster
 from whet.errors import WorkerLost
-from whet.testing.obedient import TARGET
+from whet.testing.scripted_worker import TARGET
 
 with RayCluster(Path(sys.argv[1]), address=sys.argv[2], resources={"a": {"gen": 1}, "b": {"gen": 1}}) as cluster:
     idle, asked = (cluster.slice(role, threads=1).spawn(TARGET, {}) for role in "ab")

@@ -186,8 +186,8 @@ def test_a_run_by_epochs_that_is_ended_goes_on_to_the_same_bits(command, config,
     assert "finished 9 steps" in command("run", path, "run.folder=whole").stderr
     code = """
 import os, signal, sys
-import whet.compose as compose
-from whet.steps import Steps
+import whet.run.compose as compose
+from whet.run.steps import Steps
 finish, ends = Steps.finish, int(sys.argv.pop(1))
 def ended(self, step, metrics, batch):
     finish(self, step, metrics, batch)

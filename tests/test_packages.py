@@ -20,15 +20,15 @@ from attrs import frozen
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
-from whet.config.load import load_config
-from whet.plan import selections
-from whet.plugins import load_plugins
+from whet.plan.load import load_config
+from whet.plan.plan import selections
+from whet.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["whet"]["repository"]
 LICENCE = (ROOT / "LICENSE").read_text(encoding="utf-8")
-CATALOG = json.loads((ROOT / "core" / "src" / "whet" / "catalog.json").read_text(encoding="utf-8"))
+CATALOG = json.loads((ROOT / "core" / "src" / "whet" / "plugins" / "catalog.json").read_text(encoding="utf-8"))
 BUNDLED = {
     "sft": "learn-sft", "dpo": "learn-dpo", "rm": "learn-rm", "grpo": "quickstart-grpo", "ppo": "learn-ppo",
     "distill": "learn-distill",

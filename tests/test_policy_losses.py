@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.cluster.local import LocalCluster
+from whet.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
 from whet.component import Selection
 from whet.config.build import to_spec
 from whet.config.policy import CorrectionSection, TopEntropySection
 from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
-from whet.plugins import load_plugins
-from whet.stages import correct_gap, keep_uncertain, with_correction
+from whet.plugins.registry import load_plugins
+from whet.runtime.local import LocalCluster
 from whet.testing.batches import random_batch
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import yaml
 
-from whet.cluster.local import LocalCluster
 from whet.component import Spec
-from whet.compose import run
 from whet.data.batch import Batch, concatenate
+from whet.data.files import read_rows
 from whet.rollout.journal import check
-from whet.run_folder import read_rows
+from whet.run.compose import run
+from whet.runtime.local import LocalCluster
 from whet.testing.batches import random_batch, token_advantages
 
 POLICY = {"likelihood": {"weight": 0.1, "at_least": 0.0}, "entropy_weight": 0.01, "clip_high": 0.28}

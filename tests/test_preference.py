@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import yaml
 
-from whet.cluster.local import LocalCluster
 from whet.component import Spec
-from whet.compose import run
 from whet.config.build import to_spec
 from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
 from whet.errors import ConfigError
-from whet.plugins import load_plugins
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
+from whet.plugins.registry import load_plugins
+from whet.run.compose import run
+from whet.runtime.local import LocalCluster
 from whet.testing.batches import random_batch
 from whet_dpo.config import DpoConfig
 from whet_fsdp2.layout import pack, used_lengths

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from whet import compose
 from whet.errors import RefitError
+from whet.run import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from whet.compose import run
+from whet.run.compose import run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml")])

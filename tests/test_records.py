@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whet.run_folder import read_rows
+from whet.data.files import read_rows
 from whet.testing.runs import numbers
 
 

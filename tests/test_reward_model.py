@@ -14,16 +14,16 @@ import pytest
 import torch
 import yaml
 
-from whet.cluster.local import LocalCluster
 from whet.component import Spec
-from whet.compose import run
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.chat import ChatTokenizer
+from whet.data.files import read_rows
 from whet.data.messages import conversation
 from whet.errors import ConfigError
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
-from whet.run_folder import read_rows
+from whet.run.compose import run
+from whet.runtime.local import LocalCluster
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config

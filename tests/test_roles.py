@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 import whet
-from whet.config.load import load_config
 from whet.data.batch import from_sequences
+from whet.data.files import read_rows
 from whet.data.messages import Message, conversation
 from whet.errors import ConfigError
-from whet.prepare import prepare
+from whet.plan.load import load_config
+from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
-from whet.run_folder import read_rows
 from whet.testing.models import make_model
 
 

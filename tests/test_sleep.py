@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from whet import compose
 from whet import open as whet_open
 from whet.errors import ConfigError
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
+from whet.run import compose
 from whet.testing.runs import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]

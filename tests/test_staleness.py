@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whet import compose
+from whet.data.files import read_rows
 from whet.rollout.journal import check
-from whet.run_folder import read_rows
+from whet.run import compose
 
 INSTANT = Path(__file__).parent / "instant.py"
 GROUPS, STEPS = 3, 16

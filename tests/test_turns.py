@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import whet
-from whet.run_folder import read_rows
+from whet.data.files import read_rows
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import whet
+from whet.data.files import read_rows
 from whet.errors import RefitError
-from whet.run_folder import read_rows
 
 pytest.importorskip("ray")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")

@@ -168,7 +168,7 @@ def test_it_learns_and_the_engines_agree_at_temperature_07(inline):
 
 NOTING = """
 from whet.cli import main
-from whet.refit.exchange import Exchange
+from whet.weights.exchange import Exchange
 
 take = Exchange._take
 

@@ -5,9 +5,9 @@ from typing import Literal
 from attrs import frozen
 
 from whet import hookimpl
-from whet.cluster.pool import GraderPool
 from whet.component import Component
 from whet.data.records import Task
+from whet.runtime.pool import GraderPool
 
 
 @frozen

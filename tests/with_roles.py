@@ -9,8 +9,8 @@ from attrs import frozen
 from whet import hookimpl
 from whet.component import Component, Facts, RoleNeed, Spec
 from whet.data.messages import Message
+from whet.data.model_info import ModelInfo
 from whet.data.records import Task
-from whet.model import ModelInfo
 from whet.rollout.scorer import Scorer
 
 
@@ -44,7 +44,7 @@ class Critic:
 
 
 def _gap(gap: Any) -> dict[str, Any]:
-    from whet.metrics import largest
+    from whet.data.metrics import largest
 
     return {"teacher/gap": largest(float(np.abs(gap).max()))}
 

@@ -22,7 +22,7 @@ def witness(config: WitnessConfig) -> SingleTurn:
     """Build the environment."""
 
     def note(text: str, data: object) -> float:
-        workers = {p.command.split()[-1] for p in descendants() if "whet.cluster.host" in p.command}
+        workers = {p.command.split()[-1] for p in descendants() if "whet.runtime.worker_process" in p.command}
         Path(config.notes).write_text("\n".join(sorted(workers)))
         return 1.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import whet.plugins
+import whet.plugins.registry
 
 Install = Callable[..., Path]
 
@@ -96,7 +96,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(whet.plugins, "distributions", lambda: importlib.metadata.distributions(path=[str(folder)]))
+    monkeypatch.setattr(
+        whet.plugins.registry, "distributions", lambda: importlib.metadata.distributions(path=[str(folder)])
+    )
     yield folder
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
@@ -124,7 +126,7 @@ def install(site: Path) -> Install:
 
 
 @pytest.fixture
-def offers(install: Install) -> whet.plugins.Registry:
+def offers(install: Install) -> whet.plugins.registry.Registry:
     """A registry of one plugin that offers almost everything."""
     install("whet-offers", {"offers_hooks": OFFERS})
-    return whet.plugins.load_plugins()
+    return whet.plugins.registry.load_plugins()

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from attrs import frozen
 
 from whet import hookimpl
-from whet.cluster.pool import GraderPool
 from whet.component import Component
 from whet.data.records import Task
-from whet.run_folder import RunFolder
-from whet.spans import Spans
+from whet.data.spans import Spans
+from whet.run.run_folder import RunFolder
+from whet.runtime.pool import GraderPool
 
 TASKS = 50
 

@@ -10,8 +10,8 @@ from sitting import GROUPS, SAMPLES, STEPS, Subject
 from strikes import Struck
 from victims import FORK_SERVER
 
+from whet.data.files import read_rows
 from whet.rollout.journal import check
-from whet.run_folder import read_rows
 
 NAMED = re.compile(r"Error: (?P<role>[a-z]+) rank (?P<rank>\d+) failed in (?P<phase>\w+): (?P<cause>.+)")
 ENDS = {"kill": -9, "stop": -9, "terminate": 143, "terminate all": 143, "interrupt": 130, "pause": 0}

@@ -15,7 +15,7 @@ KINDS = (
     (re.compile(r"-m whet\.cluster\.host .* (\S+-\d+)$"), "{}"),
     (re.compile(r"-m whet\.cluster\.forkserver "), FORK_SERVER),
     (re.compile(r"-m whet\.cluster\.grader "), "grader"),
-    (re.compile(r"whet/cluster/watchdog\.py "), "watchdog"),
+    (re.compile(r"whet/runtime/watchdog\.py "), "watchdog"),
     (re.compile(r"-m whet\.cli run "), "driver"),
     (re.compile(r"/raylet/raylet "), "raylet"),
     (re.compile(r"/gcs/gcs_server "), "gcs_server"),

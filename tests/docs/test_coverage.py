@@ -7,11 +7,11 @@ import attrs
 import click
 import pytest
 
-from whet import hookspecs
 from whet.cli.app import group
 from whet.component import KINDS
 from whet.config.explain import sections, selections
-from whet.plugins import load_plugins
+from whet.plugins import hookspecs
+from whet.plugins.registry import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

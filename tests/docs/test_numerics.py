@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from whet.errors import ConfigError
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/numerics.md").read_text()
 TABLE = PAGE.split("### The numbers of others")[1].split("\n## ")[0]

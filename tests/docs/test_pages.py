@@ -30,7 +30,7 @@ import yaml
 from attrs import frozen
 
 from whet.cli.app import group
-from whet.config.load import load_config
+from whet.plan.load import load_config
 
 FENCE = re.compile(r"^( *)```([\w{}-]+)(?: +([^\n]*))?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 ROOT = Path(__file__).resolve().parents[2]

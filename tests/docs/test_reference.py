@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from whet import hookspecs
+from whet.plugins import hookspecs
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("whet_")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from whet import compose
 from whet.errors import RefitError
+from whet.run import compose
 from whet.testing.environments import make_environment
 from whet.testing.models import make_model
 from whet.testing.processes import descendants

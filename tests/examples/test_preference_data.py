@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.model import read_model
+from whet.data.model_info import read_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "preference" / "prepare.py"
 

@@ -41,13 +41,13 @@ from mutations import (
 
 from whet.cli.app import group
 from whet.config.sections import DataFile, DataSection
-from whet.config.sources import explain, settings
 from whet.data.chat import ChatTokenizer
 from whet.data.demonstrations import encode
 from whet.data.offline import OfflineData
 from whet.data.pairs import encode_pair
 from whet.errors import WhetError
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
+from whet.plan.sources import explain, settings
 
 
 @define
@@ -125,7 +125,7 @@ def recipe(chance: random.Random, ground: Ground, folder: Path) -> Case:
             prepare(file, registry=ground.registry).plan.describe()
     elif way == "explain":
         with case.judged(must):
-            from whet.config.load import load_config
+            from whet.plan.load import load_config
 
             loaded = load_config(file, registry=ground.registry)
             explain(loaded, chance.choice(settings(loaded)).key)
@@ -289,8 +289,8 @@ STRANGE = (
 
 def evaluation(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """A written evaluation with broken files, that another is compared with."""
-    from whet.ops.estimators import estimate
-    from whet.rollout.paired import read_written
+    from whet.evaluation.comparison import read_written
+    from whet.evaluation.estimators import estimate
 
     case = Case("evaluation")
     (folder / "tasks").mkdir()
@@ -354,7 +354,7 @@ def _spoilt(chance: random.Random, run: Path) -> str:
 
 def resuming(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """A run folder with broken or strange files, in which the run goes on for a step."""
-    from whet.compose import run as run_config_file
+    from whet.run.compose import run as run_config_file
 
     case = Case("resume")
     run = copy_of_run(ground, folder)
@@ -375,9 +375,9 @@ def resuming(chance: random.Random, ground: Ground, folder: Path) -> Case:
 
 def checkpoint(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """The newest checkpoint damaged: exporting and resuming refuse it, and no older one takes its place."""
-    from whet import checkpoint as checkpoints
-    from whet.jobs import exported
-    from whet.run_folder import RunFolder
+    from whet.run import checkpoint as checkpoints
+    from whet.run.jobs import exported
+    from whet.run.run_folder import RunFolder
 
     case = Case("checkpoint")
     run = copy_of_run(ground, folder)
@@ -425,8 +425,8 @@ def _contents(folder: Path) -> Mapping[str, bytes | None]:
 
 def state(chance: random.Random, ground: Ground, folder: Path) -> Case:
     """The state of a checkpoint changed and its manifest made to match: what is wrong in it is refused all the same."""
-    from whet.checkpoint import MANIFEST, _checksum
-    from whet.compose import run as run_config_file
+    from whet.run.checkpoint import MANIFEST, _checksum
+    from whet.run.compose import run as run_config_file
 
     case = Case("state")
     run = copy_of_run(ground, folder)

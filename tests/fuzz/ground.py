@@ -9,8 +9,8 @@ from typing import Any
 from attrs import field, frozen
 
 from whet.config.structure import unstructure
-from whet.plugins import Registry, load_plugins
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
+from whet.plugins.registry import Registry, load_plugins
 from whet.testing.models import make_model, make_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -117,7 +117,7 @@ def run_config(folder: Path, run: Path, model: Path, **sections: Any) -> dict[st
 
 
 def _small_run(folder: Path, model: Path) -> Path:
-    from whet.compose import run
+    from whet.run.compose import run
 
     (folder / "run.yaml").write_text(json.dumps(run_config(folder, folder / "run", model)))
     run(folder / "run.yaml")

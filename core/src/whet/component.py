@@ -13,6 +13,9 @@ from attrs import field, frozen
 
 from whet.errors import PluginError
 
+CORE_VERSION = "0.1.0"
+"""Of the distribution `whet`; `whet.__version__` is the same."""
+
 Kind = Literal["backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters"]
 KINDS: tuple[Kind, ...] = (
     "backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters",

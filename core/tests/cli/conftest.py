@@ -15,8 +15,8 @@ def command(site: Path, tmp_path: Path) -> Any:
     """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others."""
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     alone = (
-        "import importlib.metadata, whet.plugins; from whet.cli import main;"
-        f"whet.plugins.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]); main()"
+        "import importlib.metadata, whet.plugins.registry; from whet.cli import main;"
+        f"whet.plugins.registry.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]); main()"
     )
 
     def run(*arguments: str, code: str = alone) -> "subprocess.CompletedProcess[str]":

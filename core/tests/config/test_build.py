@@ -14,7 +14,7 @@ from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import Config, EnvironmentSection
 from whet.config.structure import structure
 from whet.errors import ConfigError, PluginError
-from whet.plugins import Registry
+from whet.plugins.registry import Registry
 
 DOCUMENT = {
     "run": {"folder": "f", "steps": 1}, "model": {"path": "m"}, "backend": "trainer", "environments": ["sums"],

@@ -6,7 +6,7 @@ from attrs import Factory, field, frozen
 
 from whet.config.explain import FieldDoc, describe, field_docs, markdown, sections, selections, summary
 from whet.config.sections import Config, RunSection
-from whet.plugins import Registry
+from whet.plugins.registry import Registry
 
 
 @frozen

@@ -26,7 +26,7 @@ from whet.config.sections import (
 )
 from whet.config.structure import absolute, structure, unstructure
 from whet.errors import ConfigError
-from whet.plugins import Registry
+from whet.plugins.registry import Registry
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from whet.data.chat import ChatTokenizer
 from whet.data.demonstrations import FIELDS, encode, known_fields, record_fields
 from whet.data.readers import read
 from whet.errors import DataError
-from whet.prepare import data_problems
+from whet.plan.prepare import data_problems
 
 USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}

@@ -15,11 +15,12 @@ from attrs import evolve
 pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
 
 from whet.config.sections import Config, EndpointSection, ModelSection, RolloutSection, RunSection
+from whet.data.files import read_rows
 from whet.endpoint.listener import Listener
 from whet.endpoint.run import serve
 from whet.errors import WorkerLost
-from whet.rollout.loop import EpisodeLoop
-from whet.run_folder import RunFolder, read_rows
+from whet.run.run_folder import RunFolder
+from whet.runtime.event_loop import EpisodeLoop
 from whet.testing.fakes import ByteChat, FakeGenerator
 
 

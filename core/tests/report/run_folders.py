@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)></pre></script><!-- "

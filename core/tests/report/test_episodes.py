@@ -5,7 +5,7 @@ import json
 import pytest
 
 from whet.report import episodes, gaps
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 
 def test_steps_with_tokens_come_first_and_the_widest_gaps_among_them():

@@ -6,7 +6,7 @@ import pytest
 
 from whet.report.page import write_page
 from whet.report.run import read_run
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 VIEWS = ("overview", "metrics", "time", "rollouts", "gaps", "run")
 

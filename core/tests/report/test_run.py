@@ -7,7 +7,7 @@ import pytest
 from whet.errors import WhetError
 from whet.report.page import embedded
 from whet.report.run import read_run, state
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 
 def test_the_folder_of_a_run_gives_everything_that_the_page_shows(tmp_path, run_folders):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from whet.data.metrics import mean
 from whet.data.records import Episode, Group, Trajectory
-from whet.metrics import mean
 from whet.rollout.collate import collate, record, rollout_metrics
-from whet.rollout.scores import Passing
+from whet.rollout.scoring import Passing
 
 
 def trajectory(prompt: int, answer: int, stop: str = "stop", version: int = 2) -> Trajectory:

@@ -10,11 +10,11 @@ from whet.data.messages import Message
 from whet.data.records import Completion, Episode, Request, Sampling, Task
 from whet.errors import InfrastructureError, RequestLost, Undecided, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
+from whet.interfaces.undecided import note
 from whet.rollout.episode import Assignment, EpisodeFailed
 from whet.rollout.routing import Route
 from whet.testing.fakes import ByteChat, FakeGenerator
 from whet.testing.playing import AltChat, AltTokens, make_player
-from whet.undecided import note
 
 END = ByteChat.stop_tokens[0]
 

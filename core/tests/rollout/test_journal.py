@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.rollout.journal import check, indices, ranges
-from whet.run_folder import RunFolder
+from whet.run.run_folder import RunFolder
 
 
 @given(st.lists(st.integers(0, 40), unique=True))

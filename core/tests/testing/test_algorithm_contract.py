@@ -9,7 +9,7 @@ import pytest
 from whet.component import Facts, Selection, resolve
 from whet.config.structure import structure
 from whet.data.chat import ChatTokenizer
-from whet.plugins import Registry
+from whet.plugins.registry import Registry
 from whet.testing.contracts.algorithm import AlgorithmContract
 from whet.testing.contracts.component import MODEL
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.cluster.slices import Site
 from whet.component import Spec
 from whet.config.build import build
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean, merge, total
+from whet.data.model_info import write_chat_template
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, mean, merge, total
-from whet.model import write_chat_template
-from whet.refit import handover
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import Site
 from whet.testing.contracts.backend import BackendContract
 from whet.testing.fakes import Done
 from whet.testing.reference import Reference
 from whet.testing.site import make_site
+from whet.weights import transfer
 
 WORK = ("train", "evaluate", "score", "send_weights", "save", "load", "export")
 
@@ -103,7 +103,7 @@ class PlainBackend:
         return {name: np.concatenate([row[name].numpy() for row in rows]).astype(np.float32) for name in outputs}
 
     def send_weights(self, link: Link) -> Done:
-        handover.send(link, self.sent())
+        transfer.send(link, self.sent())
         return Done()
 
     def sent(self) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from whet.interfaces.backend import Backend
 from whet.interfaces.environment import Model
 from whet.interfaces.generator import Generator
 from whet.interfaces.logger import Logger
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
 from whet.testing.fakes import ByteCodec, FakeBackend, FakeGenerator, FakeModel, MemoryLogger
 
 CODEC = ByteCodec()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.cluster.slices import Site
 from whet.data.records import Completion, Request
+from whet.interfaces.workers import Site
 from whet.testing.contracts.generator import GeneratorContract
 from whet.testing.fakes import FakeGenerator
 from whet.testing.served import Subject

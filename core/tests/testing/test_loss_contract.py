@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from whet import metrics
+from whet.data import metrics
 from whet.data.batch import Batch
 from whet.data.records import Group
 from whet.interfaces.loss import LossResult

@@ -6,7 +6,6 @@ import sys
 
 import click
 
-import whet
 from whet.cli import BY_CTRL_C
 from whet.cli.check import check
 from whet.cli.command import Commands, say
@@ -25,7 +24,7 @@ from whet.cli.schema import schema
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(whet.__version__, package_name="whet", prog_name="whet")
+@click.version_option(package_name="whet", prog_name="whet")
 def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 

@@ -24,8 +24,8 @@ def check(config: str, overrides: tuple[str, ...], machine: str | None, as_json:
     memory behind the name. A `.yaml` file lists machines that are not alike.
     """
     from whet.errors import ConfigError
-    from whet.given_machine import given_machine
-    from whet.prepare import prepare
+    from whet.plan.given_machine import given_machine
+    from whet.plan.prepare import prepare
 
     try:
         prepared = prepare(config, overrides, target=None if machine is None else given_machine(machine))

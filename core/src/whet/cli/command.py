@@ -9,7 +9,7 @@ import click
 from whet.errors import ConfigError, WhetError
 
 if TYPE_CHECKING:
-    from whet.plugins import Registry
+    from whet.plugins.registry import Registry
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -111,8 +111,8 @@ def registry_option(function: Decorated) -> Decorated:
 
 def load_registry(config: str | None) -> "Registry":
     """Load the installed plugins, and the single files that a config names; what is wrong with those is a warning."""
-    from whet.config.load import load_files_of
-    from whet.plugins import load_plugins
+    from whet.plan.load import load_files_of
+    from whet.plugins.registry import load_plugins
 
     registry = load_plugins()
     for problem in load_files_of(config, registry) if config else []:

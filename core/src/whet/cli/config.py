@@ -11,7 +11,7 @@ from whet.cli.command import Command, warn_of_broken
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from whet.config.sources import Setting
+    from whet.plan.sources import Setting
 
 
 @click.group()
@@ -30,9 +30,9 @@ def explain(config: str, words: tuple[str, ...], as_json: bool) -> None:
     """
     import attrs
 
-    from whet.config.load import load_config
-    from whet.config.sources import explain as explained
-    from whet.config.sources import settings
+    from whet.plan.load import load_config
+    from whet.plan.sources import explain as explained
+    from whet.plan.sources import settings
 
     keys, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if len(keys) > 1:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.data.look import Counts, Piece, Shown
     from whet.data.messages import Conversation
-    from whet.model import ModelInfo
+    from whet.data.model_info import ModelInfo
 
 Split = Literal["train", "validation"]
 
@@ -75,10 +75,10 @@ class Seen(NamedTuple):
 
 def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most: int, quiet: bool) -> Seen:
     from whet.cli.progress import Progress
-    from whet.config.load import load_config
     from whet.data.chat import ChatTokenizer
-    from whet.plan import gather_facts
-    from whet.prepare import find_model
+    from whet.plan.load import load_config
+    from whet.plan.plan import gather_facts
+    from whet.plan.prepare import find_model
 
     loaded = load_config(config, overrides)
     warn_of_broken(loaded.registry)
@@ -116,7 +116,7 @@ def _records(
 ) -> Seen:  # fmt: skip
     from whet.data.look import look_at_records
     from whet.errors import ConfigError
-    from whet.prepare import encode_of, field_names, look_at_data
+    from whet.plan.prepare import encode_of, field_names, look_at_data
 
     files = getattr(config.data, split) if config.data else []
     if config.data is None or not files:
@@ -162,8 +162,8 @@ def _prompts(
     most: int,
 ) -> Seen:  # fmt: skip
     from whet.data.look import look_at_prompts
-    from whet.environments import build_route
     from whet.errors import ConfigError
+    from whet.run.environments import build_route
 
     where = "environments" if split == "train" else "evaluation.environments"
     entries = config.environments if split == "train" else config.evaluation.environments

@@ -12,9 +12,9 @@ from whet.cli.command import Command, say, warn_of_broken
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from whet.demo import Stage
-    from whet.plugins import Registry
-    from whet.shipped import Demo
+    from whet.plugins.registry import Registry
+    from whet.plugins.shipped import Demo
+    from whet.run.demo import Stage
 
 SHOWN = 6
 """Values of a course in the table."""
@@ -24,7 +24,7 @@ class _Demo(Command):
     """Names the demos at the end of its help. The catalog is read only then, so that `whet --help` stays instant."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from whet.catalog import catalog
+        from whet.plugins.catalog import catalog
 
         formatter.write_paragraph()
         formatter.write_text(f"Demos: {', '.join(catalog().demos)}.")
@@ -45,10 +45,10 @@ def demo(name: str | None, folder: Path | None, steps: int | None, seed: int) ->
     NAME is one of the demos that plugins ship; the first of them without NAME. Each takes a few minutes on two CPU
     cores, and needs neither a GPU nor a download. The same command goes on where it was ended.
     """
-    from whet.catalog import catalog
-    from whet.demo import make_start, refuse_shorter, stages
-    from whet.plugins import load_plugins
-    from whet.shipped import demo as find
+    from whet.plugins.catalog import catalog
+    from whet.plugins.registry import load_plugins
+    from whet.plugins.shipped import demo as find
+    from whet.run.demo import make_start, refuse_shorter, stages
 
     registry, began = load_plugins(), time.monotonic()
     warn_of_broken(registry)
@@ -86,7 +86,7 @@ def _command(stage: "Stage") -> str:
 
 def _run(stage: "Stage", registry: "Registry") -> int:
     """Run one recipe; return 0 when it is finished, else the exit code."""
-    from whet.compose import run
+    from whet.run.compose import run
 
     outcome = run(stage.recipe, stage.overrides, registry=registry)
     if outcome.before:
@@ -99,7 +99,7 @@ def _show(runs: "Sequence[Stage]", seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from whet.demo import course
+    from whet.run.demo import course
 
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "steps", "measured on held-out data", "from first to last"):

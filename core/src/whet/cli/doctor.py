@@ -11,7 +11,7 @@ from whet.cli.command import Command
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from whet.checks import Check
+    from whet.plan.checks import Check
 
 WIDE = 120
 """Columns from which on what to change has one of its own; in narrower terminals it stands below what was found."""
@@ -29,7 +29,7 @@ def doctor(config: str | None, overrides: tuple[str, ...], as_json: bool) -> int
     """
     import attrs
 
-    from whet.doctor import examine
+    from whet.plan.doctor import examine
 
     found = examine(config, overrides)
     failed = any(check.status == "fail" for check in found)

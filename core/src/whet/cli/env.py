@@ -35,15 +35,15 @@ def create(
     """
     from attrs import evolve
 
-    from whet import named_environments
+    from whet.runtime import venvs
 
     first, *others = wanted or (f"whet-{name}",)
-    recipe = named_environments.recipe_of(first, variant)
+    recipe = venvs.recipe_of(first, variant)
     recipe = evolve(
         recipe, plugins=(first, *others), constraints=Path(constraints) if constraints else recipe.constraints,
         remove=(*recipe.remove, *removed),
     )  # fmt: skip
-    record = named_environments.create(name, recipe, python=python, tool=tool, say=say)
+    record = venvs.create(name, recipe, python=python, tool=tool, say=say)
     click.echo(f"made {name}: {_summary(record)}\nuse it: cluster.python: {{generator: {name}}}")
 
 
@@ -51,8 +51,8 @@ def create(
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def list_(as_json: bool) -> None:
     """List the environments that `whet env create` has made, and what is in them."""
-    from whet.interpreters import environments
-    from whet.named_environments import listed
+    from whet.runtime.interpreters import environments
+    from whet.runtime.venvs import listed
 
     found = listed()
     if as_json:
@@ -67,7 +67,7 @@ def list_(as_json: bool) -> None:
 @click.argument("name")
 def remove(name: str) -> None:
     """Remove the environment NAME."""
-    from whet.named_environments import remove as remove_environment
+    from whet.runtime.venvs import remove as remove_environment
 
     click.echo(f"removed {remove_environment(name)}")
 
@@ -86,7 +86,7 @@ def _print(found: list[dict[str, Any]]) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    from whet.interpreters import LIBRARIES, normal
+    from whet.runtime.interpreters import LIBRARIES, normal
 
     if "packages" not in record:
         return "not finished: make it again, or remove it"

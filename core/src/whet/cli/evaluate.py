@@ -17,8 +17,8 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on what CONFIG has under `evaluation`."""
     from whet.cli.progress import Progress
-    from whet.jobs import evaluate as evaluate_config
-    from whet.plugins import load_plugins
+    from whet.plugins.registry import load_plugins
+    from whet.run.jobs import evaluate as evaluate_config
 
     registry = load_plugins()
     warn_of_broken(registry)

@@ -11,7 +11,7 @@ from whet.cli.command import Command
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint's step; by default the last.")
 def export(run_folder: str, out: str, step: int | None) -> None:
     """Write a checkpoint of RUN_FOLDER to the folder OUT, which `transformers` loads."""
-    from whet.jobs import export as export_run
+    from whet.run.jobs import export as export_run
 
     written = export_run(run_folder, out, step=step)
     click.echo(f"wrote {out}: the model after step {written} of {run_folder}")

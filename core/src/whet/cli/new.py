@@ -88,8 +88,8 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:
     """Say who offers the name already: with two of them installed, a config that uses it is refused."""
-    from whet.config.words import kind_word
-    from whet.plugins import load_plugins
+    from whet.config.messages import kind_word
+    from whet.plugins.registry import load_plugins
 
     registry = load_plugins()
     offers = registry.contested(kind).get(name, [])
@@ -117,9 +117,9 @@ def write(templates: Path, folder: Path, words: dict[str, str]) -> list[Path]:
 
 
 def _words(start: _Start, name: str) -> dict[str, str]:
-    import whet
+    from whet.component import CORE_VERSION
 
-    major, minor, *_ = whet.__version__.split(".")
+    major, minor, *_ = CORE_VERSION.split(".")
     core = f">={major}.{minor},<{major}.{int(minor) + 1}"
     return {
         "name": name,

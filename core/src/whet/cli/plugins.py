@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from whet.plugins import Registry
+    from whet.plugins.registry import Registry
 
 
 @click.group(cls=Group, invoke_without_command=True)
@@ -68,7 +68,7 @@ def _print(registry: "Registry") -> None:
 
 def _to_install() -> "Iterator[str]":
     """Yield what there is for somebody who has core alone."""
-    from whet.catalog import bundle_words, catalog
+    from whet.plugins.catalog import bundle_words, catalog
 
     found = catalog()
     yield "No plugin is installed: core alone trains nothing. Bundles bring what a first run needs:\n"

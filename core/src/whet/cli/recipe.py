@@ -11,8 +11,8 @@ import click
 from whet.cli.command import Command, warn_of_broken
 
 if TYPE_CHECKING:
-    from whet.plugins import Registry
-    from whet.shipped import Recipe
+    from whet.plugins.registry import Registry
+    from whet.plugins.shipped import Recipe
 
 OF_RUNS = ("runs/", "models/")
 """Folders that recipes name for what other runs have made."""
@@ -23,8 +23,8 @@ OF_RUNS = ("runs/", "models/")
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=".", help="The folder for it.")
 def recipe(name: str | None, into: Path) -> None:
     """Write the recipe NAME, a YAML file to change and run. Without NAME, list the recipes of all plugins."""
-    from whet.plugins import load_plugins
-    from whet.shipped import recipe as find
+    from whet.plugins.registry import load_plugins
+    from whet.plugins.shipped import recipe as find
 
     registry = load_plugins()
     warn_of_broken(registry)
@@ -40,7 +40,7 @@ def recipe(name: str | None, into: Path) -> None:
 def write(found: "Recipe", into: Path) -> list[Path]:
     """Write a recipe and those that it extends; return the files. Raises `WhetError` for one that would be replaced."""
     from whet.errors import WhetError
-    from whet.shipped import with_bases
+    from whet.plugins.shipped import with_bases
 
     name = found.name
     head = (
@@ -64,8 +64,8 @@ def _list(registry: "Registry") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from whet.catalog import catalog, install_words
-    from whet.shipped import recipes
+    from whet.plugins.catalog import catalog, install_words
+    from whet.plugins.shipped import recipes
 
     found = recipes(registry)
     console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)
@@ -90,8 +90,8 @@ def _list(registry: "Registry") -> None:
 def _next(path: Path, registry: "Registry") -> Iterator[str]:
     """Yield what stands between a recipe and its run, and the commands for it."""
     from whet.cli.command import message
-    from whet.config.load import load_config
     from whet.errors import ConfigError
+    from whet.plan.load import load_config
 
     document: dict[str, Any] = {}
     try:

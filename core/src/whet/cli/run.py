@@ -9,7 +9,7 @@ import click
 from whet.cli.command import Command, config_arguments, say, warn_of_broken
 
 if TYPE_CHECKING:
-    from whet.compose import Outcome
+    from whet.run.compose import Outcome
 
 
 @click.command(cls=Command)
@@ -20,9 +20,9 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     Keys of the config are changed by KEY.PATH=VALUE, for example `algorithm.group_size=16`. Ctrl-C and SIGTERM end
     the run after the step under way and save it; a second Ctrl-C ends it at once, without saving.
     """
-    from whet.compose import run as run_config
-    from whet.plugins import load_plugins
-    from whet.startup import process_began
+    from whet.plugins.registry import load_plugins
+    from whet.run.compose import run as run_config
+    from whet.run.startup_time import process_began
 
     began, registry = process_began(), load_plugins()
     warn_of_broken(registry)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from whet.config.explain import FieldDoc
-    from whet.plugins import Registry
+    from whet.plugins.registry import Registry
 
 
 @click.command(cls=Command, short_help="Explain the keys of sections and components.")
@@ -70,11 +70,11 @@ def _list(classes: dict[str, type], as_json: bool) -> None:
 
 
 def _unknown(name: str, registry: "Registry", titles: list[str], config: str | None) -> Exception:
-    from whet.catalog import offered_words
     from whet.component import KINDS
     from whet.config.explain import selections
-    from whet.config.words import choice_words, nearest
+    from whet.config.messages import choice_words, nearest
     from whet.errors import ConfigError
+    from whet.plugins.catalog import offered_words
 
     if (kind := selections().get(name)) is not None:
         offers = ", ".join(registry.offers(kind)) or "none is installed"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from whet.component import Kind
-    from whet.plugins import Broken, Offer, Registry
+    from whet.plugins.registry import Broken, Offer, Registry
 
 IMPORT_SECONDS = 120.0
 """How long the import of a target may take."""
@@ -144,7 +144,7 @@ def _described(found: Found) -> "Iterator[str]":
 
 
 def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[str]":
-    from whet.catalog import install_words
+    from whet.plugins.catalog import install_words
 
     yield f"no usable plugin offers {name!r}"
     elsewhere = list(registry.elsewhere(name))
@@ -162,7 +162,7 @@ def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[s
 def _near(registry: "Registry", name: str) -> list[str]:
     import difflib
 
-    from whet.catalog import catalog
+    from whet.plugins.catalog import catalog
 
     names = {
         name: f"{kind}/{name} ({owner}, not installed)"

@@ -16,9 +16,9 @@ from attrs.validators import and_, deep_iterable, deep_mapping, ge, in_, matches
 
 from whet.component import Kind, Selection
 from whet.config.document import to_line
+from whet.config.messages import a_kind, kind_word, type_words, value_words
 from whet.config.sections import Config
 from whet.config.structure import unstructure
-from whet.config.words import a_kind, kind_word, type_words, value_words
 
 REQUIRED = "required"
 

@@ -28,7 +28,7 @@ from whet.config.bounds import (
     above,
     between,
 )
-from whet.interpreters import absolute_paths
+from whet.config.paths import absolute_paths
 
 _SHARE: Any = optional(above(0, FACTOR))
 _EPOCHS: Any = optional(above(0, 1_000_000))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import cattrs
@@ -14,6 +14,7 @@ from attrs import frozen
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
 from whet.config.bounds import items_of
 from whet.config.document import to_line
+from whet.config.messages import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
 from whet.config.values import (
     PLAIN,
     StructureError,
@@ -28,26 +29,48 @@ from whet.config.values import (
     refused,
     unusable_paths,
 )  # fmt: skip
-from whet.config.words import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
 from whet.errors import ConfigError, PluginError
-
-if typing.TYPE_CHECKING:
-    from whet.plugins import Registry
 
 T = TypeVar("T")
 
 
-def structure(document: object, cls: type[T], registry: "Registry | None", also: Sequence[str] = ()) -> T:
-    """Make an attrs class of a document; components are looked up in the registry.
+class Offered(Protocol):
+    """A component that a plugin offers."""
 
-    Without a registry, selections must be written as `unstructure(..., portable=True)` writes them. `also` are keys
+    @property
+    def component(self) -> Component:
+        """Return the component."""
+        ...
+
+    @property
+    def distribution(self) -> str:
+        """Return who offers the component, in words."""
+        ...
+
+
+class Components(Protocol):
+    """The components that selections are looked up in; `whet.plugins.registry.Registry` has the installed ones."""
+
+    def offers(self, kind: Kind) -> Mapping[str, Any]:
+        """Return what there is of a kind, by name."""
+        ...
+
+    def find(self, kind: Kind, name: str) -> Offered:
+        """Return the component of a name. Raises `PluginError` where there is none, or where several have it."""
+        ...
+
+
+def structure(document: object, cls: type[T], components: "Components | None", also: Sequence[str] = ()) -> T:
+    """Make an attrs class of a document; selections are looked up among `components`.
+
+    Without them, selections must be written as `unstructure(..., portable=True)` writes them. `also` are keys
     that were read already, for the sake of "did you mean". Raises `ConfigError` with all problems, a line each:
     `path: what was wrong`.
     """
     problems = list[Problem]()
     made: Any = None
     with _under(None, problems):
-        made = _Structurer(registry).attrs_class(document, cls, also)
+        made = _Structurer(components).attrs_class(document, cls, also)
     if problems:
         raise ConfigError([str(problem) for problem in problems])
     return cast(T, made)
@@ -113,8 +136,8 @@ class _Use:
 
 
 class _Structurer:
-    def __init__(self, registry: "Registry | None") -> None:
-        self.registry = registry
+    def __init__(self, components: "Components | None") -> None:
+        self.components = components
         self.converter = cattrs.Converter(detailed_validation=False)
         register = self.converter.register_structure_hook_factory
         for plain, hook in PLAIN.items():
@@ -177,7 +200,7 @@ class _Structurer:
     def attrs_class(self, value: object, cls: Any, also: Sequence[str] = ()) -> Any:
         """Make an attrs class. `also` are keys that may be meant, but belong around it."""
         fields = _fields(cls)
-        inline = next((field for field in fields if _is_inline(field)), None) if self.registry else None
+        inline = next((field for field in fields if _is_inline(field)), None) if self.components else None
         if inline is not None and isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
@@ -206,7 +229,7 @@ class _Structurer:
 
     def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
         kind = field.metadata.get("kind")
-        if kind is None or self.registry is None:
+        if kind is None or self.components is None:
             made = self.structure(value, field.type)
             _raise(list(impossible(made, infinite=bool(field.metadata.get("infinite")))))
             if any(field.metadata.get(word) for word in ("path", "names_path", "writes")):
@@ -243,19 +266,19 @@ class _Structurer:
         return named
 
     def _component(self, value: object, use: _Use, reserved: Sequence[str]) -> Selection:
-        assert self.registry is not None
+        assert self.components is not None
         if isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
             raise refused(f"wanted the name of {a_kind(use.kind)} or `use:` and its keys, found {found_words(value)}")
         name = value.get("use", use.default)
         if name is None:
-            names = ", ".join(self.registry.offers(use.kind)) or "none is installed"
+            names = ", ".join(self.components.offers(use.kind)) or "none is installed"
             raise refused(f"missing `use:`, the name of the {kind_word(use.kind)}; known: {names}")
         if not isinstance(name, str):
             raise StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
         try:
-            offer = self.registry.find(use.kind, name)
+            offer = self.components.find(use.kind, name)
             taken = [_key(field) for field in _fields(offer.component.config) if _key(field) in reserved]
         except PluginError as error:
             raise StructureError(Problem("use" if "use" in value else "", str(error))) from None
@@ -267,7 +290,7 @@ class _Structurer:
         return Selection(use.kind, offer.component, config, offer.distribution)
 
     def _from_portable(self, value: Any, _: Any) -> Selection:
-        if self.registry is not None:
+        if self.components is not None:
             raise refused("its class must declare it with whet.config.sections.selection(kind)")
         component = Component(**value["component"] | {"config": resolve(value["component"]["config"])})
         config = self.structure(value["config"], component.config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from whet.component import Problem
-from whet.config.words import found_words, nearest, path_segment, type_words, value_words
+from whet.config.messages import found_words, nearest, path_segment, type_words, value_words
 
 Hook = Callable[[Any, Any], Any]
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 from attrs import evolve, field, frozen
 
-from whet import randomness
+from whet.data import randomness
 
 TOKEN_COLUMNS = ("tokens", "loss_mask")
 SEQUENCE_COLUMNS = ("lengths", "prompt_lengths", "group", "episode", "unit")

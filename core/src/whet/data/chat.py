@@ -19,7 +19,7 @@ import numpy as np
 from attrs import evolve, frozen
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from whet.bounded import MODEL_VALUES, loads
+from whet.data.bounded import MODEL_VALUES, loads
 from whet.data.calls import CallFormat, call_format
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.pieces import text_of

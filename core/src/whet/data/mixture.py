@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from whet import randomness
+from whet.data import randomness
 from whet.errors import DataError
 
 

@@ -31,8 +31,8 @@ from whet.endpoint.refused import Refused
 from whet.endpoint.told import Answer
 from whet.errors import DataError
 from whet.interfaces.environment import Address
-from whet.rollout.loop import gather_or_cancel
 from whet.rollout.recorded import NoRoom, RecordedModel
+from whet.runtime.event_loop import gather_or_cancel
 
 if TYPE_CHECKING:
     from whet.rollout.episode import Chat, Player

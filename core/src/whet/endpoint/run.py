@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import evolve
 
+from whet.data.files import disk_errors, json_line
+from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Request, Sampling
 from whet.endpoint import told
 from whet.endpoint.asked import Asked, Rules
@@ -26,13 +28,12 @@ from whet.endpoint.refused import Refused
 from whet.endpoint.told import Answer
 from whet.errors import DataError, InfrastructureError, WhetError, WorkerError
 from whet.interfaces.environment import Address
-from whet.randomness import derive_seed
 from whet.rollout.complete import complete
 from whet.rollout.episode import Chat, with_stop_tokens
 from whet.rollout.gate import Gate
-from whet.rollout.loop import EpisodeLoop, gather_or_cancel
 from whet.rollout.recorded import checked_completion
-from whet.run_folder import RunFolder, disk_errors, json_line
+from whet.run.run_folder import RunFolder
+from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
 
 if TYPE_CHECKING:
     from whet.config.sections import Config

@@ -14,8 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from whet.bounded import loads
 from whet.config.sections import EndpointSection
+from whet.data.bounded import loads
 from whet.endpoint import told
 from whet.endpoint.asked import MODEL, Asked, Rules, read_chat, read_text
 from whet.endpoint.listener import OpenLine

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from whet.cluster.slices import Pending
     from whet.component import Spec
     from whet.data.batch import Batch
-    from whet.metrics import Metric
-    from whet.refit.link import Link
+    from whet.data.metrics import Metric
+    from whet.interfaces.weights import Link
+    from whet.interfaces.workers import Pending
 
 Weights = Literal["policy", "reference", "teacher"]
 """`reference`: what the run started from. `teacher`: a second model that the same workers hold."""
@@ -36,7 +36,7 @@ class Backend(Protocol):
     """An algorithm owns optimizer steps; a backend owns everything below one.
 
     The component's target is called as `target(config, site)` on the driver, with a
-    `whet.cluster.slices.Site`; it spawns its workers through `site.slice`.
+    `whet.interfaces.workers.Site`; it spawns its workers through `site.slice`.
     """
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
@@ -69,15 +69,15 @@ class Backend(Protocol):
 
     def export(self, folder: "Path") -> None:
         """Write a folder that `transformers` loads: weights, config, tokenizer, and the chat template of the site's
-        model where that is not the folder's own (`whet.model.write_chat_template`).
+        model where that is not the folder's own (`whet.data.model_info.write_chat_template`).
         """
         ...
 
     def sleep(self) -> int | None:
         """Give memory back: that of its device, as far as its facts say; how many bytes of all ranks, None: unknown.
 
-        Called by who owns the turns (`whet.turns`), never by an algorithm. Until `wake` all but `sleep`, `wake` and
-        `close` raise `WhetError`. To sleep while it sleeps does nothing.
+        Called by who owns the turns (`whet.run.colocation`), never by an algorithm. Until `wake` all but `sleep`,
+        `wake` and `close` raise `WhetError`. To sleep while it sleeps does nothing.
         """
         ...
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Pending
     from whet.data.records import Completion, Request
-    from whet.refit.link import Link
+    from whet.interfaces.weights import Link
+    from whet.interfaces.workers import Pending
 
 Running = Literal["drain", "keep", "abort"]
 """What happens to requests under way when new weights arrive; a generator's facts say which it can."""
@@ -15,7 +15,7 @@ Running = Literal["drain", "keep", "abort"]
 class Generator(Protocol):
     """Continues token sequences. What it sees is append-only; nothing is tokenised here.
 
-    The component's target is called as `target(config, site)` on the driver, with a `whet.cluster.slices.Site`.
+    The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`.
     Logprobs are of `log_softmax(logits / temperature)`; at temperature 0 the likeliest token is taken and its
     logprob is that at temperature 1.
     """

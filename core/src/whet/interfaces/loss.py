@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from whet.metrics import Metric
+from whet.data.metrics import Metric
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch

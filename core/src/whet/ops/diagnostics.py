@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from whet.data.batch import Batch
-from whet.metrics import Metric, largest, mean, smallest
+from whet.data.metrics import Metric, largest, mean, smallest
 from whet.ops.kl import kl_estimate
 from whet.ops.losses import PolicyGradient
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.run_folder import metrics_of
+from whet.data.files import metrics_of
 
 LARGEST = 1e300
 """What is larger counts as not finite: sums and differences of such numbers are."""

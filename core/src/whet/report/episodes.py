@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from whet.data.files import read_rows, step_of
 from whet.errors import WhetError
-from whet.run_folder import read_rows, step_of
 
 ROOM = 12_000_000
 """Characters that all episodes may take on the page."""

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from whet.run_folder import disk_errors, private
+from whet.data.files import disk_errors, private
 
 SCRIPTS = ("dom.js", "colours.js", "chart.js", "overview.js", "metrics.js", "time.js", "tokens.js", "task.js",
            "rollouts.js", "gaps.js", "run.js", "main.js")  # fmt: skip

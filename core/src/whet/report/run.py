@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from whet.data.files import read_rows
 from whet.errors import WhetError
 from whet.report import curves, episodes, gaps, timing
 from whet.report.findings import findings
-from whet.run_folder import read_rows
 
 EVENTS = 400
 """Events of the journal that are kept, the last ones; finished steps are not counted among them."""

@@ -8,11 +8,11 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, largest, mean
 from whet.data.records import Episode, Group, Trajectory
-from whet.metrics import Metric, largest, mean
 
 if TYPE_CHECKING:
-    from whet.rollout.scores import Passing
+    from whet.rollout.scoring import Passing
 
 
 def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:

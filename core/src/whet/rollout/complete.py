@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from attrs import evolve
 
+from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Request
 from whet.interfaces.generator import Generator
-from whet.randomness import derive_seed
 
 
 async def complete(generator: Generator, request: Request, decode: Callable[[IntArray], str]) -> Completion:

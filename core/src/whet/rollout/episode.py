@@ -15,12 +15,12 @@ from whet.endpoint.listener import Listener
 from whet.errors import EnvironmentError as WhetEnvironmentError
 from whet.errors import InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards, stated_answer
+from whet.interfaces.undecided import note, noted
+from whet.rollout.fail_fast import BrokenEnvironment, Trial, is_infrastructure, ungrouped
 from whet.rollout.gate import Gate
-from whet.rollout.loop import gather_or_cancel
 from whet.rollout.recorded import RecordedModel
 from whet.rollout.routing import Route
-from whet.rollout.trial import BrokenEnvironment, Trial, is_infrastructure, ungrouped
-from whet.undecided import note, noted
+from whet.runtime.event_loop import gather_or_cancel
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import Generator

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from attrs import field, frozen
 
+from whet.data.files import read_rows
 from whet.data.records import Group
-from whet.run_folder import read_rows
 
 OUTCOMES = ("trained", "filtered", "dropped")
 

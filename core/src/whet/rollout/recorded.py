@@ -17,11 +17,11 @@ import numpy as np
 from attrs import evolve, frozen
 
 from whet.data.messages import Conversation, Message, Tools, conversation
+from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory
 from whet.errors import EnvironmentError as WhetEnvironmentError
 from whet.errors import PluginError, WhetError
 from whet.interfaces.environment import Address
-from whet.randomness import derive_seed
 from whet.rollout.complete import complete
 
 if TYPE_CHECKING:

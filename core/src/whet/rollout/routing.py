@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
+from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Environment
-from whet.randomness import derive_seed
-from whet.rollout.scores import Scoring
+from whet.rollout.scoring import Scoring
 
 
 @frozen(eq=False)

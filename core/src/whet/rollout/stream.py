@@ -27,18 +27,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, largest, mean, merge, total
 from whet.data.records import Group, Sampling
 from whet.endpoint.listener import Listener
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
-from whet.metrics import Metric, largest, mean, merge, total
 from whet.rollout.collate import collate, rollout_metrics
 from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.gate import Gate
 from whet.rollout.journal import Consumed
-from whet.rollout.loop import EpisodeLoop
-from whet.rollout.pacing import Pacing, Slot
 from whet.rollout.routing import Route, choose, shuffled
-from whet.rollout.trial import BrokenEnvironment
+from whet.rollout.staleness import Pacing, Slot
+from whet.runtime.event_loop import EpisodeLoop
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection

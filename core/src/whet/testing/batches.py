@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from whet import randomness
+from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
 
 Column = Callable[[Batch, np.random.Generator], Any]

@@ -16,9 +16,9 @@ from whet.component import Kind
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
-from whet.placement import Machine
-from whet.plan import gather_facts, make_plan
-from whet.plugins import Registry
+from whet.plan.placement import Machine
+from whet.plan.plan import gather_facts, make_plan
+from whet.plugins.registry import Registry
 from whet.testing.contracts.component import MODEL
 
 SLOTS: Mapping[str, Kind] = {

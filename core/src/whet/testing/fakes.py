@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from attrs import frozen
 
-from whet import metrics, randomness
 from whet.component import Spec
+from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Message, Tools, conversation
@@ -29,7 +29,7 @@ from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
 from whet.interfaces.generator import Running
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for ever, one answer after another, or a rule."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from whet import metrics
+from whet.data import metrics
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
 from whet.ops.reductions import expand

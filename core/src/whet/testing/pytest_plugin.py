@@ -73,7 +73,7 @@ def shared_data(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
     """Ray as whet starts it, once for a module's tests: runs of theirs that would start it join it."""
-    from whet.cluster.ray_session import RaySession
+    from whet.runtime.ray_session import RaySession
 
     session = RaySession()
     session.wait(120.0)

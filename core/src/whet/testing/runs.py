@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from whet.run_folder import read_rows
+from whet.data.files import read_rows
 
 
 def numbers(run: Path, *apart: str) -> list[dict[str, Any]]:

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whet.cluster.inline import InlineSlice
-from whet.cluster.slices import Site
+from whet.data.model_info import read_model
 from whet.interfaces.logger import RunInfo
-from whet.model import read_model
+from whet.interfaces.workers import Site
+from whet.runtime.inline import InlineSlice
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Slice
+    from whet.interfaces.workers import Slice
 
 
 def make_site(

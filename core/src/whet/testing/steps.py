@@ -8,8 +8,8 @@ from attrs import define, field, frozen
 
 from whet.component import Spec
 from whet.data.batch import Batch
-from whet.metrics import Metric
-from whet.steps import Step
+from whet.data.metrics import Metric
+from whet.run.steps import Step
 from whet.testing.batches import random_batch
 from whet.testing.fakes import Done, FakeBackend
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
+from whet.data.randomness import generator
 from whet.data.records import Task
 from whet.interfaces.environment import SingleTurn
-from whet.randomness import generator
 from whet_env_reverse.config import ReverseConfig
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from whet.component import Component, Selection
 from whet.config.sections import ModelSection
+from whet.data.model_info import read_model
 from whet.errors import ConfigError
-from whet.model import read_model
 from whet.testing.batches import random_batch
 from whet.testing.fakes import FakeBackend
 from whet.testing.models import make_model, make_tokenizer

@@ -9,10 +9,10 @@ import pytest
 from whet.component import Selection, Spec
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
+from whet.data.metrics import mean, plain
+from whet.data.model_info import ModelInfo, read_model
 from whet.data.offline import OfflineData
 from whet.errors import CheckpointError, WhetError
-from whet.metrics import mean, plain
-from whet.model import ModelInfo, read_model
 from whet.testing.fakes import FakeBackend
 from whet.testing.steps import Watch, WatchedSteps
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts

@@ -19,7 +19,7 @@ from attrs import frozen
 from whet.component import Selection, resolve
 from whet.config.structure import structure
 from whet.data.batch import Batch, from_sequences
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet_dpo.whole import WholeBatch
 
 LENGTHS = ((3, 5), (1, 2), (6, 4), (4, 1), (2, 2), (5, 7))

@@ -11,10 +11,10 @@ import torch
 from whet.component import resolve
 from whet.config.build import build, to_spec
 from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
-from whet.model import ModelInfo
-from whet.plan import facts_of
-from whet.plugins import Registry, load_plugins
+from whet.plan.plan import facts_of
+from whet.plugins.registry import Registry, load_plugins
 from whet.testing.batches import random_batch
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts
 from whet_dpo.hooks import whet_check_config

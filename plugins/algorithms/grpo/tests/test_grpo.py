@@ -14,12 +14,12 @@ from whet.component import Component, Selection
 from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
+from whet.data.metrics import Metric, merge
+from whet.data.model_info import ModelInfo
 from whet.data.records import Completion, Request, Task
 from whet.interfaces.environment import SingleTurn
-from whet.metrics import Metric, merge
-from whet.model import ModelInfo
-from whet.plan import facts_of
-from whet.plugins import load_plugins
+from whet.plan.plan import facts_of
+from whet.plugins.registry import load_plugins
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
 from whet.testing.fakes import ByteChat

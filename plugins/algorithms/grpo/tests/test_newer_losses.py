@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.algorithms.policy_steps import keep_uncertain
 from whet.config.policy import KlLossSection, LikelihoodSection, TopEntropySection
 from whet.data.batch import Batch, from_sequences
-from whet.stages import keep_uncertain
 from whet.testing.fakes import FakeBackend
 from whet_grpo import losses
 from whet_grpo.config import (

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from whet.algorithms.policy_steps import correct_gap
 from whet.config.policy import CorrectionSection
 from whet.data.batch import Batch, from_sequences
 from whet.ops.correction import importance_weights
-from whet.stages import correct_gap
 from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, KlLossSection
 from whet_grpo.losses import Cispo, ClippedPg, Gspo
 

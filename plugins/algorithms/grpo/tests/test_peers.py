@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from whet.algorithms.policy_steps import correct_gap, penalise_overlong
 from whet.config.policy import CorrectionSection, OverlongSection
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
-from whet.stages import correct_gap, penalise_overlong
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
     ClippedPgConfig,

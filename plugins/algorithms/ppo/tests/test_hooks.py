@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from whet.errors import ConfigError
-from whet.prepare import prepare
+from whet.plan.prepare import prepare
 
 
 @pytest.fixture

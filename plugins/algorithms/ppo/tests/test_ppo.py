@@ -8,7 +8,7 @@ import pytest
 from whet.component import Spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet.testing.steps import Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_refit
 from whet_ppo.config import PpoConfig
 from whet_ppo.ppo import Ppo, name_of

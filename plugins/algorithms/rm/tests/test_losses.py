@@ -99,7 +99,7 @@ def test_a_tie_counts_as_it_is_told_to(ties: Any, accuracy: float) -> None:
 
 
 def test_deviations_do_not_depend_on_micro_batches() -> None:
-    from whet.metrics import merge
+    from whet.data.metrics import merge
 
     given, values = batch()
     parts = []

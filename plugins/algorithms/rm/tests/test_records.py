@@ -4,9 +4,9 @@ import pytest
 from whet.config.structure import structure
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError
-from whet.model import ModelInfo
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet_rm.config import RmConfig, rm_facts
 from whet_rm.records import encode
 

@@ -8,8 +8,8 @@ import pytest
 from whet.component import Spec
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
+from whet.data.metrics import mean, plain
 from whet.data.offline import OfflineData
-from whet.metrics import mean, plain
 from whet.testing.fakes import FakeBackend
 from whet_sft.config import SftConfig
 from whet_sft.sft import Sft, encoder, validate, with_perplexity

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from whet.cluster.slices import WorkerRank
 from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
-from whet.model import read_model
+from whet.data.model_info import read_model
+from whet.interfaces.workers import WorkerRank
 from whet.testing.models import make_model
 from whet_fsdp2.worker import Worker
 

@@ -6,8 +6,8 @@ import attrs
 import pytest
 
 from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
-from whet.model import ModelInfo
 from whet_fsdp2.config import Fsdp2Config, facts
 
 MODEL = ModelInfo(

@@ -1,6 +1,6 @@
 import pytest
 
-from whet.cluster.slices import Site
+from whet.interfaces.workers import Site
 from whet.testing.contracts.backend import BackendContract
 from whet.testing.contracts.component import ComponentContract
 from whet_fsdp2.backend import Fsdp2Backend

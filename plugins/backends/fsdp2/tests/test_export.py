@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from whet.cluster.slices import WorkerRank
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
-from whet.model import read_model
+from whet.data.model_info import read_model
+from whet.interfaces.workers import WorkerRank
 from whet.testing.models import CHAT_TEMPLATE
 from whet_fsdp2.worker import Worker
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from whet.cluster.slices import WorkerRank
 from whet.component import Spec
 from whet.data.batch import from_sequences
+from whet.data.model_info import read_model
 from whet.errors import ConfigError, WhetError
-from whet.model import read_model
+from whet.interfaces.workers import WorkerRank
 from whet.rollout.scorer import whole
 from whet.testing.models import make_model, make_tokenizer
 from whet_fsdp2.worker import Worker

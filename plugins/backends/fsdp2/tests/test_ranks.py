@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from whet.cluster.local import LocalCluster
 from whet.component import Spec
+from whet.runtime.local import LocalCluster
 from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
@@ -152,7 +152,7 @@ def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, 
 
     if launcher == "ray":
         pytest.importorskip("ray")
-    module = import_module(f"whet.cluster.{launcher}")
+    module = import_module(f"whet.runtime.{launcher}")
     expected = trained(build(None, "one"))
     with getattr(module, f"{launcher.title()}Cluster")(tmp_path / "logs") as cluster:
         for size in (2, 4):

@@ -1,7 +1,7 @@
 import pytest
 
 from whet.component import Selection
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet.testing.contracts.component import ComponentContract
 from whet.testing.contracts.environment import EnvironmentContract
 from whet_env_judge.config import JudgeConfig

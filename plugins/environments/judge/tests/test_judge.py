@@ -8,9 +8,9 @@ from attrs import frozen
 from whet.component import Component, RoleNeed, Selection
 from whet.config.structure import structure
 from whet.data.messages import Message
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError, EnvironmentError, Undecided
-from whet.model import ModelInfo
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet.rollout.episode import total_reward
 from whet.testing.fakes import FakeModel
 from whet_env_judge.config import JudgeConfig, judge_facts

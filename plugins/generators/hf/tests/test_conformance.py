@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.cluster.slices import Site
+from whet.interfaces.workers import Site
 from whet.testing.contracts.generator import ModelGeneratorContract
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator

@@ -11,11 +11,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.cluster.slices import WorkerRank
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import RefitError
-from whet.refit.handover import send
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import WorkerRank
+from whet.weights.transfer import send
 from whet_hf.decode import Job
 from whet_hf.worker import Worker, split
 

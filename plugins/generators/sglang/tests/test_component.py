@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from whet.model import read_model
-from whet.named_environments import recipe_of
+from whet.data.model_info import read_model
+from whet.runtime.venvs import recipe_of
 from whet.testing.contracts.engine import EngineContract
 from whet.testing.site import make_site
 from whet_sglang.arguments import ENGINE, cache_tokens, engine_arguments

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.cluster.slices import Site
 from whet.data.records import Completion
+from whet.interfaces.workers import Site
 from whet.testing.contracts.generator import ModelGeneratorContract
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, Subject, gap

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from whet.named_environments import recipe_of
+from whet.runtime.venvs import recipe_of
 from whet.testing.contracts.engine import EngineContract
 from whet.testing.site import make_site
 from whet_vllm.arguments import ENGINE, engine_arguments

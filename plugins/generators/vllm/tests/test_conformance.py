@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.cluster.slices import Site
+from whet.interfaces.workers import Site
 from whet.testing.contracts.generator import ModelGeneratorContract
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, Subject, gap

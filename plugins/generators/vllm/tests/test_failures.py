@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from whet.errors import WorkerError, WorkerLost
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
 from whet.testing.contracts.engine import EngineFailuresContract, Make
 from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig

@@ -14,10 +14,10 @@ import pytest
 import torch._dynamo
 
 from whet.data.records import Request, Sampling
-from whet.refit.handover import send
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, gap
+from whet.weights.transfer import send
 from whet_vllm.arguments import BACKEND, ENGINE, EXTENSION
 from whet_vllm.sampling import completion, sampling_params
 

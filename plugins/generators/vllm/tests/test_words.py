@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.cluster.words import causes
+from whet.runtime.log_excerpt import causes
 from whet_vllm.words import heard_out, logging_config, overheard
 
 

@@ -19,12 +19,11 @@ from whet.config.sections import Config, DataFile, DataSection, ModelSection, Ru
 from whet.config.structure import structure
 from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from whet.data.chat import ChatTokenizer
+from whet.data.model_info import read_model
 from whet.data.offline import OfflineData
-from whet.interfaces.algorithm import Algorithm
-from whet.model import read_model
-from whet.parts import Parts
-from whet.plan import facts_of
-from whet.plugins import Registry, load_plugins
+from whet.interfaces.algorithm import Algorithm, Parts
+from whet.plan.plan import facts_of
+from whet.plugins.registry import Registry, load_plugins
 from whet.testing.contracts.component import MODEL
 from whet.testing.steps import ROLLOUT_COLUMNS, Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_refit
 
@@ -205,7 +204,7 @@ class AlgorithmContract:
             generator=None,
             chat=chat,
             loss=loss,
-            rollouts=rollouts,  # type: ignore[arg-type]
+            rollouts=rollouts,
             data=data if "data" in facts.inputs else None,
             refit=watched_refit(watch),
             steps=steps,  # type: ignore[arg-type]

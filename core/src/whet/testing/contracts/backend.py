@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.cluster.slices import Site
 from whet.component import Spec
 from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
-from whet.refit import handover
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import Site
 from whet.testing.batches import random_batch
 from whet.testing.contracts.placed import Slices
 from whet.testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet.testing.models import make_model
 from whet.testing.reference import Reference
+from whet.weights import transfer
 
 TOLERANCE = 1e-4
 """Largest difference of logprobs to `transformers`, in nats, in float32."""
@@ -317,7 +317,7 @@ class BackendContract(SleepRules):
             folder.mkdir()
             link = Link(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
             pending = backend.send_weights(link)
-            received = [(name, tensor.clone()) for name, tensor in handover.receive(link)]
+            received = [(name, tensor.clone()) for name, tensor in transfer.receive(link)]
             pending.result()
             assert len(dict(received)) == len(received), "a weight came twice"
             assert set(expected) <= set(dict(received)), "weights are missing"

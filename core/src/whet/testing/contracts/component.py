@@ -23,8 +23,8 @@ import pytest
 from whet.component import KINDS, Component, Facts, Kind, Selection, resolve
 from whet.config.build import to_spec
 from whet.config.structure import structure
-from whet.model import ModelInfo
-from whet.plugins import load_plugins, new_manager
+from whet.data.model_info import ModelInfo
+from whet.plugins.registry import load_plugins, new_manager
 from whet.testing.field_docs import undocumented_fields
 
 HEAVY = (
@@ -50,7 +50,7 @@ LIGHT = """
 import importlib, json, sys
 from whet.component import KINDS, resolve
 from whet.config.structure import structure
-from whet.plugins import load_plugins
+from whet.plugins.registry import load_plugins
 from whet.testing.contracts.component import HEAVY, MODEL
 def check(when):
     found = sorted(set(HEAVY) & set(sys.modules))
@@ -71,7 +71,7 @@ for component in components:
 """
 FORKED = """
 import os, sys
-from whet.cluster.host import import_ahead
+from whet.runtime.worker_process import import_ahead
 import_ahead(sys.argv[1:])
 lost = [module for module in sys.argv[1:] if module not in sys.modules]
 assert not lost, f"{', '.join(lost)} cannot be imported"

@@ -19,13 +19,13 @@ import attrs
 import numpy as np
 import pytest
 
-from whet.cluster.local import LocalCluster
 from whet.component import Facts, resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
 from whet.errors import WorkerError, WorkerLost
-from whet.foreign import CPU_CACHE_GIB, ForeignEngine
+from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet.interfaces.generator import Generator
+from whet.runtime.local import LocalCluster
 from whet.testing.contracts.component import MODEL, ComponentContract
 from whet.testing.processes import descendants
 from whet.testing.site import make_site

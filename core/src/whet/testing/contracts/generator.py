@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.cluster.slices import Site
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.interfaces.generator import Generator, Running
+from whet.interfaces.workers import Site
 from whet.testing.contracts.placed import Placed, Slices, on_gpu
 from whet.testing.contracts.weights import WeightRules
 from whet.testing.models import make_model

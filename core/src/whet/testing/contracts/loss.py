@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from whet.data.batch import Batch, concatenate
+from whet.data.metrics import Metric
 from whet.interfaces.loss import Loss, LossResult
-from whet.metrics import Metric
 from whet.testing.batches import Column, random_batch
 
 

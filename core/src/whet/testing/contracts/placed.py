@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from whet.cluster.inline import InlineSlice
-from whet.cluster.local import LocalCluster
-from whet.cluster.slices import Site, Slice, Workers
-from whet.testing.obedient import TARGET
+from whet.interfaces.workers import Site, Slice, Workers
+from whet.runtime.inline import InlineSlice
+from whet.runtime.local import LocalCluster
 from whet.testing.processes import descendants, survivors
+from whet.testing.scripted_worker import TARGET
 from whet.testing.site import make_site
 
 Slices = Callable[[str], Slice]

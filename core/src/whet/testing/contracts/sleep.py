@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.cluster.slices import Site
 from whet.component import Spec
 from whet.data.batch import Batch
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import Site
 from whet.testing.batches import random_batch
 from whet.testing.contracts.placed import Placed, on_gpu
 from whet.testing.models import make_model

@@ -13,12 +13,12 @@ from attrs import evolve
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError
 from whet.interfaces.generator import Running
-from whet.refit import handover
-from whet.refit.exchange import Exchange
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
 from whet.testing.deadline import deadline
 from whet.testing.reference import Reference
 from whet.testing.served import PROMPTS, TOLERANCE, Subject, gap
+from whet.weights import transfer
+from whet.weights.exchange import Exchange
 
 
 class WeightRules:
@@ -86,7 +86,7 @@ class WeightRules:
         async def meanwhile() -> tuple[list[Completion], Completion]:
             tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
             await asyncio.sleep(0.02)
-            await asyncio.to_thread(handover.send, link, model.weights())
+            await asyncio.to_thread(transfer.send, link, model.weights())
             await asyncio.to_thread(lambda: subject.generator.receive_weights(link, link.version, how).result())
             later = await subject.generator.generate(subject.request())
             return await asyncio.gather(*tasks), later
@@ -129,7 +129,7 @@ class WeightRules:
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
             sent = evolve(self._link(own, transport, number), timeout_seconds=1.0)
-            handover.send(sent, other.weights())
+            transfer.send(sent, other.weights())
             with pytest.raises((RefitError, WorkerError)):
                 self._receive(own, evolve(sent, version=number + 1))
             self._serves_old_weights_or_none(own, reference)
@@ -149,7 +149,7 @@ class WeightRules:
     def _link(self, subject: Subject, transport: str, version: int) -> Link:
         session = f"{version}-{uuid.uuid4().hex}"
         more: dict[str, Any] = {}
-        if transport in handover.MEETING:
+        if transport in transfer.MEETING:
             address, token = _exchange().address, _exchange().token
             receivers = self.receivers or max(1, self.processes)
             more = {"token": token, "receivers": receivers, "places": _exchange().places()}
@@ -161,12 +161,12 @@ class WeightRules:
 
     def _hand_over(self, subject: Subject, link: Link, weights: list[tuple[str, Any]]) -> None:
         """Send and receive: at once what is streamed, else one after the other."""
-        if link.transport not in handover.STREAMED:
-            handover.send(link, weights)
+        if link.transport not in transfer.STREAMED:
+            transfer.send(link, weights)
             self._receive(subject, link)
             return
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(handover.send, link, weights)
+            sent = pool.submit(transfer.send, link, weights)
             self._receive(subject, link)
             sent.result()
 

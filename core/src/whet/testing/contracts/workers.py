@@ -6,7 +6,7 @@
             with LocalCluster(folder) as cluster:
                 yield cluster.slice
 
-The rules are those of `whet.cluster.slices`, whatever the workers are.
+The rules are those of `whet.interfaces.workers`, whatever the workers are.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from whet.cluster.slices import Heard, Slice, WorkerRank, Workers
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
-from whet.testing.obedient import TARGET
+from whet.interfaces.workers import Heard, Slice, WorkerRank, Workers
+from whet.testing.scripted_worker import TARGET
 
 SOON_SECONDS = 3.0
 _PATIENCE_SECONDS = 30.0

@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.demonstrations import encode
-from whet.metrics import Metric, mean
-from whet.model import ModelInfo, read_model
-from whet.validation import evaluate_all, trained_tokens
+from whet.data.metrics import Metric, mean
+from whet.data.model_info import ModelInfo, read_model
+from whet.run.validation import evaluate_all, trained_tokens
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.offline import Encode
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 class DistillData:

@@ -8,12 +8,12 @@ Left out on purpose: rewards, which are reported and teach nothing here.
 from typing import TYPE_CHECKING, Any
 
 from whet.data.batch import Batch
-from whet.model import read_model
+from whet.data.model_info import read_model
 from whet_distill.config import DistillConfig
 from whet_distill.teaching import Teaching
 
 if TYPE_CHECKING:
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 class Distill:

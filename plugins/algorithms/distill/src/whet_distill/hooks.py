@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 from whet_distill.config import (
     DistillConfig,
     DistillDataConfig,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, mean
 from whet.ops.distillation import topk_divergences, topk_jensen_shannon
 from whet.ops.losses import clipped_policy_gradient, finite
 from whet.ops.reductions import moved, of_tokens, segment_sum

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.data.batch import Batch
-from whet.plan import facts_of
+from whet.plan.plan import facts_of
 from whet_distill.config import TOKEN_COLUMNS, TOPK_COLUMNS, TaughtConfig
 from whet_distill.tokenizers import refuse_other_tokens
 
 if TYPE_CHECKING:
+    from whet.data.model_info import ModelInfo
+    from whet.interfaces.algorithm import Parts
     from whet.interfaces.backend import Backend
-    from whet.model import ModelInfo
-    from whet.parts import Parts
 
 TEACHER = "teacher"
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.data.model_info import locate, read_model
 from whet.errors import ConfigError
-from whet.model import locate, read_model
 
 if TYPE_CHECKING:
     from whet.config.sections import ModelSection

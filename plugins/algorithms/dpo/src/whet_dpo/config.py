@@ -7,9 +7,9 @@ from attrs import field, frozen
 from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
+from whet.data.model_info import ModelInfo
 from whet.data.pairs import PAIR_FIELDS
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.plan.plan import facts_of
 from whet_dpo.loss_config import ANSWER, BASELINE, REFERENCE
 from whet_dpo.whole_config import whole_columns
 

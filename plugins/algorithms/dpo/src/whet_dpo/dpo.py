@@ -6,8 +6,8 @@ and whether the reference's logprobs are computed beforehand, with each batch, o
 
 from typing import TYPE_CHECKING
 
-from whet.metrics import mean
-from whet.model import read_model
+from whet.data.metrics import mean
+from whet.data.model_info import read_model
 from whet_dpo.config import DpoConfig, source
 from whet_dpo.loss_config import REFERENCE
 from whet_dpo.reference import precomputed
@@ -16,7 +16,7 @@ from whet_dpo.whole import WholeBatch
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 class Dpo:

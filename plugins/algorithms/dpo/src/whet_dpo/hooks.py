@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from whet import hookimpl
 from whet.component import Component, Problem, Selection
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 from whet_dpo import loss_config as sections
 from whet_dpo import whole_config
 from whet_dpo.config import DpoConfig, KtoConfig

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.metrics import Metric, mean
-from whet.model import read_model
+from whet.data.metrics import Metric, mean
+from whet.data.model_info import read_model
 from whet_dpo.baseline import kl_baseline
 from whet_dpo.config import KtoConfig, reads_baseline, source
 from whet_dpo.loss_config import BASELINE, REFERENCE
@@ -19,7 +19,7 @@ from whet_dpo.whole import WholeBatch
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 class Kto:

@@ -12,7 +12,7 @@ from attrs import Factory, field, frozen, validators
 
 from whet.component import Facts
 from whet.config.bounds import FACTOR, above, below, between
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 
 REFERENCE = "reference_logprobs"
 ANSWER = "answer_mask"

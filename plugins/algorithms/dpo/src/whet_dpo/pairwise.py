@@ -13,8 +13,8 @@ from attrs import frozen
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, mean
 from whet.ops.pairs import pair_positions, shared_length_weights
 from whet.ops.reductions import expand, segment_mean, segment_sum
 from whet_dpo import formulas

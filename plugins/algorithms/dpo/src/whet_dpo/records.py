@@ -15,8 +15,8 @@ from whet_dpo.config import DpoConfig, KtoConfig, reads_answers
 from whet_dpo.loss_config import ANSWER
 
 if TYPE_CHECKING:
+    from whet.data.model_info import ModelInfo
     from whet.data.offline import Encode
-    from whet.model import ModelInfo
 
 
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":

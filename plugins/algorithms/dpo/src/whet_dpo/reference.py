@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.data.files import disk_errors
+from whet.data.model_info import fingerprint
 from whet.data.offline import Part, PreparedData
 from whet.errors import CheckpointError, WhetError
-from whet.model import fingerprint
-from whet.run_folder import disk_errors
 from whet_dpo.loss_config import REFERENCE
 
 if TYPE_CHECKING:
+    from whet.interfaces.algorithm import Parts
     from whet.interfaces.backend import Weights
-    from whet.parts import Parts
 
 
 def precomputed(parts: "Parts", data: PreparedData, batch_size: int) -> PreparedData:

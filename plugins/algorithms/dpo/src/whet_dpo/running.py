@@ -13,8 +13,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from whet.data.files import disk_errors, json_line
 from whet.errors import CheckpointError
-from whet.run_folder import disk_errors, json_line
 
 
 @frozen

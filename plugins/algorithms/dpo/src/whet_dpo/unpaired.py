@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, mean
 from whet.ops.reductions import segment_sum
 from whet_dpo import formulas
 from whet_dpo.loss_config import BASELINE, REFERENCE, KtoLossConfig

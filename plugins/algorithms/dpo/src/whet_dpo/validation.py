@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from whet.metrics import Metric
-from whet.validation import evaluate_all, sequences
+from whet.data.metrics import Metric
+from whet.run.validation import evaluate_all, sequences
 
 if TYPE_CHECKING:
     from whet.component import Spec

@@ -10,8 +10,8 @@ from typing import Any
 
 from whet.config.build import build_selection
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import Loss, LossResult
-from whet.metrics import Metric, mean
 from whet_dpo.whole_config import WeightedSumConfig
 
 

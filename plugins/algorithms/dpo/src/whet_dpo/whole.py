@@ -31,7 +31,7 @@ from whet_dpo.whole_config import (
 
 if TYPE_CHECKING:
     from whet.component import Selection
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 @frozen(eq=False)

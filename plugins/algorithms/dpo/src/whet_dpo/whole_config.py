@@ -12,8 +12,8 @@ from attrs import field, frozen
 from whet.component import Facts, Selection
 from whet.config.bounds import FACTOR, between
 from whet.config.sections import selection
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 from whet_dpo.loss_config import REFERENCE, SHARE, KtoLossConfig, Preference, pair_columns, pair_facts
 
 SHIFT = "score_shift"

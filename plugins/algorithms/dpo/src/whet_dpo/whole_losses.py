@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import mean
 from whet_dpo import formulas
 from whet_dpo.pairwise import PairLoss
 from whet_dpo.whole_config import MARGIN_SHIFT, MATCHED, SHIFT, AotConfig, AotUnpairedConfig, BcoPairConfig

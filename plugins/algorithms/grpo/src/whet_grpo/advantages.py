@@ -6,13 +6,13 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from whet.algorithms.policy_steps import of_episodes
 from whet.data.batch import Batch
 from whet.errors import DataError
 from whet.ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
 from whet.ops.gae import at_last, gae
 from whet.ops.reductions import expand, segment_sum
 from whet.ops.shaping import reward_to_go
-from whet.stages import of_episodes
 from whet_grpo.config import (
     GdpoConfig,
     GroupMeanConfig,
@@ -149,7 +149,7 @@ class ReinforcePlusPlus:
 def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return rewards [B] without `kl_reward`, that penalty of each episode [B], and that of each token [N].
 
-    They are the columns of `whet.stages.penalise_kl`; where it was not asked for, both penalties are 0. Without the
+    They are the columns of `policy_steps.penalise_kl`; where it was not asked for, both penalties are 0. Without the
     column `task_reward` the penalty is subtracted from `reward`, which leaves rounding errors.
     """
     costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)

@@ -17,8 +17,8 @@ from whet.config.policy import (
     TopEntropySection,
 )
 from whet.config.sections import selection
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 
 _MAX_WEIGHT: Any = optional(above(0, FACTOR))
 

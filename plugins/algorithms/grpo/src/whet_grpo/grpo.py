@@ -5,10 +5,8 @@ What varies is chosen in the config: advantages, loss, filters, penalties, corre
 
 from typing import TYPE_CHECKING
 
-from whet import stages
-from whet.model import ModelInfo
-from whet.randomness import derive_seed
-from whet.stages import (
+from whet.algorithms import policy_steps
+from whet.algorithms.policy_steps import (
     OldLogprobs,
     advantage_metrics,
     clip_advantages,
@@ -22,10 +20,12 @@ from whet.stages import (
     scored,
     with_correction,
 )
+from whet.data.model_info import ModelInfo
+from whet.data.randomness import derive_seed
 from whet_grpo.config import GrpoConfig, wants_reference
 
 if TYPE_CHECKING:
-    from whet.parts import Parts
+    from whet.interfaces.algorithm import Parts
 
 
 class Grpo:
@@ -65,10 +65,10 @@ class Grpo:
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Say where the old policy's logprobs come from; see `whet.stages.choose_old_logprobs`."""
+    """Say where the old policy's logprobs come from; see `whet.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted
-    return stages.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
+    return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 
 
 def several(config: GrpoConfig) -> bool:

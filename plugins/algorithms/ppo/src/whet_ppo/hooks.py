@@ -12,8 +12,8 @@ from whet.config.policy import (
     shaping_problems,
     top_entropy_problems,
 )
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
 
 if TYPE_CHECKING:

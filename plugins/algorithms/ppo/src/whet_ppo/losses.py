@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric
 from whet.ops import aggregation
 from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
 from whet.ops.kl import log_ratio

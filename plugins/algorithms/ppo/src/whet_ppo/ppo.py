@@ -9,11 +9,7 @@ With separate lambdas it is that of VC-PPO (arXiv:2503.01491), with a lambda by 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from whet.config.build import to_spec
-from whet.data.batch import Batch
-from whet.model import ModelInfo
-from whet.randomness import derive_seed
-from whet.stages import (
+from whet.algorithms.policy_steps import (
     choose_old_logprobs,
     correct_gap,
     keep_uncertain,
@@ -24,13 +20,16 @@ from whet.stages import (
     scored,
     with_correction,
 )
+from whet.config.build import to_spec
+from whet.data.batch import Batch
+from whet.data.model_info import ModelInfo
+from whet.data.randomness import derive_seed
 from whet_ppo.config import CRITIC, PpoConfig, wants_reference
 from whet_ppo.targets import estimate, place_rewards, values_of
 
 if TYPE_CHECKING:
-    from whet.metrics import Metric
-    from whet.parts import Parts
-    from whet.steps import Step
+    from whet.data.metrics import Metric
+    from whet.interfaces.algorithm import Parts, Step
 
 
 class Ppo:

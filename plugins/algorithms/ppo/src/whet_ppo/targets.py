@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from whet.algorithms.policy_steps import advantage_metrics, penalise_kl
 from whet.config.policy import KlRewardSection
 from whet.data.batch import Batch
-from whet.metrics import Metric, mean
+from whet.data.metrics import Metric, mean
 from whet.ops.advantages import whiten
 from whet.ops.gae import adaptive_lambda, at_last, explained_variance, gae
 from whet.ops.reductions import segment_sum
-from whet.stages import advantage_metrics, penalise_kl
 from whet_ppo.config import GaeSection
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def place_rewards(
     """Add the reward of each token in the column `token_rewards` [N].
 
     The reward of an episode stands at the last trained token of each of its sequences, the penalty for leaving the
-    reference at every one. `reward` [B] stays without that penalty. `carried` is as for `whet.stages.penalise_kl`.
+    reference at every one. `reward` [B] stays without that penalty. `carried` is as for `policy_steps.penalise_kl`.
     """
     reward = np.asarray(batch["reward"])
     batch, metrics = penalise_kl(batch, section, carried)

@@ -7,9 +7,9 @@ from attrs import field, frozen, validators
 from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, FACTOR, STEPS, between
 from whet.config.sections import selection
+from whet.data.model_info import ModelInfo
 from whet.data.pairs import PAIR_FIELDS
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.plan.plan import facts_of
 
 MARGIN = "margin"
 FIELDS = (*PAIR_FIELDS, MARGIN)

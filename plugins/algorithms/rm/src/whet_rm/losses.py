@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from whet.data.batch import Batch
+from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import Metric, mean
 from whet.ops.pairs import pair_positions
 from whet.ops.reductions import segment_sum
 from whet_rm import formulas

@@ -18,8 +18,8 @@ from whet.rollout.scorer import whole
 from whet_rm.config import MARGIN, RmConfig, reads_margin
 
 if TYPE_CHECKING:
+    from whet.data.model_info import ModelInfo
     from whet.data.offline import Encode
-    from whet.model import ModelInfo
 
 
 def encoder(config: RmConfig, model: "ModelInfo") -> "Encode":

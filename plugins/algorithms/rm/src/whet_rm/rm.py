@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from whet.metrics import Metric, mean
-from whet.validation import evaluate_all, sequences
+from whet.data.metrics import Metric, mean
+from whet.run.validation import evaluate_all, sequences
 from whet_rm.config import RmConfig
 
 if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
+    from whet.interfaces.algorithm import Parts
     from whet.interfaces.backend import Backend
-    from whet.parts import Parts
 
 SQUARED, DEVIATION = "_squared", "_std"
 

@@ -6,7 +6,7 @@ from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 
 
 @frozen

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from whet.data.batch import Batch
+from whet.data.metrics import mean
 from whet.interfaces.loss import LossResult
-from whet.metrics import mean
 from whet.ops.reductions import segment_sum
 from whet_sft.config import NllConfig
 

@@ -9,17 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.demonstrations import encode
-from whet.metrics import Metric, mean
-from whet.validation import evaluate_all, trained_tokens
+from whet.data.metrics import Metric, mean
+from whet.run.validation import evaluate_all, trained_tokens
 from whet_sft.config import SftConfig
 
 if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
+    from whet.data.model_info import ModelInfo
     from whet.data.offline import Encode
+    from whet.interfaces.algorithm import Parts
     from whet.interfaces.backend import Backend
-    from whet.model import ModelInfo
-    from whet.parts import Parts
 
 
 class Sft:

@@ -8,13 +8,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from whet.cluster.slices import Pending, RankArguments, Site, Workers
 from whet.component import Spec
 from whet.data.batch import Batch
+from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.backend import Weights
-from whet.metrics import Metric
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import Pending, RankArguments, Site, Workers
 from whet_fsdp2.config import Fsdp2Config
 
 _ROW = "whet_fsdp2_row"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.data.files import disk_errors, use_umask
 from whet.errors import CheckpointError
-from whet.run_folder import disk_errors, use_umask
 from whet_fsdp2.optimizer import MOMENTS
 
 FORMAT = 1

@@ -10,8 +10,8 @@ from attrs.validators import deep_iterable, optional
 
 from whet.component import Facts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
+from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
-from whet.model import ModelInfo, read_model
 
 _NORM: Any = optional(between(0, FACTOR))
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from whet import randomness
+from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
+from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, WhetError
-from whet.model import ModelInfo
 from whet_fsdp2 import attention
 from whet_fsdp2.feed import AnyRoot, Feed, Root, ValueRoot, feed, spread
 from whet_fsdp2.layout import Layout

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from whet import metrics
-from whet.cluster.ports import shortage
-from whet.cluster.slices import WorkerRank
+from whet.data import metrics
+from whet.data.metrics import Metric
 from whet.errors import ConfigError, WhetError
-from whet.metrics import Metric
+from whet.interfaces.workers import WorkerRank
+from whet.runtime.ports import shortage
 
 
 class Ranks:

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet import metrics
-from whet.cluster.slices import WorkerRank
 from whet.component import Spec
+from whet.data import metrics
 from whet.data.batch import Batch
+from whet.data.files import disk_errors, use_umask
+from whet.data.metrics import Metric
+from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
 from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.generation.offload import Offload
 from whet.interfaces.loss import Loss
-from whet.metrics import Metric
-from whet.model import ModelInfo, locate, read_model, write_chat_template
-from whet.offload import Offload
-from whet.refit.link import Link
-from whet.run_folder import disk_errors, use_umask
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.config import outputs as known_outputs
@@ -329,7 +329,7 @@ class Worker:
             for _ in stream:
                 pass
             return
-        from whet.refit.handover import send
+        from whet.weights.transfer import send
 
         dtype = getattr(torch, link.dtype) if link.dtype else None
         cast = ((name, tensor.to(dtype if tensor.is_floating_point() else None)) for name, tensor in stream)

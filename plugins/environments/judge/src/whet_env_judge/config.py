@@ -7,8 +7,8 @@ from attrs import field, frozen, validators
 from whet.component import Facts, RoleNeed, Selection
 from whet.config.bounds import FACTOR, RECORDS, above, between
 from whet.config.sections import optional_selection
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
 
 
 def _one_source(instance: "JudgeConfig", attribute: Any, value: object) -> None:

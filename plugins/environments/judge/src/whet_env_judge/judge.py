@@ -12,12 +12,12 @@ from typing import cast
 
 from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
+from whet.data.model_info import ModelInfo
 from whet.data.records import Reply, Task
 from whet.errors import EnvironmentError as WhetEnvironmentError
 from whet.errors import Undecided
 from whet.interfaces.environment import Address, Answering, Environment, Model, states_answers
-from whet.model import ModelInfo
-from whet.plan import facts_of
+from whet.plan.plan import facts_of
 from whet.rollout.scorer import Scorer
 from whet_env_judge.config import JudgeConfig
 from whet_env_judge.prompts import Prompts

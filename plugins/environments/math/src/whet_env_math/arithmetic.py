@@ -13,10 +13,10 @@ from attrs import frozen
 
 from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Message
+from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import SingleTurn
-from whet.randomness import derive_seed
 from whet_env_math.config import ArithmeticConfig
 
 PHRASINGS = ("Compute {}.", "What is {}?")

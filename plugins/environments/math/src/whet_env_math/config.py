@@ -6,7 +6,7 @@ from attrs import field, frozen, validators
 
 from whet.component import Facts
 from whet.config.bounds import FACTOR, GROUP, PROCESSES, RECORDS, RETRIES, SECONDS, SEED, above, between
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 
 
 @frozen

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import frozen
 
-from whet.cluster.pool import GraderCrash, GraderPool, GraderRaised
 from whet.config.sections import DataFile
 from whet.data.boxed import last_boxed
 from whet.data.messages import Conversation, Message
@@ -22,7 +21,8 @@ from whet.data.readers import Row, read
 from whet.data.records import Task
 from whet.errors import DataError, Undecided
 from whet.interfaces.environment import Model
-from whet.undecided import note
+from whet.interfaces.undecided import note
+from whet.runtime.pool import GraderCrash, GraderPool, GraderRaised
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
 

@@ -17,10 +17,10 @@ from typing import Any, overload
 
 from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Conversation, Message
+from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
-from whet.randomness import derive_seed
 from whet_env_tools.calculation import CALL, called
 from whet_env_tools.config import CalculatorConfig
 

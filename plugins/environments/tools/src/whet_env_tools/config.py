@@ -6,7 +6,7 @@ from attrs import field, frozen
 
 from whet.component import Facts
 from whet.config.bounds import GROUP, RECORDS, SEED, between
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 
 
 @frozen

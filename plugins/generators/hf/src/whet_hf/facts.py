@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from whet.component import Facts, MemoryTerm
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 from whet_hf.config import HfConfig
 
 

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from whet.rollout.replicas import ReplicatedGenerator
+from whet.generation.replicas import ReplicatedGenerator
 from whet_hf.config import HfConfig
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Site
+    from whet.interfaces.workers import Site
 
 
 class HfGenerator(ReplicatedGenerator):

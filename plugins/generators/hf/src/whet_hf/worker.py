@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from attrs import define
 
-from whet.cluster.host import compute_thread
-from whet.cluster.slices import WorkerRank
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
+from whet.generation.offload import Offload
 from whet.interfaces.generator import Running
-from whet.offload import Offload
-from whet.refit.handover import receive
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import WorkerRank
+from whet.runtime.worker_process import compute_thread
+from whet.weights.transfer import receive
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings

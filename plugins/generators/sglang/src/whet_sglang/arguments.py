@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.component import Package
-from whet.foreign import CPU_CACHE_GIB, ForeignEngine
-from whet.model import DTYPE_BYTES, ModelInfo, has_tokenizer
+from whet.data.model_info import DTYPE_BYTES, ModelInfo, has_tokenizer
+from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet.rollout.limits import context_length
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Site
+    from whet.interfaces.workers import Site
 
 CPU_BATCH = 64
 CPU_MEMORY_FRACTION = 0.9

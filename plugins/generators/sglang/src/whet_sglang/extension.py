@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from whet.errors import RefitError, in_words
-from whet.refit.link import Link
-from whet.refit.whole import receive_whole, stored_shapes
+from whet.interfaces.weights import Link
+from whet.weights.whole import receive_whole, stored_shapes
 from whet_sglang.arguments import SWITCH
 from whet_sglang.drawing import draw
 
@@ -87,7 +87,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     """Take a hand-over into the model of this process, whole or not at all, and write a report.
 
-    `named` is one pair, whose name says in JSON: `link` (the fields of `whet.refit.link.Link`), `receiver`, `folder` of
+    `named` is one pair, whose name says in JSON: `link` (the fields of `Link`), `receiver`, `folder` of
     the model, `reports`, a folder. Nothing is raised, of which SGLang would die. A report has `session`, `failure` in
     words, and `spoilt`: whether a mixture was left behind.
     """

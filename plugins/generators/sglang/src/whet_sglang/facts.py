@@ -1,7 +1,7 @@
 """What planning may know of the generator, found without the engine."""
 
 from whet.component import Facts
-from whet.model import ModelInfo
+from whet.data.model_info import ModelInfo
 from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from whet.rollout.replicas import ReplicatedGenerator
+from whet.generation.replicas import ReplicatedGenerator
 from whet_sglang.arguments import engine_arguments
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Site
+    from whet.interfaces.workers import Site
 
 
 class SglangGenerator(ReplicatedGenerator):

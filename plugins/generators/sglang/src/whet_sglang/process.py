@@ -15,12 +15,12 @@ from attrs import asdict, define
 
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError
+from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import Running
-from whet.refit.link import Link
-from whet.refit.manifest import await_manifests
-from whet.refit.whole import failure_among
-from whet.rollout.completions import nothing_yet
+from whet.interfaces.weights import Link
 from whet.rollout.limits import completion_limit
+from whet.weights.manifest import await_manifests
+from whet.weights.whole import failure_among
 from whet_sglang.arguments import KEPT_POSITIONS, LOADER
 from whet_sglang.extension import HOOKS
 from whet_sglang.sampling import LOWEST_TEMPERATURE, completion, sampling_params

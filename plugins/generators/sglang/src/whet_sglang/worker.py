@@ -14,16 +14,16 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.cluster.host import give_up
-from whet.cluster.local import LocalCluster
-from whet.cluster.slices import WorkerRank
-from whet.cluster.watchdog import watchdog
-from whet.cluster.words import causes, errors, points_elsewhere
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
 from whet.interfaces.generator import Running
-from whet.refit.link import Link
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import WorkerRank
+from whet.runtime.local import LocalCluster
+from whet.runtime.log_excerpt import causes, errors, points_elsewhere
+from whet.runtime.watchdog import watchdog
+from whet.runtime.worker_process import give_up
 from whet_sglang.arguments import ENGINE, SWITCH
 
 Outcome = Completion | tuple[str, str]

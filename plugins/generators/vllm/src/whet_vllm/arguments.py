@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.component import Package
-from whet.foreign import CPU_CACHE_GIB, ForeignEngine
-from whet.model import has_tokenizer
+from whet.data.model_info import has_tokenizer
+from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet.rollout.limits import context_length
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Site
+    from whet.interfaces.workers import Site
 
 BACKEND = "whet"
 """Under this name `whet_vllm.extension` registers itself for the transfer of weights."""

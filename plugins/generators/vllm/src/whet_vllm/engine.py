@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from whet.cluster.slices import WorkerRank
-from whet.cluster.watchdog import FAMILY, watchdog
-from whet.cluster.words import causes, points_elsewhere
 from whet.errors import WhetError
+from whet.interfaces.workers import WorkerRank
+from whet.runtime.log_excerpt import causes, points_elsewhere
+from whet.runtime.watchdog import FAMILY, watchdog
 from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
 from whet_vllm.words import heard_out, logging_config, overheard

@@ -23,8 +23,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from whet.errors import RefitError, in_words
-from whet.refit.link import Link
-from whet.refit.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
+from whet.interfaces.weights import Link
+from whet.weights.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
 
 log = logging.getLogger("vllm.whet")
@@ -40,7 +40,7 @@ class Arrival(WeightTransferUpdateInfo):  # type: ignore[misc]  # untyped for wh
     """A hand-over to take, whole."""
 
     link: dict[str, Any] = field(default_factory=dict)
-    """The fields of `whet.refit.link.Link`."""
+    """The fields of `whet.interfaces.weights.Link`."""
     receiver: int = 0
     """Number of the first of this engine's processes among all that take weights."""
 

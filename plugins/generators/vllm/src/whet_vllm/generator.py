@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from whet.rollout.replicas import ReplicatedGenerator
+from whet.generation.replicas import ReplicatedGenerator
 from whet_vllm.arguments import engine_arguments
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
-    from whet.cluster.slices import Site
+    from whet.interfaces.workers import Site
 
 
 class VllmGenerator(ReplicatedGenerator):

@@ -20,16 +20,16 @@ from typing import Any, Literal, TypeVar
 
 from attrs import asdict
 
-from whet.cluster.host import give_up
-from whet.cluster.slices import WorkerRank
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError
+from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import Running
-from whet.refit.link import Link
-from whet.refit.manifest import await_manifests
-from whet.refit.whole import failure_among
-from whet.rollout.completions import nothing_yet
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import WorkerRank
 from whet.rollout.limits import completion_limit
+from whet.runtime.worker_process import give_up
+from whet.weights.manifest import await_manifests
+from whet.weights.whole import failure_among
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
 from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params

@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from whet.data.files import read_metrics
 from whet.interfaces.logger import RunInfo
-from whet.run_folder import read_metrics
 from whet_console import summary
 from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig

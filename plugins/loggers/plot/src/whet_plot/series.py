@@ -9,7 +9,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from whet.run_folder import read_metrics
+from whet.data.files import read_metrics
 
 USUAL = (
     ("evaluation/*/reward",),

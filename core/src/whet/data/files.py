@@ -1,0 +1,135 @@
+"""Files of the run folder: rows of JSON that a kill may have damaged, modes, and errors of the disk in words."""
+
+import errno
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from whet.errors import WhetError
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in the name of a file, e.g. of `step-000010-NAME.jsonl`; None where it has none."""
+    found = _STEP_NAME.match(name)
+    return int(found[1]) if found else None
+
+
+_STEP_NAME = re.compile(r"step-([0-9]{6,15})(?![0-9])")
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read, if it is made anew: an `opener` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def use_umask(*files: Path) -> None:
+    """Set the mode of files to the one that this process's umask has for new files.
+
+    Libraries that write a file under another name first, such as safetensors, leave it readable by its owner alone.
+    """
+    mode = 0o666 & ~_umask()
+    for file in files:
+        file.chmod(mode)
+
+
+def _umask() -> int:
+    with suppress(OSError):  # Linux; nothing has to be changed to find out
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Write a row as a line of JSON: readable text, but what could steer a terminal as an escape."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False)) + "\n"
+
+
+_STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters that JSON allows, line breaks, marks of writing direction, and halves of characters."""
+
+
+def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
+    """Read JSON lines; those that a kill or a power cut left damaged, or that are not wanted, are left out.
+
+    Raises `FileNotFoundError`, and `WhetError` saying why a file that is there cannot be read.
+    """
+    with reading(file), file.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            if not line.endswith("\n"):
+                return
+            if not wanted(line):
+                continue
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raise `WhetError` saying in plain words why a file that is there cannot be read, e.g. because it is a folder."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise WhetError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Read the numbers of each step from a `metrics.jsonl`; a step may come twice. Nothing where there is no file."""
+    return metrics_of(read_rows(file) if file.exists() else ())
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Give the numbers of each row of a `metrics.jsonl`. What is too large for a float is infinite."""
+    for row in rows:
+        step = row.get("step")
+        if isinstance(step, int) and 0 <= step < _MOST_STEPS:
+            yield step, {name: _float(v) for name, v in row.items() if isinstance(v, int | float) and name not in _WHEN}
+
+
+_WHEN = ("step", "time")
+_MOST_STEPS = 1 << 53
+"""Beyond which numbers are no steps: readers take them for floats."""
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say in plain words which file could not be written, and why."""
+    try:
+        yield
+    except Exception as error:
+        number = _error_number(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            cause = "the disk is full; free some space and start the same command again: it resumes"
+        elif number is not None:
+            cause = os.strerror(number)
+        elif isinstance(error, OSError):
+            cause = str(error)
+        else:
+            raise
+        raise WhetError(f"cannot write {path}: {cause}") from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """Give the system's number of an error. Libraries in Rust, such as safetensors, have it in their text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"\(os error (\d+)\)$", str(error))
+    return int(told[1]) if told else None

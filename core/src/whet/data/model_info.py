@@ -1,0 +1,241 @@
+"""What a model folder says of itself, read from its JSON files without torch or transformers."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.data.bounded import MODEL_VALUES, loads
+from whet.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of one number, by the names of dtypes in configs."""
+_GATED = (
+    "llama", "mistral", "ministral", "mixtral", "qwen", "gemma", "phi3", "olmo", "cohere", "granite", "smollm",
+    "stablelm", "deepseek", "glm", "exaone", "internlm", "seed_oss", "ernie4_5", "hunyuan",
+)  # fmt: skip
+"""How `model_type` begins where a feed-forward block has three matrices; elsewhere it is taken to have two."""
+
+
+@frozen
+class ModelInfo:
+    """A model folder: its `config.json`, and how to load it."""
+
+    path: str
+    """A local folder; hub names are resolved to one before this is made."""
+    config: Mapping[str, Any] = field(factory=dict)
+    """`config.json`."""
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    chat_template: str = ""
+    """A Jinja chat template that takes the place of the folder's own; empty: there is none."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; 0 where the config does not say."""
+        return self._count("vocab_size")
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model was made for; 0 where the config does not say."""
+        return self._count("max_position_embeddings")
+
+    @property
+    def architecture(self) -> str:
+        """Class name in `transformers`, e.g. `Qwen3ForCausalLM`."""
+        names = self.config.get("architectures") or [""]
+        return str(names[0])
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Modules of `transformers` that load it and hold its code, for who imports ahead of need."""
+        family = str(self.config.get("model_type") or "").replace("-", "_")
+        own = () if "auto_map" in self.config or not family else (f"transformers.models.{family}.modeling_{family}",)
+        return ("transformers.models.auto.modeling_auto", *own)
+
+    @property
+    def token_cache_bytes(self) -> int:
+        """Bytes of keys and values of one token in float32; 0 where the config does not say."""
+        heads = self._count("num_attention_heads")
+        if not heads:
+            return 0
+        head = self._count("head_dim", self._count("hidden_size") // heads)
+        return 2 * 4 * self._count("num_hidden_layers") * self._count("num_key_value_heads", heads) * head
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be.
+
+        Where the config leaves it open, the smaller number is taken: a model is never said to need more than it does.
+        """
+        layers, each = self._count("num_hidden_layers"), self.layer_parameters
+        return self.outer_parameters + layers * each if layers and each else 0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of one layer, estimated as `parameters` is; 0 where it cannot be."""
+        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
+        if not (hidden and heads):
+            return 0
+        kv, head = self._count("num_key_value_heads", heads), self._count("head_dim", hidden // heads)
+        mlp = self._count("intermediate_size", 4 * hidden)
+        matrices = 3 if str(self._text("model_type") or "").startswith(_GATED) else 2
+        return hidden * head * (2 * heads + 2 * kv) + matrices * hidden * mlp + 2 * hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Number of parameters outside of the layers: embedding, head and last norm."""
+        hidden = self._count("hidden_size")
+        tied = self._text("tie_word_embeddings") is not False  # a config that does not say so has the default, tied
+        return self.vocab_size * hidden * (1 if tied else 2) + hidden
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the weights in the folder, as its config says; empty where it does not."""
+        return str(self._text("dtype") or self._text("torch_dtype") or "")
+
+    def dtype_for(self, setting: str) -> str:
+        """Give the dtype that a component's setting stands for, where `model` is the model's own."""
+        return self.dtype if setting == "model" else setting
+
+    def weight_bytes(self, setting: str = "model") -> int:
+        """Give the bytes of its weights in a dtype as `dtype_for` takes it; 0 where their number is not known."""
+        return self.parameters * DTYPE_BYTES[self.dtype_for(setting)]
+
+    def _text(self, key: str) -> Any:
+        """Read a value of the config, which those of multimodal models have under `text_config`."""
+        inner = self.config.get("text_config")
+        return self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+
+    def _count(self, key: str, default: int = 0) -> int:
+        """Read a number of the config; the default where it is missing, null or no count."""
+        value = self._text(key)
+        return value if isinstance(value, int) and value > 0 else default
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model folder holds what an engine needs to find stop strings."""
+    return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool = False) -> ModelInfo:
+    """Read a local model folder. Raises `ConfigError` naming what is missing."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {str(path)!r}; give a model folder or a hub name")
+    file = folder / "config.json"
+    try:
+        config = loads(file.read_bytes(), MODEL_VALUES)
+    except FileNotFoundError:
+        raise ConfigError(f"model.path: {str(path)!r} holds no config.json, so it is no model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path: {file} holds {type(config).__name__}, wanted a JSON object")
+    return ModelInfo(str(folder), config, dtype, trust_remote_code)
+
+
+def write_chat_template(model: ModelInfo, folder: str | Path) -> None:
+    """Let an exported model folder have the chat template that the model was trained with, where it is another one."""
+    if model.chat_template:
+        (Path(folder) / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
+
+
+def check_weights(folder: str | Path) -> None:
+    """Check that all files of weights are there, and as long as their headers say: downloads break off.
+
+    Raises `ConfigError` naming the file. Reads headers alone.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path: {str(folder)!r} holds no weights: there is no *.safetensors in it")
+    for file in files:
+        size, wanted = file.stat().st_size, _safetensors_size(file)
+        if size != wanted:
+            raise ConfigError(f"model.path: {file} has {size:,} bytes, its header tells of {wanted:,}; fetch it again")
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            listed = set(loads(index.read_bytes(), MODEL_VALUES)["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"model.path: {index} cannot be read: {error!r}") from error
+        missing = sorted(listed - {file.name for file in files})
+        if missing:
+            raise ConfigError(f"model.path: {str(folder)!r} lacks {', '.join(missing[:3])}, which {index.name} lists")
+
+
+def _safetensors_size(file: Path) -> int:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError("its header would be too long")
+            header = loads(stream.read(length), MODEL_VALUES)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + length + int(max(ends, default=0))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {file} is no safetensors file: {error}; fetch it again (`git lfs pull` where it is a pointer)"
+        ) from error
+
+
+_LONGEST_HEADER = 100_000_000
+
+
+def fingerprint(folder: str | Path) -> dict[str, str]:
+    """Hash what makes a model folder what it is: config, tokenizer, chat template, weights.
+
+    Weight files are hashed by size and by their first and last megabyte: enough to tell models apart without
+    reading hundreds of gigabytes.
+    """
+    folder = Path(folder)
+    groups = {
+        "config": ["config.json"],
+        "tokenizer": ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"],
+        "weights": sorted(p.name for p in folder.glob("*.safetensors")),
+    }
+    return {
+        name: _hash([folder / file for file in files if (folder / file).exists()]) for name, files in groups.items()
+    }
+
+
+def _hash(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size, edge = file.stat().st_size, 1 << 20
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(edge))
+            if size > edge:
+                stream.seek(max(edge, size - edge))
+                digest.update(stream.read(edge))
+    return digest.hexdigest()
+
+
+def locate(path: str, revision: str | None = None, *, config_only: bool = False, code: bool = False) -> Path:
+    """Find a model folder: a local one, or one of the hub, which is downloaded where it is not in the cache.
+
+    `config_only` leaves its weights there; `code` brings the Python files that it may need.
+    """
+    if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return Path(path).expanduser()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"model.path: there is no folder {path!r}; to read it from the hub, pip install 'whet[hub]'"
+        ) from None
+    patterns = (
+        ["*.json", "*.jinja"] if config_only else ["*.json", "*.jinja", "*.safetensors", "*.model", *["*.py"] * code]
+    )
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
+        away = getattr(error, "response", None) is None  # no connection and nothing in the cache, or told to be offline
+        found = "the hub cannot be reached and the cache holds no" if away else "the hub does not give a"
+        raise ConfigError(
+            f"model.path: there is no folder {path!r}, and {found} model of that name: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error

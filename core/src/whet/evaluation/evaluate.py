@@ -1,0 +1,159 @@
+"""Evaluation: play every task of some environments, several times each."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from whet.data.records import Episode, Sampling
+from whet.endpoint.listener import Listener
+from whet.errors import WhetError
+from whet.evaluation.result import EvaluationResult, judge
+from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.routing import Route
+from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
+
+if TYPE_CHECKING:
+    from whet.config.sections import EvaluationSection, RolloutSection
+    from whet.interfaces.generator import Generator
+
+
+class Evaluator:
+    """Evaluates again and again on the same tasks, as the sections of a config say."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        generator: "Generator",
+        chat: Chat,
+        section: "EvaluationSection",
+        rollout: "RolloutSection",
+        *,
+        max_context: int,
+        seed: int,
+        deadline_seconds: float = 3600.0,
+        status: Callable[[str], None] = lambda text: None,
+        loop: EpisodeLoop | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        self._routes, self._generator, self._chat, self._seed = routes, generator, chat, seed
+        self._sampling = Sampling(
+            max_tokens=section.max_tokens or rollout.max_tokens,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            stop=tuple(rollout.stop),
+        )
+        self._max_context, self._deadline_seconds = max_context, deadline_seconds
+        self._retries, self._infrastructure_retries = rollout.retries, rollout.infrastructure_retries
+        self._status, self._loop, self._listener = status, loop, listener
+
+    def evaluate(self) -> EvaluationResult:
+        """Play all tasks; see `evaluate`."""
+        return evaluate(
+            self._routes,
+            self._generator,
+            self._chat,
+            self._sampling,
+            self._seed,
+            max_context=self._max_context,
+            retries=self._retries,
+            infrastructure_retries=self._infrastructure_retries,
+            deadline_seconds=self._deadline_seconds,
+            status=self._status,
+            loop=self._loop,
+            listener=self._listener,
+        )
+
+
+def evaluate(
+    routes: Sequence[Route],
+    generator: "Generator",
+    chat: Chat,
+    sampling: Sampling,
+    seed: int,
+    *,
+    max_context: int = 0,
+    retries: int,
+    infrastructure_retries: int,
+    deadline_seconds: float = 3600.0,
+    concurrency: int = 1024,
+    status: Callable[[str], None] = lambda text: None,
+    loop: EpisodeLoop | None = None,
+    listener: Listener | None = None,
+) -> EvaluationResult:
+    """Play the tasks of every route, `route.samples` times each, at most `concurrency` episodes at a time.
+
+    Randomness depends on the seed, the environment's name, task and sample alone: evaluations of one run draw alike,
+    whatever was trained in between. An episode that fails is played again, then dropped and counted, never scored
+    0. Raises `WhetError` where no episode of an environment came through, without waiting for all of them where its
+    first tasks failed alike; `WorkerError` where a worker failed.
+
+    A generator serves one event loop at a time: while a rollout stream is open, give its `loop`.
+    """
+    own = loop is None
+    running = loop or EpisodeLoop()
+    reached_at = listener or Listener()
+    tallies: list[Counter[str]] = []
+    wanted = sum(route.samples * _count(route) for route in routes)
+
+    def report() -> None:
+        done = sum(tally["done"] + tally["failed"] + tally["infrastructure"] for tally in tallies)
+        status(f"evaluation, {done} of {wanted} episodes finished")
+
+    async def play() -> list[Played]:
+        limit = asyncio.Semaphore(concurrency)
+        return await gather_or_cancel(_play(route, player(route), limit, tallies) for route in routes)
+
+    def player(route: Route) -> Player:
+        purpose = f"evaluate {route.name}"
+        turn = with_stop_tokens(sampling, chat)
+        return Player(
+            generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
+            answers=True, listener=reached_at,
+        )  # fmt: skip
+
+    try:
+        played = running.run(play(), tick=report)
+    finally:
+        status("")
+        if own:
+            running.close()
+    # On the caller's thread: votes over subsets of many samples take long enough to hold up the loop.
+    return EvaluationResult(tuple(judge(*of_route) for of_route in played), sampling, seed)
+
+
+def _count(route: Route) -> int:
+    tasks = len(route.tasks())
+    return min(tasks, route.limit) if route.limit else tasks
+
+
+Played = tuple[Route, tuple[tuple[Episode, ...], ...], tuple[EpisodeFailed, ...]]
+"""A route, the episodes of each of its tasks that came through, and what became of the others."""
+
+
+async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies: list[Counter[str]]) -> Played:
+    failures: list[EpisodeFailed] = []
+
+    async def one(assignment: Assignment, sample: int) -> Episode | None:
+        async with limit:
+            try:
+                episode = await player.episode(assignment, sample)
+            except EpisodeFailed as error:
+                failures.append(error)
+                return None
+        route.scoring.passing(episode)  # says at once, rather than in the end, that there is no such reward
+        return episode
+
+    tasks = route.tasks()
+    assignments = [Assignment(route, tasks[i], i, i) for i in range(_count(route))]
+    tallies += [assignment.tally for assignment in assignments]
+    played = await gather_or_cancel(
+        one(assignment, sample) for assignment in assignments for sample in range(route.samples)
+    )
+    if not any(played):
+        raise WhetError(f"evaluation of {route.name!r}: every episode failed; the last: {failures[-1]}") from failures[
+            -1
+        ]
+    samples = [played[i * route.samples : (i + 1) * route.samples] for i in range(len(assignments))]
+    return route, tuple(tuple(e for e in of_task if e is not None) for of_task in samples), tuple(failures)

@@ -1,0 +1,193 @@
+"""The result of an evaluation: as metrics, as a summary, as rows of tasks and of episodes, and as a table."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from attrs import asdict, frozen
+
+from whet.data.metrics import Metric, mean, total
+from whet.data.records import Episode, Group, Sampling
+from whet.evaluation.estimators import Estimate
+from whet.evaluation.task_scores import TaskScore, figures, missing, score
+from whet.rollout.collate import completed, record
+from whet.rollout.episode import EpisodeFailed
+from whet.rollout.routing import Route
+from whet.rollout.scoring import Passing
+
+FORMAT = 1
+"""Of the summary; another number where a reader of this one would be misled."""
+LOW, HIGH = "ci_low", "ci_high"
+
+
+@frozen(eq=False)
+class EnvironmentResult:
+    """What the model achieved in one environment."""
+
+    name: str
+    split: str
+    samples: int
+    """Episodes wanted for each task."""
+    passing: Passing
+    figures: Mapping[str, Estimate]
+    """`reward` (the weighted sum), each named reward, `pass@K`, `maj@K`, `response_length` in tokens of the model."""
+    missing: Mapping[str, str]
+    """Figures that leave tasks out, or could not be worked out at all, and why."""
+    tasks: tuple[TaskScore, ...]
+    episodes: int
+    dropped: int
+    """Episodes that failed on every attempt. They count nowhere else."""
+    infrastructure: int
+    """Those of them where what they stood on failed: a grader, a sandbox, a connection."""
+    undecided: int
+    """Answers that graders could not decide about. They count as wrong."""
+    records: tuple[dict[str, Any], ...]
+    """A row for each episode, for the run folder."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over tasks of the mean over the task's samples."""
+        return self.figures["reward"].value
+
+    def summary(self) -> dict[str, Any]:
+        """Give all but the rows."""
+        return {
+            "split": self.split,
+            "samples": self.samples,
+            "passing": asdict(self.passing),
+            "tasks": len(self.tasks),
+            "episodes": self.episodes,
+            "dropped": self.dropped,
+            "dropped_by_infrastructure": self.infrastructure,
+            "undecided": self.undecided,
+            "figures": {name: _figure(found) for name, found in self.figures.items()},
+            "missing": dict(self.missing),
+        }
+
+
+def _figure(found: Estimate) -> dict[str, Any]:
+    return {
+        "value": found.value, LOW: found.low, HIGH: found.high, "standard_error": found.standard_error,
+        "tasks": found.tasks,
+    }  # fmt: skip
+
+
+def judge(
+    route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[EpisodeFailed]
+) -> EnvironmentResult:  # fmt: skip
+    """Score what was played of an environment: for each of the first tasks the episodes that came through."""
+    tasks = route.tasks()
+    episodes = completed([episode for found in played for episode in found])
+    rest = iter(episodes)
+    groups = [Group(i, route.name, i, tuple(islice(rest, len(found)))) for i, found in enumerate(played)]
+    scores = tuple(score(g.index, tasks[g.index], g.episodes, route.samples, route.scoring) for g in groups)
+    return EnvironmentResult(
+        name=route.name,
+        split=route.split,
+        samples=route.samples,
+        passing=route.scoring.passing,
+        figures=figures(scores, episodes),
+        missing=missing(scores, route.scoring),
+        tasks=scores,
+        episodes=len(episodes),
+        dropped=len(failures),
+        infrastructure=sum(failure.infrastructure for failure in failures),
+        undecided=sum(len(episode.undecided) for episode in episodes),
+        records=tuple(row for group in groups for row in record(group)),
+    )
+
+
+@frozen(eq=False)
+class EvaluationResult:
+    """What the model achieved."""
+
+    environments: tuple[EnvironmentResult, ...]
+    sampling: Sampling
+    seed: int
+
+    def rows(self, label: str = "") -> dict[str, tuple[dict[str, Any], ...]]:
+        """Give files of rows: for each environment one of episodes, and under `tasks/` one of tasks."""
+        files = {}
+        for result in self.environments:
+            files[f"{label}{result.name}.jsonl"] = result.records
+            files[f"tasks/{label}{result.name}.jsonl"] = tuple(task.row() for task in result.tasks)
+        return files
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Give `evaluation/ENVIRONMENT/FIGURE`, and its interval as `.../ci_low` and `.../ci_high`."""
+        metrics: dict[str, Metric] = {}
+        for result in self.environments:
+            for name, found in result.figures.items():
+                numbers = {"": found.value, f"/{LOW}": found.low, f"/{HIGH}": found.high}
+                metrics |= {
+                    f"evaluation/{result.name}/{name}{end}": mean(value)
+                    for end, value in numbers.items()
+                    if value is not None
+                }
+            metrics[f"evaluation/{result.name}/dropped"] = total(result.dropped)
+            metrics[f"evaluation/{result.name}/undecided"] = total(result.undecided)
+        return metrics
+
+    def summary(self, label: str = "", **about: Any) -> dict[str, Any]:
+        """Give what is not a row: how it was sampled, every figure with its interval, what was left out and why.
+
+        `label` is that of `rows`, whose files it names.
+        """
+        sampling = {name: getattr(self.sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        return {
+            "format": FORMAT,
+            **about,
+            "seed": self.seed,
+            "sampling": sampling,
+            "environments": {
+                result.name: {
+                    **result.summary(),
+                    "task_rows": f"tasks/{label}{result.name}.jsonl",
+                    "episode_rows": f"{label}{result.name}.jsonl",
+                }
+                for result in self.environments
+            },
+        }
+
+    def table(self) -> str:
+        """Give every figure on a line, with its interval; beneath, what was left out."""
+        rows = [
+            (result.name, name, f"{found.value:.4f}", interval(found.low, found.high), str(found.tasks))
+            for result in self.environments
+            for name, found in result.figures.items()
+        ]
+        return "\n".join(
+            [*aligned([("environment", "figure", "mean", "95 % interval", "tasks"), *rows]), *self._notes()]
+        )
+
+    def _notes(self) -> Iterable[str]:
+        for result in self.environments:
+            if result.dropped:
+                yield (
+                    f"{result.name}: {result.dropped} of {result.dropped + result.episodes} episodes failed, "
+                    f"{result.infrastructure} of them by their infrastructure; they count in no figure"
+                )
+            if result.undecided:
+                yield (
+                    f"{result.name}: graders could not decide about {result.undecided} answers of {result.episodes} "
+                    "episodes; they count as wrong"
+                )
+            yield from (f"{result.name}, {name}: {why}" for name, why in result.missing.items())
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """Write an interval; a dash where there is none."""
+    return "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write rows with columns below each other, names to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,129 @@
+"""What each task of an evaluation was worth, and the figures over tasks that follow from it.
+
+group of a task -> TaskScore: rewards, pass@k, maj@k of the task -> figures: mean over tasks, with its interval
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from whet.data.records import Episode, Task
+from whet.evaluation.estimators import Estimate, estimate, majority_at, pass_at
+from whet.rollout.collate import response_length, reward_names
+from whet.rollout.scoring import Scoring
+
+TOTAL, LENGTH = "reward", "response_length"
+Answers = tuple[tuple[str, int, int], ...]
+
+
+@frozen(eq=False)
+class TaskScore:
+    """What the samples of one task were worth."""
+
+    task: int
+    """Position in its split."""
+    id: str
+    asked: str
+    """A digest of the opening messages: tasks of two evaluations are the same one where it is equal."""
+    samples: int
+    """Episodes that came through."""
+    dropped: int
+    """Episodes that failed. They count nowhere else."""
+    passes: int
+    answers: Answers
+    """(answer, samples, passes), most samples first; empty where the environment does not state answers."""
+    values: Mapping[str, float]
+    """Of each figure that enough samples came through for."""
+
+    def row(self) -> dict[str, Any]:
+        """Give it as builtins."""
+        return {
+            "task": self.task,
+            "id": self.id,
+            "asked": self.asked,
+            "samples": self.samples,
+            "dropped": self.dropped,
+            "passes": self.passes,
+            "answers": [list(answer) for answer in self.answers],
+            "values": dict(self.values),
+        }
+
+
+def score(position: int, task: Task, episodes: Sequence[Episode], wanted: int, scoring: Scoring) -> TaskScore:
+    """Score a task of which `wanted` samples were to be played. pass@k and maj@k need k that came through."""
+    passed = [scoring.passing(episode) for episode in episodes]
+    answers = _answers(episodes, passed)
+    values = _values(episodes, sum(passed), answers, scoring) if episodes else {}
+    dropped = wanted - len(episodes)
+    return TaskScore(position, task.id, _digest(task), len(episodes), dropped, sum(passed), answers, values)
+
+
+def _values(episodes: Sequence[Episode], passes: int, answers: Answers, scoring: Scoring) -> dict[str, float]:
+    count, votes = len(episodes), [(size, passes) for _, size, passes in answers]
+    abstained = count - sum(size for size, _ in votes)
+    if scoring.unanswered_vote and abstained:
+        votes, abstained = [*votes, (abstained, 0)], 0
+    return {
+        **{name: _mean([e.rewards[name] for e in episodes if name in e.rewards]) for name in reward_names(episodes)},
+        TOTAL: _mean([episode.reward for episode in episodes]),
+        LENGTH: _mean([response_length(episode) for episode in episodes]),
+        **{f"pass@{k}": pass_at(k, count, passes) for k in scoring.pass_at if k <= count},
+        **{f"maj@{k}": majority_at(k, votes, abstained) for k in scoring.majority_at if k <= count},
+    }
+
+
+def _digest(task: Task) -> str:
+    asked = json.dumps([[message.role, message.text] for message in task.prompt])
+    return hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()
+
+
+def _answers(episodes: Sequence[Episode], passed: Sequence[bool]) -> Answers:
+    found: dict[str, tuple[int, int]] = {}
+    for episode, passes in zip(episodes, passed, strict=True):
+        if episode.answer is not None:
+            size, before = found.get(episode.answer, (0, 0))
+            found[episode.answer] = (size + 1, before + passes)
+    ordered = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))
+    return tuple((answer, size, passes) for answer, (size, passes) in ordered)
+
+
+def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[str, Estimate]:
+    """Give each figure's mean over tasks with its interval: `reward` first, then named rewards, pass@k, maj@k."""
+    names = dict.fromkeys([TOTAL, *(name for one in scores for name in one.values if name != LENGTH), LENGTH])
+    made = {}
+    for name in names:
+        scored = [one for one in scores if name in one.values]
+        share_of = sum(one.samples for one in scored) if _is_share(name, episodes) else None
+        found = estimate([one.values[name] for one in scored], share_of)
+        below = name == LENGTH and found.low is not None and found.low < 0
+        made[name] = evolve(found, low=0.0) if below else found
+    return made
+
+
+def missing(scores: Sequence[TaskScore], scoring: Scoring) -> dict[str, str]:
+    """Say which figures could not be worked out for some tasks, and why."""
+    wanted = [(f"pass@{k}", k) for k in scoring.pass_at] + [(f"maj@{k}", k) for k in scoring.majority_at]
+    lacking = {name: (k, sum(name not in one.values for one in scores)) for name, k in wanted}
+    return {
+        name: f"{count} of {len(scores)} tasks left out: fewer than {k} of their episodes came through"
+        for name, (k, count) in lacking.items()
+        if count
+    }
+
+
+def _is_share(name: str, episodes: Sequence[Episode]) -> bool:
+    """Say whether a figure is a share of episodes, or a chance: between 0 and 1 whatever the task."""
+    if name == LENGTH:
+        return False
+    if name == TOTAL:
+        return all(episode.reward in (0.0, 1.0) for episode in episodes)
+    named = [episode.rewards[name] for episode in episodes if name in episode.rewards]
+    return all(value in (0.0, 1.0) for value in named)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

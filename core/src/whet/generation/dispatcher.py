@@ -1,0 +1,363 @@
+"""Brings requests to the replicas of a generator: many made together travel in one message to each.
+
+    generate(request) -> outbox -> (no new ones for a turn of the event loop) -> one message per replica
+                      <- future <- lists of completions, as each decoded batch ends
+
+The worker's side is an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or
+`(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early.
+
+While a replica takes new weights, what is for it waits here until it has said that it has them.
+
+A request whose replica is lost goes to another one, or waits until there is one, with its id and seed as they were.
+One that was there at two losses is a suspect. Suspects are served a prompt at a time: where a replica is lost with one,
+that one is given up, and not those that were only near it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from attrs import Factory, define, field
+
+from whet.data.records import Completion, Request
+from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
+from whet.generation.load_balancer import Loads
+from whet.generation.replica_set import Roster
+from whet.interfaces.workers import Heard, PendingEach, Workers
+from whet.runtime.inline import close_stream
+
+PATIENCE = 8
+"""Turns of the event loop that an outbox may wait for more at most."""
+MOST_LOSSES = 3
+"""A request that was with so many replicas when they were lost is held to be what kills them, and not served again."""
+
+
+@define(eq=False)
+class _Waiting:
+    request: Request
+    future: "asyncio.Future[Completion]"
+    rank: int = -1
+    """-1: not sent yet."""
+
+    @property
+    def prompt(self) -> str:
+        """A name that the samples of one prompt share."""
+        return self.request.prefix or self.request.id
+
+    @property
+    def load(self) -> int:
+        return len(self.request.tokens) + self.request.sampling.max_tokens
+
+
+class _Batch:
+    """Requests under way at one replica."""
+
+    def __init__(self, rank: int, life: int, waiting: list[_Waiting]) -> None:
+        self.rank, self.life = rank, life
+        self.requests = [one.request for one in waiting]
+        self.open = {one.request.id: one for one in waiting}
+
+    @property
+    def unanswered(self) -> WorkerError:
+        """What those get whom nobody has answered."""
+        return WorkerError("generator", self.rank, "generate", "it ended without answering")
+
+
+@define(eq=False)
+class RequestDispatcher:
+    """Spreads requests over replicas by their outstanding tokens; equal prefixes go to one replica.
+
+    To be used from one event loop.
+    """
+
+    workers: Workers
+    roster: Roster = field(default=Factory(lambda self: Roster(self.workers), takes_self=True))
+    _outbox: list[_Waiting] = field(factory=list, init=False)
+    _flushing: bool = field(default=False, init=False)
+    """Whether the outbox is about to be looked at."""
+    _patience: int = field(default=0, init=False)
+    _loads: Loads = field(init=False)
+    _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
+    """Of prefixes under way: replica and number of requests."""
+    _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _suspects: list[_Waiting] = field(factory=list, init=False)
+    """Wait for those on trial."""
+    _on_trial: list[_Waiting] = field(factory=list, init=False)
+    """Suspects that are being served: all of one prompt."""
+    _taking: list[tuple[PendingEach, Mapping[int, int]]] = field(factory=list, init=False)
+    """Hand-overs of weights that may not be over, and the life of each replica that takes part."""
+    _held: dict[int, list[_Waiting]] = field(factory=dict, init=False)
+    """By replica: what waits until that has taken weights."""
+    _ready: deque[tuple[int, int, WorkerError | None]] = field(factory=deque, init=False)
+    """Replicas that have, or why they have not, until the loop looks: rank, life, error."""
+    _cancelled: dict[int, list[str]] = field(factory=dict, init=False)
+    """By replica: requests whose waiting task was cancelled in this turn of the loop."""
+
+    def __attrs_post_init__(self) -> None:
+        self._loads = Loads(self.workers.size)
+
+    async def generate(self, request: Request) -> Completion:
+        """Have one request served. Cancelling the awaiting task aborts it at the worker.
+
+        Raises `WhetError` where the request cannot be served, `RequestLost` where replicas were lost with it again and
+        again or the one that it names is away, `WorkerError` where a replica fails or there is none left.
+        """
+        if self.roster.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
+            raise self._given_up(request)
+        self._loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, self._loop.create_future())
+        self._send_soon([waiting])
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            if waiting.rank >= 0:
+                if not self._cancelled:
+                    self._loop.call_soon(self._abort_cancelled)
+                self._cancelled.setdefault(waiting.rank, []).append(request.id)
+            raise
+
+    def wake(self) -> None:
+        """Look again who is there. May be called from any thread."""
+        self._soon(lambda: self._flush(len(self._outbox)))
+
+    def hold(self, taking: PendingEach, lives: Mapping[int, int]) -> None:
+        """Hold what comes from now on for a replica until it has answered there; `lives` as of `Roster.asking`.
+
+        May be called from any thread.
+        """
+        self._taking = [*(one for one in self._taking if not one[0].done()), (taking, lives)]
+
+    def _soon(self, do: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(do)
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Tokens under way at each replica, prompts and limits counted."""
+        return self._loads.each()
+
+    def _send_soon(self, waiting: list[_Waiting]) -> None:
+        if not self._flushing:  # what is in the outbox already may be waiting for a replica
+            self._flushing, self._patience = True, PATIENCE
+            asyncio.get_running_loop().call_soon(self._flush, 0)
+        self._outbox += waiting
+
+    def _flush(self, seen: int) -> None:
+        if len(self._outbox) != seen and self._patience > 0:
+            # More may come: episodes that got their completions together ask for their next turns
+            # within a few turns of the loop, and batches should not depend on how many.
+            self._patience -= 1
+            asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
+            return None
+        self._flushing = False
+        present, failure = self.roster.present(), self.roster.failure
+        if failure is None:
+            self._refuse_absent(present)
+        if not present and failure is None:
+            return None  # `wake` comes back
+        outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
+        if failure is not None:
+            held, self._suspects = self._suspects, []
+            return self._fail(outbox + held, failure)
+        messages: dict[int, list[_Waiting]] = {}
+        for waiting in self._hold_suspects(outbox):
+            waiting.rank = self._place(waiting, present)
+            messages.setdefault(waiting.rank, []).append(waiting)
+        return self._send(messages)
+
+    def _send(self, messages: dict[int, list[_Waiting]]) -> None:
+        """Send to replicas what is for them, or hold it until they have taken weights."""
+        for rank in list(messages):
+            if rank in self._held:
+                self._held[rank] += messages.pop(rank)
+                self._soon(self._release)  # it may have been held by a loop that was closed
+            elif any(taking.when(rank, partial(self._has_taken, rank, lives)) for taking, lives in self._taking):
+                self._held[rank] = messages.pop(rank)
+        if messages:
+            self._spawn(self._serve(messages))
+
+    def _has_taken(self, rank: int, lives: Mapping[int, int], error: WorkerError | None) -> None:
+        self._ready.append((rank, lives[rank], error))
+        self._soon(self._release)
+
+    def _release(self) -> None:
+        """Send what was held for replicas that have their weights now: many by the time of this turn of the loop.
+
+        Where one was lost instead, others serve it, and it is not to blame: it never was there.
+        """
+        messages: dict[int, list[_Waiting]] = {}
+        while self._ready:
+            rank, life, error = self._ready.popleft()
+            if rank in self._held and (held := self._no_longer_held(rank)):
+                if isinstance(error, WorkerLost):
+                    self._serve_elsewhere(rank, life, held, error)
+                else:
+                    messages[rank] = held
+        self._send(messages)
+
+    def _no_longer_held(self, rank: int) -> list[_Waiting]:
+        """Give what nobody has given up meanwhile."""
+        held = self._held.pop(rank)
+        for waiting in held:
+            if waiting.future.done():
+                self._leave(waiting)
+        return [waiting for waiting in held if waiting.rank >= 0]
+
+    def _refuse_absent(self, there: frozenset[int]) -> None:
+        """Refuse what names a replica that is away: nobody else is to answer it, and nobody waits for that one."""
+        absent = [w for w in self._outbox if w.request.replica is not None and w.request.replica not in there]
+        for waiting in absent:
+            self._outbox.remove(waiting)
+            if not waiting.future.done():
+                said = f"replica {waiting.request.replica} is away, and request {waiting.request.id} is for it alone"
+                waiting.future.set_exception(RequestLost(said))
+
+    def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
+        """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
+        limit, losses = MOST_LOSSES - 1, self.roster.losses
+        if not losses and not self._suspects:
+            return outbox
+        suspects = [w for w in (*self._suspects, *outbox) if losses[w.request.id] >= limit and not w.future.done()]
+        free = [w for w in outbox if losses[w.request.id] < limit]
+        if suspects and not self._on_trial:
+            self._on_trial = [w for w in suspects if w.prompt == suspects[0].prompt]
+            free += self._on_trial
+        self._suspects = [w for w in suspects if w not in self._on_trial]
+        return free
+
+    def _place(self, waiting: _Waiting, there: frozenset[int]) -> int:
+        """Choose one of the replicas that are there."""
+        prefix = waiting.request.prefix
+        rank, count = self._prefixes.get(prefix, (-1, 0)) if prefix else (-1, 0)
+        if waiting.request.replica is not None:
+            rank = waiting.request.replica
+        if rank not in there:
+            rank = self._loads.least(there)
+        if prefix:
+            self._prefixes[prefix] = rank, count + 1
+        self._loads.add(rank, waiting.load)
+        return rank
+
+    def _leave(self, waiting: _Waiting) -> None:
+        if waiting.rank < 0:
+            return
+        self._loads.add(waiting.rank, -waiting.load)
+        waiting.rank = -1
+        if waiting in self._on_trial:
+            self._on_trial.remove(waiting)
+            if not self._on_trial and self._suspects:
+                self._send_soon([])
+        prefix = waiting.request.prefix
+        if prefix:
+            rank, count = self._prefixes.pop(prefix)
+            if count > 1:
+                self._prefixes[prefix] = rank, count - 1
+
+    async def _serve(self, messages: dict[int, list[_Waiting]]) -> None:
+        """Have each replica serve its requests."""
+        twice = [rank for rank, batch in messages.items() if len({w.request.id for w in batch}) != len(batch)]
+        for rank in twice:
+            self._fail(messages.pop(rank), WhetError("two requests made at one time have the same id"))
+        with self.roster.asking(messages) as lives:
+            batches = {rank: _Batch(rank, life, messages.pop(rank)) for rank, life in lives.items()}
+            shares = {rank: batch.requests for rank, batch in batches.items()}
+            streams = self.workers.streams("generate", shares, phase="generate")
+        for left in messages.values():  # lost since it was chosen: a fresh process has no weights to serve with
+            self._send_again(left)
+        failure: Exception | None = None
+        try:
+            async for heard in streams:
+                self._hear(batches, heard)
+        except Exception as error:  # what was asked cannot cross
+            failure = error
+        finally:
+            await close_stream(streams)
+            for batch in batches.values():
+                self._end(batch, failure or batch.unanswered)
+
+    def _hear(self, batches: dict[int, _Batch], heard: Heard) -> None:
+        batch = batches.get(heard.rank)
+        if batch is None:  # it has failed already
+            return
+        error = heard.error
+        try:
+            for outcomes in heard.items:
+                for outcome in outcomes:
+                    self._settle(batch.open, outcome)
+        except Exception as raised:  # a worker's edge: whatever came must reach those who wait
+            error = raised
+        if heard.over or error is not None:
+            del batches[heard.rank]
+            self._end(batch, error or batch.unanswered)
+
+    def _end(self, batch: _Batch, error: Exception) -> None:
+        """Have others serve what a replica has left, or let it fail."""
+        left = list(batch.open.values())
+        if not isinstance(error, WorkerLost):
+            if not isinstance(error, WhetError):
+                error = WorkerError("generator", batch.rank, "generate", repr(error))
+            return self._fail(left, error)
+        self.roster.losses.update(id_ for id_, waiting in batch.open.items() if not waiting.future.done())
+        return self._serve_elsewhere(batch.rank, batch.life, left, error)
+
+    def _serve_elsewhere(self, rank: int, life: int, left: list[_Waiting], cause: WorkerLost) -> None:
+        """Have others serve what was for a replica that is lost, or let it fail."""
+        if not self.roster.lost(rank, life, cause):
+            suspects, self._suspects = self._suspects, []  # they only waited: no dead process may be laid to them
+            return self._fail([*suspects, *left], self.roster.failure or cause)
+        for waiting in left:
+            self._leave(waiting)
+            if self.roster.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
+                waiting.future.set_exception(self._given_up(waiting.request, f"; the last: {cause}"))
+        return self._send_again(left)
+
+    def _send_again(self, batch: list[_Waiting]) -> None:
+        for waiting in batch:
+            self._leave(waiting)
+        self._send_soon([waiting for waiting in batch if not waiting.future.done()])
+
+    def _given_up(self, request: Request, last: str = "") -> RequestLost:
+        losses = self.roster.losses[request.id]
+        return RequestLost(f"{losses} replicas were lost while they had request {request.id}{last}")
+
+    def _settle(self, open_: dict[str, _Waiting], outcome: Any) -> None:
+        id_ = outcome.id if isinstance(outcome, Completion) else outcome[0]
+        waiting = open_.pop(id_, None)
+        if waiting is None:
+            return
+        self._leave(waiting)
+        if waiting.future.done():
+            return
+        if isinstance(outcome, Completion):
+            self.roster.losses.pop(id_, None)
+            waiting.future.set_result(outcome)
+        else:
+            waiting.future.set_exception(WhetError(outcome[1]))
+
+    def _fail(self, batch: list[_Waiting], error: BaseException) -> None:
+        for waiting in batch:
+            self._leave(waiting)
+            if not waiting.future.done():
+                waiting.future.set_exception(error)
+
+    def _abort_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, {}
+        self._spawn(self._abort(cancelled))
+
+    async def _abort(self, ids: dict[int, list[str]]) -> None:
+        streams = self.workers.streams("abort", ids, phase="abort")
+        try:
+            async for _ in streams:
+                pass  # where it fails, the requests themselves do
+        finally:
+            await close_stream(streams)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,150 @@
+"""Engines that no plugin installs: where one is, which of its arguments may be written, what its generator is to plan.
+
+Nothing of an engine is imported here; its arguments are read from its source.
+"""
+
+import ast
+import functools
+import importlib.util
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+from whet.component import Facts, MemoryTerm, Package, Problem
+from whet.config.messages import nearest, path_segment
+from whet.data.model_info import ModelInfo
+from whet.errors import WhetError
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+
+CPU_CACHE_GIB = 1.0
+"""Of keys and values on a CPU where nothing is said: of its memory engines would otherwise take a share of all."""
+
+
+class EngineConfig(Protocol):
+    """What the section of a generator on a foreign engine has."""
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and forward pass; `model`: the model's own."""
+
+    @property
+    def cache_gib(self) -> float | None:
+        """Memory for keys and values on each rank."""
+
+    @property
+    def memory_fraction(self) -> float:
+        """Share of a GPU's memory for weights and cache, where `cache_gib` is not given."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes over which one engine spreads the model."""
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Any other argument, by the engine's own name."""
+
+
+@frozen
+class ForeignEngine:
+    """An engine, and what a generator's key `engine` may hold: any argument of it but those that are set elsewhere."""
+
+    package: Package
+    arguments_in: tuple[str, ...]
+    """Its files whose classes have its arguments as fields: patterns of paths within the package."""
+    listed_by: str
+    """The command that lists its arguments."""
+    ours: Mapping[str, str]
+    """Arguments that are set elsewhere in the config, and where."""
+    fixed: Mapping[str, str]
+    """Arguments that nobody may change, and why."""
+    argument_classes: tuple[str, ...] = ()
+    """Classes that are looked at; none: all."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this interpreter can import it."""
+        return self.package.is_here
+
+    def known(self) -> frozenset[str]:
+        """Give the names of its arguments; empty where it is not here."""
+        return _fields(self.package.module, self.arguments_in, self.argument_classes)
+
+    def wrong(self, written: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Find arguments that cannot be passed on: (name, what is wrong). known: the engine's own; empty: not found."""
+        for name in written:
+            if name in self.ours:
+                yield name, f"is set by `{self.ours[name]}`; write it there"
+            elif name in self.fixed:
+                yield name, f"cannot be changed: {self.fixed[name]}"
+            elif known and name not in known:
+                meant = nearest(name, set(known) - set(self.ours) - set(self.fixed))
+                hint = f"did you mean {meant!r}?" if meant else f"{self.listed_by} lists them"
+                yield name, f"is no argument of the installed {self.package.name} ({hint})"
+
+    def problems(self, config: "Config", section: type[EngineConfig]) -> list[Problem]:
+        """Say what is wrong with the generator of a config, where `section` is that of a generator on this engine.
+
+        The engine of another Python than this one may have other arguments; there its workers look.
+        """
+        chosen = config.generator.config if config.generator is not None else None
+        if not isinstance(chosen, section):
+            return []
+        return list(self._problems(config, chosen))
+
+    def _problems(self, config: "Config", chosen: EngineConfig) -> Iterator[Problem]:
+        known = frozenset() if "generator" in config.cluster.python else self.known()
+        for name, message in self.wrong(chosen.engine, known):
+            yield Problem(f"generator.engine.{path_segment(name)}", message)
+
+    def refuse(self, written: Mapping[str, Any]) -> None:
+        """Raise `WhetError` in a process of workers that has no such engine, or one without what is written."""
+        if not self.is_here:
+            raise WhetError(f"{sys.executable} has no {self.package.name}; {self.package.install}")
+        if wrong := list(self.wrong(written, self.known())):
+            raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
+
+    def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> Facts:
+        """Give the facts of a generator that hands weights to the engine whole and between two tokens."""
+        return Facts(
+            transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
+            running=("drain", "keep", "abort"),
+            dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
+            processes=config.tensor_parallel,
+            memory=functools.partial(engine_memory, config, model) if model.parameters else None,
+            imports=imports,
+            sleeps=("cuda",),
+            packages=(self.package,),
+        )
+
+
+def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
+    """Return what one engine holds over all its processes: weights, and keys and values as the config bounds them."""
+    smaller = "spread a model over more GPUs (generator.tensor_parallel), or compute in bfloat16"
+    yield MemoryTerm(f"weights in {model.dtype_for(config.dtype)}", model.weight_bytes(config.dtype), change=smaller)
+    cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
+    share, key = (0.0, "cache_gib") if config.cache_gib else (config.memory_fraction, "memory_fraction")
+    change = f"lower generator.{key}"
+    yield MemoryTerm("keys and values", cache, kept_asleep=False, gpu_share=share, change=change)
+
+
+@functools.cache
+def _fields(module: str, patterns: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
+    """Read the names of annotated fields from a package's source."""
+    spec = importlib.util.find_spec(module)
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    files = [file for folder in folders for pattern in patterns for file in Path(folder).glob(pattern)]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return frozenset(name for tree in trees for name in _fields_of(tree, classes))
+
+
+def _fields_of(tree: ast.Module, classes: tuple[str, ...]) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and (not classes or node.name in classes):
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield line.target.id

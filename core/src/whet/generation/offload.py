@@ -1,0 +1,209 @@
+"""Memory of tensors that is given back for a while: the tensors stay what they are, and hold nothing meanwhile.
+
+    on a GPU     their bytes wait in pinned memory of the host
+    on a CPU     in a file, for there the host's own memory is what is given back
+
+What refers to the tensors (modules, optimizers, views that share their memory) need not know of it. Nobody may read or
+write them until they are back.
+"""
+
+import ctypes
+import gc
+import mmap
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from whet.data.files import disk_errors
+from whet.errors import WhetError
+
+if TYPE_CHECKING:
+    import torch
+
+_SLAB_BYTES: Final = 1 << 26
+_DONTNEED: Final = 4
+"""Of Linux: the pages are released, and are read as zeros from then on, or as the file that they were mapped from."""
+
+
+@frozen(eq=False)
+class _Pages:
+    """Whole pages of this process, within the memory of a tensor."""
+
+    owner: Any
+    """Keeps the memory where it is."""
+    begin: int
+    size: int
+
+    def view(self) -> Any:
+        return (ctypes.c_char * self.size).from_address(self.begin)
+
+    def release(self) -> int:
+        """Give them back; how many bytes that was."""
+        done = ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), ctypes.c_size_t(self.size), _DONTNEED)
+        return 0 if done else self.size
+
+
+@frozen(eq=False)
+class _OnGpu:
+    storage: "torch.UntypedStorage"
+    size: int
+
+
+class Slabs:
+    """Room in the host's memory for the bytes of others, one after another in pieces of some size.
+
+    Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece for each tensor would take up to
+    twice what it holds. The room is kept from one time to the next, for pinning takes long.
+    """
+
+    def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
+        self._slabs: list[torch.Tensor] = []
+
+    def take(self, storages: "Sequence[torch.UntypedStorage]") -> None:
+        """Begin to copy what these hold; it is there when their device has done all that it was asked."""
+        whole, rest = divmod(sum(one.nbytes() for one in storages), self._slab_bytes)
+        sizes = [self._slab_bytes] * whole + ([1 << (rest - 1).bit_length()] if rest else [])
+        for place, size in enumerate(sizes):
+            if place == len(self._slabs):
+                self._slabs.append(_pinned(size))
+            elif len(self._slabs[place]) < size:
+                self._slabs[place] = _pinned(size)
+        for there, here in self._pieces(storages):
+            here.copy_(there, non_blocking=True)
+
+    def give(self, storages: "Sequence[torch.UntypedStorage]") -> None:
+        """Copy to these, of the same sizes in the same order, what was taken."""
+        for there, here in self._pieces(storages):
+            there.copy_(here)
+
+    def _pieces(self, storages: "Sequence[torch.UntypedStorage]") -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+        at = 0
+        for one in storages:
+            whole, begin = _bytes(one), 0
+            while begin < one.nbytes():
+                slab, offset = divmod(at, self._slab_bytes)
+                size = min(one.nbytes() - begin, self._slab_bytes - offset)
+                yield whole[begin : begin + size], self._slabs[slab][offset : offset + size]
+                begin, at = begin + size, at + size
+
+
+class Offload:
+    """Of one worker. Not for several threads at a time."""
+
+    def __init__(self, file: Path) -> None:
+        """`file` is written where memory of a CPU is given back, and removed when it is taken again."""
+        self._file = file
+        self.used = False
+        """Whether memory has ever been given back."""
+        self._pages: list[_Pages] = []
+        self._on_gpu: list[_OnGpu] = []
+        self._host = Slabs()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether memory has been given back."""
+        return bool(self._pages or self._on_gpu)
+
+    def sleep(self, tensors: "Iterable[torch.Tensor]") -> int:
+        """Give the memory of these back, and of all that share it; give its bytes. Once more does nothing.
+
+        Raises `WhetError` where there is no room for them; they are as before then. Memory of a CPU is given back on
+        Linux alone.
+        """
+        if self.asleep:
+            return 0
+        storages = _storages(tensors)
+        pages = [found for one in storages if one.device.type == "cpu" and (found := _pages(one))]
+        if pages:
+            self._write(pages)
+        on_gpu = [_OnGpu(one, one.nbytes()) for one in storages if one.device.type == "cuda"]
+        if on_gpu:
+            import torch
+
+            self._host.take([one.storage for one in on_gpu])
+            torch.cuda.synchronize()
+        self._pages, self._on_gpu, self.used = pages, on_gpu, True
+        for one in on_gpu:
+            one.storage.resize_(0)
+        given = sum(one.release() for one in pages)
+        trim()
+        return given + sum(one.size for one in on_gpu)
+
+    def wake(self, *, contents: bool = True) -> None:
+        """Take the memory again. Without `contents` all of it is to be written anew. Once more does nothing."""
+        if contents and self._pages:
+            self._read()
+        for one in self._on_gpu:
+            one.storage.resize_(one.size)
+        if contents:
+            self._host.give([one.storage for one in self._on_gpu])
+        self._pages, self._on_gpu = [], []
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._file.unlink(missing_ok=True)
+
+    def _write(self, pages: list[_Pages]) -> None:
+        with disk_errors(self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with self._file.open("wb") as stream:
+                    for one in pages:
+                        stream.write(one.view())
+            except OSError:
+                self.close()
+                raise
+
+    def _read(self) -> None:
+        with disk_errors(self._file), self._file.open("rb") as stream:
+            for one in self._pages:
+                found = stream.readinto(one.view())
+                if found != one.size:
+                    raise WhetError(f"{self._file} ends after {found} of the {one.size} bytes of a tensor")
+
+
+def _pinned(size: int) -> "torch.Tensor":
+    """Give memory of the host: pinned as long as there is any."""
+    import torch
+
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def trim() -> None:
+    """Let go of what this process keeps for later: the caches of CUDA and of the C library."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; other libraries have none
+    if release is not None:
+        release(0)
+
+
+def _storages(tensors: "Iterable[torch.Tensor]") -> "list[torch.UntypedStorage]":
+    """Give the memory of tensors, each once."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _pages(storage: "torch.UntypedStorage") -> _Pages | None:
+    """Give the pages that are this memory's alone; None where there is none."""
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    return _Pages(storage, begin, size) if size > 0 and sys.platform == "linux" else None
+
+
+def _bytes(storage: "torch.UntypedStorage") -> "torch.Tensor":
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,166 @@
+"""Which replicas of a generator are there; one that is lost is replaced by a fresh process with the current weights.
+
+present ── dies or hangs ──> away: its requests go to others, or wait ── restarted, weights given ──> present
+                               └── over budget, the restart raises, or all of the cluster is lost: the generator
+                                   has failed
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from attrs import define, field
+
+from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
+from whet.interfaces.weights import Link
+from whet.interfaces.workers import Replacing, Workers
+from whet.weights.probe import Proof
+
+Rest = Callable[[int, bool], None]
+"""(rank, asleep): put the worker of that rank to sleep, or wake it."""
+Receive = Callable[[int, Link, Proof | None], None]
+"""(rank, link, proof): let the worker of that rank take weights, wait for it, and see that it passes the proof."""
+
+
+@define(eq=False)
+class Roster:
+    """May be used from any thread."""
+
+    workers: Workers
+    replacing: Replacing | None = None
+    """None: a replica that is lost fails the generator."""
+    receive: Receive = lambda rank, link, proof: None
+    put: Rest = lambda rank, asleep: None
+    changed: Callable[[], None] = lambda: None
+    """Called when a replica has come back, or the generator has failed."""
+    losses: Counter[str] = field(init=False)
+    """How many replicas were lost while they had a request, by its id."""
+    failure: WorkerError | None = field(default=None, init=False)
+    """Why nothing can be served any more."""
+    asleep: bool = field(default=False, init=False)
+    """Whether all that are present sleep. A replica that is lost meanwhile is restarted when they wake."""
+    _away: set[int] = field(factory=set, init=False)
+    _present: frozenset[int] = field(init=False)
+    _lives: list[int] = field(init=False)
+    _closed: bool = field(default=False, init=False)
+    _asked: list[int] = field(init=False)
+    """How many are asking each replica something just now."""
+    _lock: threading.Condition = field(factory=threading.Condition, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._present = frozenset(range(self.workers.size))
+        self._lives, self._asked = [0] * self.workers.size, [0] * self.workers.size
+        self.losses = Counter() if self.replacing is None else self.replacing.losses
+
+    def present(self) -> frozenset[int]:
+        """Give the ranks that can be asked: the same object until that changes."""
+        return self._present
+
+    @contextmanager
+    def asking(self, ranks: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Keep replicas on the processes that they have while they are asked something.
+
+        Gives the number of each one's process, for `lost`: what is heard of an earlier one is no news. Those that are
+        away have none.
+        """
+        with self._lock:
+            lives = {rank: self._lives[rank] for rank in ranks if rank in self._present}
+            for rank in lives:
+                self._asked[rank] += 1
+        try:
+            yield lives
+        finally:
+            with self._lock:
+                for rank in lives:
+                    self._asked[rank] -= 1
+                if self._away:
+                    self._lock.notify_all()
+
+    def lost(self, rank: int, life: int, error: WorkerLost) -> bool:
+        """Note that a replica was lost; whether it comes back. Where it does not, `failure` says why."""
+        with self._lock:
+            if self._closed or self.failure is not None:
+                return False
+            if rank in self._away or life != self._lives[rank]:
+                return True
+            if self.replacing is None or not self.workers.alone:
+                return False  # where another role lives in its process, only all of them can begin again
+            if isinstance(error, ClusterLost):
+                self.failure = error
+                return False
+            if not self.replacing.grant(error):
+                self.failure = _exhausted(error)
+                return False
+            self._away.add(rank)
+            self._present -= {rank}
+        threading.Thread(target=self._replace, args=(rank,), name=f"whet-replace-{rank}", daemon=True).start()
+        return True
+
+    def rest(self, asleep: bool) -> None:
+        """Say that all are about to be put to sleep, or woken."""
+        with self._lock:
+            self.asleep = asleep
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Replace nothing any more."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    def _replace(self, rank: int) -> None:
+        assert self.replacing is not None
+        with self._lock:
+            # While the others sleep, the memory that a new process would take is somebody else's.
+            if self._lock.wait_for(lambda: self._closed or not (self._asked[rank] or self.asleep)) and self._closed:
+                return
+        while True:
+            try:
+                self.workers.restart(rank)
+                self.replacing.hand_over(lambda link, proof=None: self._arrive(rank, link, proof))
+            except ClusterLost as error:
+                self._fail(error)
+            except WorkerLost as error:
+                if self._closed:
+                    return
+                if self.replacing.grant(error):
+                    continue
+                self._fail(_exhausted(error))
+            except WorkerError as error:
+                self._fail(error)
+            except Exception as error:  # this thread's edge: whoever waits must hear of it
+                self._fail(WorkerError("generator", rank, "start", in_words(error)))
+            return
+
+    def _arrive(self, rank: int, link: Link | None, proof: Proof | None) -> None:
+        """Take the weights and be present, before another hand-over can begin without this replica."""
+        if link is not None:
+            self.receive(rank, link, proof)
+        sleeps = False
+        while not self._comes_back(rank, sleeps):
+            sleeps = not sleeps
+            self.put(rank, sleeps)
+        self.changed()
+
+    def _comes_back(self, rank: int, asleep: bool) -> bool:
+        """Let a replica be present if it sleeps where the others do, and is awake where they are."""
+        with self._lock:
+            if self.asleep != asleep:
+                return False
+            self._away.discard(rank)
+            self._present |= {rank}
+            self._lives[rank] += 1
+            return True
+
+    def _fail(self, error: WorkerError) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.failure = self.failure or error
+        self.changed()
+
+
+def _exhausted(error: WorkerLost) -> WorkerError:
+    cause = f"{error.cause}; replicas were restarted as often as cluster.recovery.replicas allows"
+    return WorkerError(error.role, error.rank, error.phase, cause, error.last_words)

@@ -1,0 +1,131 @@
+"""What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+
+from whet.component import Facts, Problem, loaded
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config, EnvironmentSection, EvaluationSection
+    from whet.interfaces.environment import Environment
+    from whet.rollout.scoring import Scoring
+
+OWN = ("pass_at", "majority_at", "passing")
+"""Keys of `evaluation` that an environment of it may have for itself."""
+TAKEN = ("evaluation", "validation", "seconds", "reward", "response_length", "groups", "episodes", "grader")
+"""First parts of metrics of a run, which its environments cannot have for theirs."""
+MOST_SUBSET_SAMPLES = 256
+"""Votes of fewer than all samples are the exact mean over subsets, which takes seconds a task from here on."""
+
+
+def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) -> Any:
+    """Give the value of one of `OWN` that an environment is evaluated with."""
+    own = getattr(entry, key)
+    return getattr(section, key) if own is None else own
+
+
+def with_answers(config: "Config", facts: Mapping[str, Facts]) -> dict[str, Facts]:
+    """Fill in whether environments of an evaluation state answers, where their class says so and their facts do not."""
+    found = dict(facts)
+    for i, entry in enumerate(config.evaluation.environments):
+        path = f"evaluation.environments.{i}"
+        if entry.component and path in found and found[path].states_answers is None:
+            found[path] = evolve(found[path], states_answers=_shown(loaded(entry.component.component.target)))
+    return found
+
+
+def _shown(target: object) -> bool | None:
+    """Say whether a class has a `final_answer`. None: what it builds may have one, or what this function builds."""
+    if not isinstance(target, type):
+        return None
+    if (found := getattr(target, "final_answer", None)) is not None:
+        return True if callable(found) else None
+    members = [member for base in target.__mro__[:-1] for member in vars(base).items()]
+    named = {name for name, _ in members}
+    named |= {name for _, one in members if inspect.isfunction(one) for name in one.__code__.co_names}
+    return None if named & {"final_answer", "__getattr__", "setattr"} else False
+
+
+def evaluation_notes(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+    """Say which environments will show only when they are built whether there can be votes."""
+    for i, entry in enumerate(config.evaluation.environments):
+        path = f"evaluation.environments.{i}"
+        if chosen(entry, config.evaluation, "majority_at") and facts.get(path, Facts()).states_answers is None:
+            yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
+
+
+def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Find out whether every environment has the samples and the answers that its figures need."""
+    if config.evaluation.unanswered == "vote" and not any(
+        chosen(entry, config.evaluation, "majority_at") for entry in config.evaluation.environments
+    ):
+        yield Problem("evaluation.unanswered", "has no effect without a majority vote; set evaluation.majority_at")
+    for i, entry in enumerate(config.evaluation.environments):
+        known = facts.get(f"evaluation.environments.{i}", Facts()).states_answers
+        if known is False and chosen(entry, config.evaluation, "majority_at"):
+            yield _no_votes(i, entry)
+        for key, figure in (("pass_at", "pass"), ("majority_at", "maj")):
+            most = max(chosen(entry, config.evaluation, key), default=0)
+            where = f"evaluation.environments.{i}.{key}" if getattr(entry, key) is not None else f"evaluation.{key}"
+            if most > entry.samples:
+                yield Problem(
+                    f"evaluation.environments.{i}.samples",
+                    f"is {entry.samples}, too few for {figure}@{most} of {where}; raise it, or give this environment "
+                    f"its own {key}",
+                )
+        if entry.samples > MOST_SUBSET_SAMPLES and any(
+            k < entry.samples for k in chosen(entry, config.evaluation, "majority_at")
+        ):
+            yield Problem(
+                f"evaluation.environments.{i}.majority_at",
+                f"asks for votes of fewer than all {entry.samples} samples, which are worked out over all subsets: "
+                f"that takes too long from {MOST_SUBSET_SAMPLES + 1} samples on",
+            )
+    for i, entry in enumerate(config.environments):
+        for key in OWN:
+            if getattr(entry, key) is not None:
+                yield Problem(f"environments.{i}.{key}", "is of evaluation; move it to evaluation.environments")
+        name = entry.name or entry.component.name
+        if len(config.environments) > 1 and name in TAKEN:
+            yield Problem(
+                f"environments.{i}.name",
+                f"is {name}, with which other metrics begin, and those of an environment are NAME/reward/mean and so "
+                "on; give it another name",
+            )
+
+
+def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
+    return Problem(
+        f"evaluation.environments.{i}.majority_at",
+        f"the environment {entry.name or entry.component.name!r} does not say what an answer is, so nobody can vote; "
+        "give it a `final_answer`, or this entry `majority_at: []`",
+    )
+
+
+def passes(config: "Config") -> "Scoring":
+    """Return what passes in training: what `evaluation.passing` says."""
+    from whet.rollout.scoring import Passing, Scoring
+
+    passing = config.evaluation.passing
+    return Scoring(passing=Passing(passing.reward, passing.at_least))
+
+
+def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
+    """Say what is worked out of the environment at a position of `evaluation.environments`.
+
+    Raises `ConfigError` where votes are wanted of an environment that does not say what an answer is.
+    """
+    from whet.interfaces.environment import states_answers
+    from whet.rollout.scoring import Passing, Scoring
+
+    entry, section = config.evaluation.environments[i], config.evaluation
+    pass_at, majority_at, passing = (chosen(entry, section, key) for key in OWN)
+    if majority_at and not states_answers(environment):
+        raise ConfigError(str(_no_votes(i, entry)))
+    passes = Passing(passing.reward, passing.at_least)
+    vote = section.unanswered == "vote"
+    return Scoring(tuple(sorted(set(pass_at))), tuple(sorted(set(majority_at))), passes, vote)

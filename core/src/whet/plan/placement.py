@@ -1,0 +1,153 @@
+"""Where roles run, and how weights travel between them: pure, from config and facts."""
+
+from collections.abc import Iterator, Mapping
+
+from attrs import field, frozen
+
+from whet.component import Facts, MemoryTerm, Problem
+from whet.config.sections import Config
+from whet.plan.roles import groups, is_trained, role_names, role_path, role_selection, shares
+from whet.plan.transport import choose_transport
+from whet.runtime.ray_address import address_to_join
+from whet.weights.transfer import STREAMED
+
+
+@frozen
+class Machine:
+    """What there is to plan with: one machine, or the first of several."""
+
+    cores: int
+    """0: not known."""
+    gpus: int = 0
+    memory_bytes: int | None = None
+    """Of the host, in all; None: not known."""
+    gpu_bytes: tuple[int | None, ...] = ()
+    """Of each GPU; empty: not known."""
+    resources: Mapping[str, float] = field(factory=dict)
+    """Custom resources of its Ray node."""
+    others: tuple["Machine", ...] = ()
+    """Further machines of a cluster."""
+    given: bool = False
+    """Whether the user has described it, rather than whet looked at it."""
+
+    @property
+    def nodes(self) -> "tuple[Machine, ...]":
+        """All machines, this one first."""
+        return (self, *self.others)
+
+
+@frozen
+class RolePlan:
+    """Where one role runs."""
+
+    role: str
+    component: str
+    ranks: int
+    threads: int
+    """Compute threads for each rank."""
+    devices: tuple[str, ...]
+    """One for each rank."""
+    processes: str
+    """Name of the group of processes; roles with equal names share theirs and take turns."""
+    memory: tuple[MemoryTerm, ...] = ()
+    """What each rank holds, as far as known."""
+    memory_bytes: int | None = None
+    """Of each rank while it works, where it computes; None: not known."""
+    python: str = ""
+    """Its Python environment, as the config names it; empty: the driver's."""
+
+
+@frozen
+class Way:
+    """How weights travel from backend to generator."""
+
+    transport: str
+    reason: str
+    """Why that way: where the two are, or whose choice it is."""
+    senders: int = 1
+    receivers: int = 1
+    """See `whet.interfaces.weights.Link`."""
+
+
+def joins(config: Config) -> bool:
+    """Whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
+    cluster = config.cluster
+    return bool(address_to_join(cluster)) and cluster.workers != "inline"
+
+
+def ranks_of(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
+    """Give the ranks of a role: those asked for, else as many as its GPUs allow, else what it wants."""
+    found = facts[role_path(name)]
+    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) // found.processes or found.ranks)
+
+
+def plan_role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
+    """Give a role its ranks, threads and devices."""
+    cluster, ranks = config.cluster, ranks_of(config, name, facts)
+    all_groups = groups(config)
+    group = next(g for g in all_groups if name in g)
+    # Roles that share take turns; roles apart work at one time.
+    others = sum(max(ranks_of(config, r, facts) for r in g) for g in all_groups if g is not group)
+    busy = ranks + others if config.rollout.max_staleness else ranks
+    # What cores the nodes of a cluster have is not known here.
+    threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
+    first = sum(max(cluster.gpus.get(r, 0) for r in g) for g in all_groups[: all_groups.index(group)])
+    found = facts[role_path(name)]
+    devices = _devices(first, cluster.gpus.get(name, 0), ranks, found.processes)
+    component, python = role_selection(config, name).name, cluster.python.get(name, "")
+    terms = tuple(found.memory(ranks, is_trained(facts, name))) if found.memory else ()
+    each = sum(term.bytes for term in terms if term.when == "working" and _computing(term, devices[0])) or None
+    return RolePlan(name, component, ranks, threads, devices, "+".join(group), terms, each, python)
+
+
+def _computing(term: MemoryTerm, device: str) -> bool:
+    return term.place == "" or (term.place == "gpu" and device != "cpu")
+
+
+def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
+    """Number the GPUs of ranks one after the other, `each` to a rank; ranks beyond share them."""
+    places = [first + rank * each % max(1, gpus - gpus % each) for rank in range(ranks)]
+    return tuple("cuda:" + ",".join(str(place + i) for i in range(each)) if gpus else "cpu" for place in places)
+
+
+def gpus_apart(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Find roles whose GPUs cannot be dealt out to their ranks."""
+    for name in role_names(config):
+        gpus, each = config.cluster.gpus.get(name, 0), facts[role_path(name)].processes
+        if gpus % each:
+            yield Problem(f"cluster.gpus.{name}", f"is {gpus}, and a rank takes {each}; wanted a multiple of that")
+    for group in groups(config):
+        taken = {name: facts[role_path(name)].processes for name in group if config.cluster.gpus.get(name)}
+        if len(set(taken.values())) > 1:
+            listed = ", ".join(f"{name} {each}" for name, each in taken.items())
+            yield Problem("cluster.share", f"roles that share processes share their GPUs, and a rank takes {listed}")
+
+
+def way_of(config: Config, facts: Mapping[str, Facts]) -> Way:
+    """Choose how weights travel. Raises `ConfigError`."""
+    inline = config.cluster.workers == "inline"
+    together = inline or shares(config, "backend", "generator")
+    ranks = {name: ranks_of(config, name, facts) for name in ("backend", "generator")}
+    # Of several ranks one sends, and reaches by reference only who shares its own process.
+    same_process = together and set(ranks.values()) == {1}
+    one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
+    same_host = same_process or not joins(config) or one_node == "one-node"
+    gpus = [config.cluster.gpus.get(name, 0) for name in ranks]
+    transport = choose_transport(
+        facts["backend"].transports,
+        facts["generator"].transports,
+        same_process=same_process,
+        same_host=same_host,
+        same_gpu=all(gpus) and len({*gpus, *ranks.values()}) == 1 and together and not inline,
+        own_gpus=all(gpus) and not together,
+        wanted=config.cluster.transport,
+        together=together,
+    )
+    where = "in one process" if same_process else "on one machine" if same_host else "on nodes that Ray will choose"
+    reason = "as cluster.transport says" if config.cluster.transport else f"as they are {where}"
+    if transport not in STREAMED:
+        return Way(transport, reason)
+    receivers = ranks["generator"] * facts["generator"].processes
+    return (
+        Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, ranks["backend"])
+    )

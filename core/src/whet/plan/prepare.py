@@ -1,0 +1,308 @@
+"""How far anyone can go without resources: a config, what is wrong with it, and its plan."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from attrs import evolve, field, fields, frozen
+
+from whet.component import Facts, Package, Problem, resolve
+from whet.data.model_info import ModelInfo, check_weights, locate, read_model
+from whet.data.spans import Span
+from whet.errors import ConfigError, DataError
+from whet.plan.evaluation import evaluation_notes, with_answers
+from whet.plan.load import Loaded, load_config
+from whet.plan.placement import Machine, joins
+from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
+from whet.plan.roles import role_names, role_path
+from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
+from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores, without_ray
+from whet.runtime.process import extra_folders
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config, DataFile, ModelSection
+    from whet.data.offline import Encode
+    from whet.plugins.registry import Registry
+
+
+@frozen
+class Prepared:
+    """A config with its plan; nothing has been claimed."""
+
+    loaded: Loaded
+    model: ModelInfo
+    plan: Plan
+    models: Mapping[str, ModelInfo] = field(factory=dict)
+    """Of roles that have a model of their own."""
+    machine: Machine = field(factory=lambda: Machine(1))
+    """What it was planned for."""
+    facts: Mapping[str, Facts] = field(factory=dict)
+    """Of every chosen component, by path into the config."""
+    interpreters: Mapping[str, Interpreter] = field(factory=dict)
+    """Of roles that do not run in the driver's, as far as this machine has them."""
+    spans: tuple[Span, ...] = field(default=(), eq=False)
+    """What it took to get here."""
+
+    @property
+    def config(self) -> "Config":
+        """The structured config."""
+        return self.loaded.config
+
+    def refuse_elsewhere(self, *only: str) -> None:
+        """Raise `ConfigError` where another machine might run it, and this one cannot.
+
+        Where `only` some roles are started, their memory alone counts.
+        """
+        plan = self.plan
+        if only:
+            roles = tuple(role for role in plan.roles if role.role in only)
+            plan = on_machine(evolve(plan, roles=roles), self.config, self.machine)
+        if problems := [*dict.fromkeys((*self.plan.warnings, *plan.refusals))]:
+            raise ConfigError(problems)
+
+
+def prepare(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_only: bool = True,
+    trains: bool = True,
+    registry: "Registry | None" = None,
+    began: float | None = None,
+    target: Machine | None = None,
+) -> Prepared:
+    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch.
+
+    The plan is for the machine `target`, which need not be here, or else for this one.
+
+    `config_only` leaves weights that are on the hub there; without `trains` the data files need not be here. Without a
+    registry the installed plugins are loaded. `began`, in seconds since the epoch, is when all this was asked for.
+    """
+    now = time.time()
+    began = now if began is None else began
+    loaded, target = load_config(path, overrides, registry), target or machine()
+    loaded = evolve(loaded, config=_on_nodes(loaded.config, target))
+    model, models = _models(loaded.config, config_only=True)
+    facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
+    plan, problems = make_plan(loaded.config, model, facts, target, models)
+    problems += missing_launcher(loaded.config)
+    interpreters, unfit = find_interpreters(loaded.config, facts)
+    problems += unfit
+    if trains:
+        found, recognised = look_at_data(loaded.config, facts["algorithm"].record_fields)
+        problems += found
+    if plan is None or problems:
+        raise ConfigError([str(problem) for problem in problems])
+    said = (*_unsaid(loaded.config, target), *_outside(loaded.config), *(recognised if trains else ()))
+    notes = (*evaluation_notes(loaded.config, facts), *_packages(facts, interpreters), *said)
+    warnings = (*plan.warnings, *_not_here(loaded.config, facts))
+    plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
+    if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
+        model, models = _models(loaded.config, config_only=False)
+    spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
+    return Prepared(loaded, model, plan, models, target, facts, interpreters, spans)
+
+
+def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str, ModelInfo]]:
+    """Find and read the model, and those of roles with their own."""
+    own = {name: role.model for name, role in config.roles.items() if role.model is not None}
+    found = {name: find_model(section, config_only, f"roles.{name}.") for name, section in own.items()}
+    return find_model(config.model, config_only), found
+
+
+def _on_nodes(config: "Config", target: Machine) -> "Config":
+    """Take a cluster of the nodes that are described for the one to join, where the config does not name one yet."""
+    cluster = config.cluster
+    if not target.others or cluster.launcher != "ray" or joins(config):
+        return config
+    return evolve(config, cluster=evolve(cluster, address="auto"))
+
+
+def _unsaid(config: "Config", target: Machine) -> Iterator[str]:
+    """Return notes on what is not known of a machine that is described."""
+    if not target.given:
+        return
+    if target.others and not joins(config):
+        launcher = config.cluster.launcher
+        yield f"only the first of the {len(target.nodes)} machines is used, as cluster.launcher is {launcher}"
+    if not all(node.cores for node in target.nodes):
+        yield "cores of the machine are not known, so each rank has 1 thread; `--machine ...,cores=N` tells them"
+    if not all(node.memory_bytes for node in target.nodes):
+        yield "the host's memory is not known, and not checked; `--machine ...,memory=SIZE` tells it"
+
+
+def find_model(section: "ModelSection", config_only: bool, where: str = "") -> ModelInfo:
+    """Find and read the model of a section; `where` leads to it."""
+    try:
+        folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
+        model = read_model(folder, section.dtype, section.trust_remote_code)
+        if section.chat_template is not None:
+            model = evolve(model, chat_template=_template(section.chat_template))
+        if not config_only:
+            check_weights(folder)
+    except ConfigError as error:
+        raise ConfigError([f"{where}{problem}" for problem in error.problems]) from error
+    return model
+
+
+def _template(given: str) -> str:
+    """Read a chat template that a config names."""
+    from whet.data.chat import given_template
+
+    try:
+        return given_template(given)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def missing_launcher(config: "Config") -> list[Problem]:
+    """Look whether what starts the processes is installed; nothing is imported."""
+    needed = config.cluster.launcher == "ray" and config.cluster.workers != "inline"
+    return [Problem("cluster.launcher", words)] if needed and (words := without_ray()) else []
+
+
+def find_interpreters(
+    config: "Config", facts: Mapping[str, Facts]
+) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
+    """Look into the Pythons of roles that do not run in the driver's, and say why their workers could not run there.
+
+    On a cluster of other machines those that are not here are left to the nodes.
+    """
+    found, problems = dict[str, Interpreter](), list[Problem]()
+    roles = role_names(config) if config.cluster.workers == "process" else []
+    for role, named in config.cluster.python.items():
+        if role not in roles or (joins(config) and not located(named).exists()):
+            continue
+        modules, distributions = _wanted(config, facts, role)
+        packages = facts[role_path(role)].packages
+        offering = [name for package in packages for name in package.distributions]
+        try:
+            found[role] = probe(find(named), modules, [*distributions, *offering], extra_folders())
+            words = faults(found[role], distributions, packages)
+        except ConfigError as error:
+            words = error.problems
+        problems += [Problem(f"cluster.python.{role}", one) for one in words]
+    return found, problems
+
+
+def _wanted(config: "Config", facts: Mapping[str, Facts], role: str) -> tuple[list[str], dict[str, str]]:
+    """Give the modules that a role's workers import, and who offers them with the versions that the driver has."""
+    own = role_path(role)
+    parts = [
+        selection for path, selection in selections(config)
+        if path == own or (selection.kind == "losses" and facts[path].role == role)
+    ]  # fmt: skip
+    targets = [selection.component.target for selection in parts]
+    modules = [target.partition(":")[0] for target in targets if not target.startswith("file:")]
+    held = versions(selection.distribution for selection in parts)
+    distributions = {name: held[normal(name)] for s in parts if normal(name := s.distribution) in held}
+    return [*modules, *facts[own].imports, *(package.module for package in facts[own].packages)], distributions
+
+
+def packages_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[tuple[str, Package]]:
+    """Give each role with what its workers will look for in this very interpreter, as far as that can be known."""
+    for role in () if joins(config) else role_names(config):
+        if config.cluster.workers == "inline" or role not in config.cluster.python:
+            yield from ((role, package) for package in facts[role_path(role)].packages)
+
+
+def _packages(facts: Mapping[str, Facts], interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
+    """Say what a role's own Python has of what its workers stand on."""
+    for role, found in interpreters.items():
+        for package in facts[role_path(role)].packages:
+            yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
+
+
+def _outside(config: "Config") -> Iterator[str]:
+    """Say which components write to a place outside the run folder."""
+    folder = Path(config.run.folder).expanduser().absolute()
+    for path, selection in selections(config):
+        for field_ in fields(cast(Any, type(selection.config))):
+            if field_.metadata.get("writes"):
+                target = os.path.normpath(folder / getattr(selection.config, field_.name))
+                if not Path(target).is_relative_to(os.path.normpath(folder)):
+                    yield f"{path}.{field_.alias}: {selection.name} writes to {target}, outside the run folder {folder}"
+
+
+def _not_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+    """Say what workers stand on that this Python does not have."""
+    for role, package in packages_here(config, facts):
+        if not package.is_here:
+            yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
+
+
+def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> list[Problem]:
+    """Return what is wrong with the data files of a config; see `look_at_data`."""
+    return look_at_data(config, fields)[0]
+
+
+def look_at_data(config: "Config", fields: Sequence[Sequence[str]] = ()) -> tuple[list[Problem], list[str]]:
+    """Look at the data files that a config names, and at their first records; what is on the hub is left to the run.
+
+    Return what is wrong, and what was recognised, a line for each file. `fields`: see `Facts.record_fields`.
+    """
+    problems, recognised, names = list[Problem](), list[str](), field_names(config)
+    for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
+        for i, file in enumerate(files):
+            message, words = _looked_at(file, fields, names)
+            if message:
+                problems.append(Problem(f"data.{name}.{i}.path", message))
+            elif words:
+                recognised.append(f"data.{name}.{i}: {file.path}: {words}")
+    return problems, recognised
+
+
+def field_names(config: "Config") -> Mapping[str, str]:
+    """Return what the algorithm of a config calls the columns of a record, by their usual names."""
+    selection = getattr(config, "algorithm", None)
+    found = getattr(getattr(selection, "config", None), "fields", None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def encode_of(config: "Config", facts: Facts, model: ModelInfo) -> "Encode | None":
+    """Return what turns the records of a config into sequences; None where its algorithm does not state it."""
+    encode: Encode | None = resolve(facts.encode)(config.algorithm.config, model) if facts.encode else None
+    return encode
+
+
+def _looked_at(file: "DataFile", fields: Sequence[Sequence[str]], names: Mapping[str, str]) -> tuple[str, str]:
+    """Return why nothing of a data file can be used, as far as its beginning tells, and what was recognised."""
+    from whet.data.layouts import recognise
+    from whet.data.readers import find_file
+
+    try:
+        found = find_file(file)
+        if found is None:
+            return "", ""
+        if not found.exists():
+            return f"there is no file {file.path!r}", ""
+        seen = recognise(file, names)
+    except DataError as error:
+        return str(error), ""
+    if not seen.rows:
+        return f"{file.path!r} holds no record", ""
+    if seen.missing:
+        return f"`fields` names the column {seen.missing[0]!r}; the file has {', '.join(seen.columns)}", ""
+    reasons = [row.problem or _lacking(row.record, fields) for row in seen.rows]
+    if not all(reasons):
+        return "", seen.words
+    return f"none of the first {len(reasons)} records can be used; {seen.rows[0].where}: {reasons[0]}", ""
+
+
+def _lacking(record: Mapping[str, Any], fields: Sequence[Sequence[str]]) -> str:
+    """Return which columns a record lacks, in words."""
+    from whet.data.layouts import found_words
+
+    if not fields or any(all(record.get(name) is not None for name in names) for names in fields):
+        return ""
+    wanted = ", or ".join(" and ".join(f"`{name}`" for name in names) for names in fields)
+    return f"it has the columns {found_words(record)}; wanted {wanted}; `fields` says what they are called in this file"
+
+
+def machine() -> Machine:
+    """Look at this machine without torch. A container's share of cores and memory counts, not what is around it."""
+    gpus = gpu_count()
+    return Machine(usable_cores(), gpus, total_memory(), gpu_memory(gpus))

@@ -1,0 +1,9 @@
+"""The plugins that are installed: their hooks, what they offer, and how a name leads to a distribution."""
+
+
+def __getattr__(name: str) -> object:
+    if name == "load_plugins":  # until the next version; it is in `whet.plugins.registry`
+        from whet.plugins.registry import load_plugins
+
+        return load_plugins
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

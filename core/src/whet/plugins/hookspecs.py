@@ -1,0 +1,88 @@
+"""The hooks of whet. This page is the plugin documentation: implement any of these in `hooks.py`.
+
+A plugin's distribution names its hook module in the entry-point group `whet`:
+
+    [project.entry-points.whet]
+    my-plugin = "my_plugin.hooks"
+
+and marks the functions there with `@whet.hookimpl`. Hooks run on the driver only; they see
+configs, plain numbers and core records, never a tensor.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from whet.component import Component, Problem
+    from whet.config.sections import Config
+    from whet.interfaces.algorithm import Algorithm, Parts
+
+hookspec = pluggy.HookspecMarker("whet")
+
+
+@hookspec
+def whet_backends() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer training backends: they hold the model, and take optimizer steps."""
+
+
+@hookspec
+def whet_generators() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer generators: tokens in, tokens and logprobs out."""
+
+
+@hookspec
+def whet_losses() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer losses: pure functions of model outputs and a batch."""
+
+
+@hookspec
+def whet_environments() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer environments: tasks, and episodes that end in named rewards."""
+
+
+@hookspec
+def whet_loggers() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer loggers: they see plain numbers after each step."""
+
+
+@hookspec
+def whet_algorithms() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer algorithms: the loop of a run."""
+
+
+@hookspec
+def whet_advantages() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer advantage estimators: pure functions of rewards and groups."""
+
+
+@hookspec
+def whet_filters() -> "Iterable[Component]":  # type: ignore[empty-body]
+    """Offer filters: they keep or drop a group of episodes inside the rollout stream."""
+
+
+@hookspec
+def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[empty-body]
+    """Find problems that only the plugin can see, before any resource is claimed.
+
+    :param config: the whole structured config.
+    """
+
+
+@hookspec(firstresult=True)
+def whet_run(algorithm: "Algorithm", parts: "Parts") -> object:
+    """Run the algorithm; core's own implementation calls `algorithm.run(parts)`. Profilers and notifiers wrap it.
+
+    :param algorithm: the algorithm, built.
+    :param parts: what it runs on.
+    """
+
+
+@hookspec
+def whet_step_finished(step: int, metrics: Mapping[str, float]) -> None:
+    """See the numbers of a finished step, on the driver.
+
+    :param step: its number, counted from 1.
+    :param metrics: every metric of the step as a plain number.
+    """

@@ -1,0 +1,316 @@
+"""Loads plugins one by one, so that a broken one is recorded and quoted, and harms nothing that does without it."""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+from attrs import frozen
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from whet.component import CORE_VERSION, KINDS, Component, Kind, Problem, file_module, import_file
+from whet.config.messages import a_kind, choice_words, kind_word, nearest
+from whet.errors import PluginError
+from whet.plugins import hookspecs
+from whet.plugins.catalog import catalog, offered_words
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+
+GROUP = "whet"
+"""The entry-point group of plugins."""
+_LAST_FRAMES = 4
+
+
+@frozen
+class Source:
+    """Where a plugin was found."""
+
+    name: str
+    """Of the entry point, or the stem of a single file."""
+    distribution: str
+    """The distribution, or the path of a single-file plugin."""
+    version: str = ""
+    """Of the distribution."""
+    module: str = ""
+    """What the entry point names."""
+
+
+@frozen
+class Offer:
+    """A component together with who offers it."""
+
+    component: Component
+    distribution: str
+    """The distribution, or the path of a single-file plugin."""
+    source: Source
+
+
+@frozen
+class Broken:
+    """A plugin, or a part of one, that could not be used."""
+
+    name: str
+    """Of the entry point, or the stem of a single file."""
+    distribution: str
+    """The distribution, or the path of a single-file plugin."""
+    reason: str
+    """What was wrong, on one line, with the place in the plugin where that is known."""
+    kind: Kind | None = None
+    """The only kind of component that may be missing for it; None: any."""
+    last_lines: str = ""
+    """Of the traceback, where it raised."""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} (plugin {self.name!r}): {self.reason}"
+
+
+class Registry:
+    """The plugins of this process: what they offer, and which of them could not be used."""
+
+    def __init__(self) -> None:
+        self.manager = new_manager()
+        self.broken: list[Broken] = []
+        self._offers: dict[Kind, dict[str, list[Offer]]] = {kind: {} for kind in KINDS}
+        self._sources: dict[str, Source] = {}  # by the manager's name of a plugin
+        self.wanted: list[str] = []
+        """Distributions of the catalog that offer what was asked for, and are not installed."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The plugins that were loaded, in the order of loading."""
+        return tuple(self._sources.values())
+
+    def offers(self, kind: Kind) -> dict[str, Offer]:
+        """Give the components of a kind by name, without those that are offered twice."""
+        return {name: offers[0] for name, offers in sorted(self._offers[kind].items()) if len(offers) == 1}
+
+    def contested(self, kind: Kind) -> dict[str, list[Offer]]:
+        """Give the components of a kind that are offered more than once."""
+        return {name: offers for name, offers in sorted(self._offers[kind].items()) if len(offers) > 1}
+
+    def find(self, kind: Kind, name: str) -> Offer:
+        """Find a component. Raises `PluginError` with the nearest name and every broken plugin that might offer it."""
+        offers = self._offers[kind].get(name, [])
+        if len(offers) == 1:
+            return offers[0]
+        if offers:
+            owners = " and ".join(sorted(offer.distribution for offer in offers))
+            raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; remove all but one of them")
+        known = self._elsewhere(kind, name) or choice_words(name, self._offers[kind]) or _none_of(kind)
+        suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
+        quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""
+        raise PluginError(f"there is no {kind_word(kind)} {name!r:.80}{known}{quote}")
+
+    @property
+    def here(self) -> set[str]:
+        """The distributions and files that were found, usable or not."""
+        return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
+
+    def elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield KIND/NAME and distribution of all that a name may mean in the catalog and that is not installed."""
+        yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in self.here)
+
+    def _elsewhere(self, kind: Kind, name: str) -> str:
+        """Return which distribution that is not installed offers a name, or one like it; empty: none does."""
+        meant = name if catalog().owner(kind, name) else catalog().near(kind, name)
+        owner = catalog().owner(kind, meant) if meant else None
+        if owner is None or owner in self.here:
+            return ""
+        if meant != name:
+            return "" if nearest(name, self._offers[kind]) else f" (did you mean {meant!r}? {offered_words(owner)})"
+        self.wanted.append(owner)
+        return f"; {offered_words(owner)}"
+
+    def problems(self, config: "Config") -> list[Problem]:
+        """Ask the `whet_check_config` of every plugin. One that fails is recorded as broken."""
+        plugins = [(key, self.manager.get_plugin(key)) for key in self._sources]
+        return [
+            problem
+            for key, plugin in plugins
+            for problem in self._ask(key, plugin, "whet_check_config", Problem, config=config)
+        ]
+
+    def load_file(self, path: Path) -> None:
+        """Load a single file as a plugin, once. A broken one is recorded."""
+        file, key = path.resolve(), file_module(path)
+        if key not in self._sources:
+            self._load(Source(file.stem, str(file)), key, lambda: import_file(file))
+
+    def load_installed(self) -> None:
+        """Load the plugins of all installed distributions. Broken ones are recorded."""
+        for entry, source in _entries(self.broken):
+            self._load(source, f"{source.distribution}:{source.name}", entry.load)
+
+    def _load(self, source: Source, key: str, load: Callable[[], Any]) -> None:
+        try:
+            plugin = load()
+            _validate(plugin)
+            self.manager.register(plugin, name=key)
+        except (Exception, SystemExit) as error:  # nothing that a plugin raises may end a command that can do without
+            self.broken.append(_broken(source, _reason(error), error=error))
+            return
+        self._sources[key] = source
+        for kind in KINDS:
+            for component in self._ask(key, plugin, f"whet_{kind}", Component, kind):
+                self._add(kind, component, plugin, source)
+
+    def _ask(
+        self, key: str, plugin: Any, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any
+    ) -> list[Any]:
+        """Call a hook of one plugin; give the items that are as they should be, and record the rest as broken."""
+        good, bad = list[Any](), list[Broken]()
+        source = self._sources[key]
+        for implementation in getattr(self.manager.hook, hook).get_hookimpls():
+            if implementation.plugin is not plugin:
+                continue
+            try:
+                given = implementation.function(**{name: arguments[name] for name in implementation.argnames})
+                items = _items(given, wanted, optional=kind is None)
+            except (Exception, SystemExit) as error:
+                bad.append(_broken(source, f"its hook {hook} failed: {_reason(error)}", kind, error))
+                continue
+            good.extend(item for item in items if isinstance(item, wanted))
+            strange = [item for item in items if not isinstance(item, wanted)]
+            reasons = [f"its hook {hook} gave {item!r:.80}, wanted a {wanted.__name__}" for item in strange]
+            bad.extend(_broken(source, reason, kind) for reason in reasons)
+        self.broken.extend(bad)
+        return good
+
+    def _add(self, kind: Kind, component: Component, plugin: Any, source: Source) -> None:
+        fault = _fault(component)
+        if fault:
+            reason = f"its {kind_word(kind)} {component.name!r:.80} {fault}"
+            self.broken.append(_broken(source, reason, kind))
+            return
+        offer = Offer(_located(component, plugin), source.distribution, source)
+        self._offers[kind].setdefault(component.name, []).append(offer)
+
+
+def load_plugins(files: Sequence[Path] = ()) -> Registry:
+    """Load the plugins of all installed distributions, then single files. Never raises for a broken one."""
+    registry = Registry()
+    registry.load_installed()
+    for file in files:
+        registry.load_file(file)
+    return registry
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Make a manager that knows the hooks of whet and no plugin."""
+    manager = pluggy.PluginManager("whet")
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _broken(source: Source, reason: str, kind: Kind | None = None, error: BaseException | None = None) -> Broken:
+    lines = traceback.format_exception(error)[-_LAST_FRAMES:] if error is not None else []
+    return Broken(source.name, source.distribution, reason, kind, "".join(lines).rstrip())
+
+
+def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
+    """Give the entry points of whet, sorted; distributions that cannot be read or want another core are recorded."""
+    found: list[tuple[EntryPoint, Source]] = []
+    seen: set[str] = set()
+    for distribution in distributions():
+        name = "an unreadable distribution"
+        try:
+            name = str(distribution.metadata["Name"])
+            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+            if not entries or canonicalize_name(name) in seen:  # the first on the path is the one that is imported
+                continue
+            seen.add(canonicalize_name(name))
+            reason = _other_core(distribution)
+        except Exception as error:
+            broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
+            continue
+        if reason:
+            broken.extend(Broken(entry.name, name, reason) for entry in entries)
+        else:
+            found.extend((entry, Source(entry.name, name, distribution.version, entry.value)) for entry in entries)
+    yield from sorted(found, key=lambda pair: (pair[1].distribution, pair[1].name))
+
+
+def _other_core(distribution: Distribution) -> str | None:
+    for line in distribution.requires or []:
+        requirement = Requirement(line)
+        if canonicalize_name(requirement.name) != "whet" or (
+            requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        if not requirement.specifier.contains(CORE_VERSION, prereleases=True):
+            return f"it is made for whet{requirement.specifier}, and this is whet {CORE_VERSION}"
+    return None
+
+
+def _validate(plugin: Any) -> None:
+    """Raise `PluginError` or `PluginValidationError` for hooks that whet does not know or would never call."""
+    probe = new_manager()
+    known = set(vars(probe.hook))
+    probe.register(plugin)
+    for name in sorted(set(vars(probe.hook)) - known):
+        if not all(implementation.optionalhook for implementation in getattr(probe.hook, name).get_hookimpls()):
+            raise PluginError(f"whet has no hook {name!r}{choice_words(name, known)}")
+    for name in dir(plugin):
+        value = inspect.getattr_static(plugin, name)
+        own = inspect.isfunction(value) and value.__module__ == getattr(plugin, "__name__", None)
+        if own and name.startswith("whet_") and not hasattr(value, "whet_impl"):
+            raise PluginError(f"its function {name} is not marked with @whet.hookimpl, so it would never be called")
+
+
+def _items(given: object, wanted: type, optional: bool) -> list[Any]:
+    if given is None and optional:
+        return []
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+        raise PluginError(f"it gave {given!r:.80}, wanted an iterable of {wanted.__name__}")
+    return list(given)
+
+
+def _none_of(kind: Kind) -> str:
+    return f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
+
+
+def _fault(component: Component) -> str | None:
+    """Say what is wrong with a component, as the end of a sentence."""
+    name, config = component.name, component.config
+    if not isinstance(name, str) or not name or name.strip("abcdefghijklmnopqrstuvwxyz0123456789-"):
+        return "has a name that is not in lower case with dashes"
+    if not isinstance(config, type) or not attrs.has(config):
+        return f"has the config {config!r:.80}, wanted an attrs class"
+    if any(field.alias == "use" for field in attrs.fields(config)):
+        return f"has a config {config.__name__} with a field named `use`, which is the name of the component"
+    for what, target in (("target", component.target), ("facts", component.facts or "module:name")):
+        if not isinstance(target, str) or not all(target.rpartition(":")[1:]):
+            return f"has the {what} {target!r:.80}, wanted 'package.module:name'"
+    return None
+
+
+def _located(component: Component, plugin: Any) -> Component:
+    """Name the targets of a single-file plugin by its path, so that workers can import them."""
+    name, file = getattr(plugin, "__name__", ""), getattr(plugin, "__file__", None)
+    if not file or name != file_module(file):
+        return component
+
+    def locate(target: str) -> str:
+        module, _, attribute = target.rpartition(":")
+        return f"file:{file}:{attribute}" if attribute and module in ("", name, Path(file).stem) else target
+
+    return attrs.evolve(component, target=locate(component.target), facts=locate(component.facts))
+
+
+def _reason(error: BaseException) -> str:
+    """Say on one line what was raised and where in the plugin."""
+    text = " ".join(str(error).split())[:300]
+    said = text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    ours = (__file__, pluggy.__path__[0], "<frozen importlib", str(Path(inspect.__file__).parent / "importlib"))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    frames = [frame for frame in frames if frame.filename != import_file.__code__.co_filename]
+    if not frames or isinstance(error, SyntaxError):  # a syntax error says itself where it is
+        return said
+    place = "/".join(Path(frames[-1].filename).parts[-2:])
+    return f"{said} ({place}, line {frames[-1].lineno})"

@@ -1,0 +1,549 @@
+"""Build the parts of a run in the order in which they need each other: slices -> handles -> parts."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from whet.component import Selection, Spec
+from whet.config.build import build_selection, to_spec
+from whet.config.document import to_text
+from whet.config.structure import absolute, unstructure
+from whet.data.metrics import Metrics, merge
+from whet.data.spans import Spans
+from whet.errors import CheckpointError
+from whet.interfaces.algorithm import Parts
+from whet.interfaces.logger import RunInfo
+from whet.interfaces.weights import Link, Places
+from whet.interfaces.workers import Site
+from whet.plan.evaluation import passes, scoring
+from whet.plan.plan import facts_of
+from whet.plan.prepare import Prepared, encode_of, field_names
+from whet.plan.roles import needed_roles, role_path, role_selection
+from whet.run import checkpoint
+from whet.run.colocation import Turns
+from whet.run.fingerprint import identity_of, versions_of
+from whet.run.handles import TimedBackend, TimedGenerator, TimedRollouts
+from whet.run.interrupts import Interrupts
+from whet.run.observers import Watchers
+from whet.run.recovery import Recovery
+from whet.run.run_folder import RunFolder
+from whet.run.stall_monitor import Waits
+from whet.run.start_cluster import make_cluster
+from whet.run.start_workers import Starting, lanes
+from whet.run.startup_time import Startup
+from whet.run.weight_sync import Refit, make_probe
+from whet.weights.transfer import MEETING
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from whet.config.sections import EnvironmentSection
+    from whet.data.batch import Batch
+    from whet.data.chat import ChatTokenizer
+    from whet.data.offline import OfflineData
+    from whet.endpoint.listener import Listener
+    from whet.endpoint.run import RunEndpoint
+    from whet.evaluation.evaluate import Evaluator
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.workers import Slice
+    from whet.rollout.recorder import Recorder
+    from whet.rollout.routing import Route
+    from whet.rollout.scorer import Scorer
+    from whet.rollout.stream import RolloutStream
+    from whet.run.checkpoint import Checkpoint
+    from whet.run.steps import Steps
+    from whet.runtime.event_loop import EpisodeLoop
+    from whet.runtime.launcher import Cluster
+    from whet.weights.probe import Probe
+
+
+class Builder:
+    """Builds parts in the order in which they need each other; what it starts is closed in reverse."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        closers: list[Callable[[], None]],
+        watchers: Watchers | None = None,
+        recovery: Recovery | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
+        self.folder, self.closers = folder, closers
+        self.watchers = watchers or Watchers(prepared.loaded.registry.manager, folder)
+        self.recovery, self._interrupts = recovery, interrupts
+        self.opened = False
+        """Whether the run folder is known to be this run's; another run's journal is left alone."""
+        self.roles: dict[str, Backend] = {}
+        """Further models, from when they are started on."""
+        self.asked = set[str]()
+        """Those that environments ask for."""
+        self.total = self.config.run.steps or 0
+        """Steps of the run in all; where it states epochs, known once the data has been read."""
+        self._needs = needed_roles(prepared.facts)
+        self.spans = Spans()
+        self._startup = Startup(time.time())
+        self._turns = Turns((), self.spans, self._loop)
+        self._episodes: EpisodeLoop | None = None
+        self._cluster: Cluster | None = None
+        self._listening: Listener | None = None
+        self._endpoint: RunEndpoint | None = None
+
+    def parts(self, again: bool = False) -> Parts:
+        """Build everything. Worker processes start to import while the driver prepares data and environments.
+
+        `again`: this very process has built the run before, and its workers were lost.
+        """
+        config = self.config
+        if not again:
+            self.spans.add(self.prepared.spans)
+            self._startup = Startup(self.prepared.spans[0].begin)
+        cluster = self.cluster()
+        self.closers.append(self._watch_waits().close)
+        with self.spans.phase("run", "prepare"):
+            chat = self.chat()
+            data = self._data(chat)
+            environments = [
+                self.training_routes(),
+                self.evaluation_routes(),
+            ]
+            saved = self._resume(data, environments[0], again)
+        done = saved.step if saved else 0
+        if again:
+            self.watchers.rewind(saved.step if saved else -1)
+        else:
+            self._open_loggers(done)
+        self._turns = Turns(self.plan.turns, self.spans, self._loop)
+        self.closers.append(self._turns.close)
+        built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
+        trainer = self._turns.backend("backend", built["backend"])
+        backend = self._turns.backend("backend", TimedBackend(built["backend"], self.spans))
+        sampler = built.get("generator")
+        generator = self._turns.generator(TimedGenerator(sampler, self.spans)) if sampler else None
+        if self._cluster is not None:
+            self.spans.add(self._cluster.preparations())
+        if saved:
+            with self.spans.phase("backend", "load"):
+                for name, trained in self._saved(backend).items():
+                    trained.load(saved.part(name))
+        stream = self._stream(environments[0], generator, chat, saved)
+        evaluate = self._evaluation(environments[1], generator, chat, stream)
+        recorder = self._recorder(built["backend"], chat)
+        probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
+        steps = self._steps(self._saved(backend), stream, recorder, evaluate, saved, probe, data)
+        self.closers.append(steps.close)
+        rollouts = TimedRollouts(
+            stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
+            self._turns.generation,
+        ) if stream else None  # fmt: skip
+        parts = Parts(
+            config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
+            roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
+            evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream, probe),
+            seed=config.run.seed,
+        )  # fmt: skip
+        parts.refit(version=done)
+        if self.config.endpoint.serve:
+            self._serve(generator, chat, stream)
+        return parts
+
+    def refuse_another(self) -> None:
+        """Raise `CheckpointError` where the run folder holds another run. Starts no role and writes nothing."""
+        self._own_identity(self._data(self.chat()), self.training_routes())
+
+    def nothing_left(self, done: int) -> bool:
+        """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
+        from whet.data.offline import records_of
+
+        config, epochs = self.config, self.config.run.epochs
+        if epochs is None or config.data is None:
+            return done >= self.total
+        position = checkpoint.position(self.folder, done)
+        if position and "epoch" in position and not config.run.allow_changed:
+            return position["records"] >= records_of(epochs, position["epoch"])
+        self._count_steps(self._data(self.chat()), done, position)
+        return done >= self.total
+
+    def _watch_waits(self) -> Waits:
+        def episodes() -> list[str]:
+            return [f"episodes: {', '.join(places)}"] if self._episodes and (places := self._episodes.where()) else []
+
+        log, notice = self.folder.logs / "waits.log", self.config.cluster.deadlines.notice
+        return Waits(self.spans, log, notice, self._cluster, episodes)
+
+    def chat(self, role: str = "backend") -> "ChatTokenizer":
+        """Give the tokenizer of a role's model, with its chat template."""
+        from whet.data.chat import ChatTokenizer
+
+        section = (self.config.roles[role].model if role in self.config.roles else None) or self.config.model
+        model = self.prepared.models.get(role, self.prepared.model)
+        chat = ChatTokenizer(model.path, section.chat_template, now=self.folder.began())
+        if self.config.environments or self.config.evaluation.environments:
+            _ = chat.template  # one that is missing or cannot be read would fail every episode
+        return chat
+
+    def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
+        from whet.data.offline import OfflineData
+
+        if self.config.data is None:
+            return None
+        limit = self.config.data.max_length or self.prepared.model.max_positions
+        facts = self.prepared.facts["algorithm"]
+        return OfflineData(
+            self.config.data, chat, self.config.run.seed, limit, self.watchers.status,
+            timed=partial(self.spans.phase, "data", "tokenise"),
+            encode=encode_of(self.config, facts, self.prepared.model), names=field_names(self.config),
+            epochs=self.config.run.epochs,
+        )  # fmt: skip
+
+    def _count_steps(self, data: "OfflineData | None", done: int, position: Mapping[str, int]) -> None:
+        """Go on where the data was after the steps that are done. Count the steps of epochs: read and tokenise."""
+        size = self.prepared.facts["algorithm"].records_per_step
+        if data is not None:
+            data.go_on(done, position)
+        if self.config.run.epochs is None or data is None or size is None:
+            return
+        self.total = data.prepare().steps(size)
+        self.watchers.status(f"{self.config.run.epochs:g} epochs are {self.total:,} steps of {size} records")
+
+    def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
+        """Build the environments of a section."""
+        from whet.run.environments import build_route
+
+        routes = []
+        for entry in entries:
+            needs = facts_of(entry.component, self.prepared.model).roles
+            route = build_route(entry, entry.split or split, *([self._scorers(needs)] if needs else []))
+            self.closers.append(route.environment.close)
+            routes.append(route)
+        return routes
+
+    def training_routes(self) -> "list[Route]":
+        """Build the environments of training."""
+        routes, scored = self.routes(self.config.environments, "train"), passes(self.config)
+        return [attrs.evolve(route, scoring=scored) for route in routes]
+
+    def evaluation_routes(self) -> "list[Route]":
+        """Build the environments of `evaluation`."""
+        routes = self.routes(self.config.evaluation.environments, "test")
+        return [attrs.evolve(r, scoring=scoring(self.config, i, r.environment)) for i, r in enumerate(routes)]
+
+    def _scorers(self, names: Iterable[str]) -> "dict[str, Scorer]":
+        """Give what an environment asks of further models, which are started later."""
+        from whet.rollout.scorer import RoleScorer
+
+        made: dict[str, Scorer] = {}
+        for name in names:
+            longest = self.prepared.models.get(name, self.prepared.model).max_positions
+            made[name] = scorer = RoleScorer(
+                partial(self.roles.__getitem__, name), cache(partial(self.chat, name)), longest, name
+            )
+            self.closers.append(scorer.close)
+            self.asked.add(name)
+        return made
+
+    def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
+        config, folder = self.config, self.folder
+        identity = self._own_identity(data, routes, again)
+        saved = checkpoint.latest(folder)
+        if saved:
+            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+        done, state = (saved.step, saved.state) if saved else (0, {})
+        self._count_steps(data, done, state.get("data", {}))  # after another run is refused: it may take minutes
+        folder.rewind(saved.step if saved else -1)
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        folder.scratch.mkdir(parents=True, exist_ok=True)
+        folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
+        folder.write_json("identity.json", identity)
+        folder.write_json("versions.json", versions_of(self.prepared.interpreters))
+        folder.write_json("plan.json", self.plan.to_dict())
+        folder.journal("opened", after_step=saved.step if saved else 0, steps=self.total, process=os.getpid())
+        self.opened = True
+        return saved
+
+    def _own_identity(self, data: "OfflineData | None", routes: "list[Route]", again: bool = False) -> dict[str, Any]:
+        """Give the run's identity. Raises `CheckpointError` where the folder's run is not to be gone on with."""
+        config, folder = self.config, self.folder
+        identity = identity_of(config, self.prepared.model, data, routes, self.prepared.models)
+        before = folder.read_json("identity.json") if folder.has_steps() else None
+        if before is not None and config.run.resume == "never" and not again:
+            raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
+        if before is None and config.run.resume == "must" and not again:
+            raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
+        if before is not None:
+            self._refuse_another(f"{folder.path} holds", before, identity)
+        return identity
+
+    def _refuse_another(self, found: str, before: Any, identity: dict[str, Any]) -> None:
+        different = checkpoint.differences(before, identity, self.config.run.allow_changed)
+        if different:
+            raise CheckpointError(
+                f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
+                + "\n".join(f"  {line}" for line in different)
+            )
+
+    def _info(self, done: int = 0) -> RunInfo:
+        folder = self.folder.path.resolve()
+        return RunInfo(folder, folder.name, unstructure(self.config), self.total, done)
+
+    def _open_loggers(self, done: int) -> None:
+        info = self._info(done)
+        for selection in self.config.loggers:
+            self.watchers.add(selection.name, build_selection(selection, info))
+
+    def cluster(self, *only: str) -> "Callable[[str], Slice]":
+        """Give a function from roles to slices: of all roles, or of those alone that are named."""
+        if self.plan.inline:
+            from whet.runtime.inline import InlineSlice
+
+            at = self.plan.role
+            return lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0])
+        roles = [place for place in self.plan.roles if place.role in only or not only]
+        self._cluster = cluster = make_cluster(self.config, [place.role for place in roles], self.folder.logs)
+        self.closers.append(cluster.close)
+        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
+        facts = {role: self.prepared.facts[role_path(role)] for role in slices}
+        forkable = [role for role, found in facts.items() if found.forkable]
+        cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
+        return slices.__getitem__
+
+    def _saved(self, backend: "Backend") -> "dict[str, Backend]":
+        """Give the models that a checkpoint holds, by the names of their folders in it."""
+        trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self._needs[name].trained}
+        return {"backend": backend, **trained}
+
+    def handles(self, roles: Sequence[str], slice_of: "Callable[[str], Slice]") -> dict[str, Any]:
+        """Build the driver's handles of roles, which start their workers; further models are in `roles` from then on.
+
+        Where several fail, the error is of the first.
+        """
+        groups = [list(roles)] if self.plan.inline else lanes(map(self.plan.role, roles))
+        starting = Starting(groups, lambda role: self._handle(role, slice_of))
+        try:
+            found = starting.result(roles)
+        finally:
+            self.closers += [handle.close for handle in starting.built()]
+        further = [role for role in roles if role in self.config.roles]
+        for role in further:
+            self.roles[role] = self._turns.backend(role, TimedBackend(found[role], self.spans, role))
+        return found
+
+    def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+        site = Site(
+            slice=slice_of(role),
+            model=self.prepared.models.get(role, self.prepared.model),
+            run=self._info(),
+            seed=self.config.run.seed,
+            scratch=self.folder.scratch.resolve(),
+            status=self.watchers.status,
+            # What is read by another template or tokenizer may be longer than what the policy sees.
+            max_context=0 if role in self.asked else self.plan.max_context,
+            trained=role not in self._needs or self._needs[role].trained,
+            replacing=self.recovery if self.recovery and self.recovery.enabled else None,
+        )
+        self.watchers.status(f"{role} to start")
+        with self.spans.phase(role, "start"):
+            handle = build_selection(role_selection(self.config, role), site)
+        self._turns.join(role, handle)
+        return handle
+
+    def _loss(self) -> Spec:
+        chosen = getattr(self.config.algorithm.config, "loss", None)
+        return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
+
+    def _loop(self) -> "EpisodeLoop":
+        """Give the one event loop on which all episodes are played."""
+        from whet.runtime.event_loop import EpisodeLoop
+
+        if self._episodes is None:
+            self._episodes = EpisodeLoop()
+            self.closers.append(self._episodes.close)
+        return self._episodes
+
+    def _listener(self) -> "Listener":
+        """Give the one place at which foreign agents reach the model."""
+        from whet.endpoint.listener import Listener
+
+        self._listening = self._listening or Listener(self.config.endpoint)
+        return self._listening
+
+    def _stream(
+        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
+    ) -> "RolloutStream | None":
+        from whet.rollout.stream import RolloutStream
+
+        if not routes:
+            return None
+        algorithm = self.config.algorithm
+        filters = [build_selection(chosen) for chosen in getattr(algorithm.config, "filters", ())]
+        stream = RolloutStream(
+            routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
+            group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
+            filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
+            greedy=any(found.greedy_sample for found in self.prepared.facts.values()),
+        )  # fmt: skip
+        self.closers.append(stream.close)
+        if saved:
+            stream.restore(saved.state["rollouts"])
+        return stream
+
+    def evaluator(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> "Evaluator":
+        """Build what evaluates."""
+        from whet.evaluation.evaluate import Evaluator
+
+        return Evaluator(
+            routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
+            seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
+            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
+        )  # fmt: skip
+
+    def _evaluation(
+        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None"
+    ) -> Callable[[int], Metrics]:
+        if not routes:
+            return lambda step: {}
+        evaluator = self.evaluator(routes, generator, chat)
+
+        def evaluate(step: int) -> Metrics:
+            if stream is not None and step >= self.total:
+                stream.close()  # no step is left for what it plays
+            self._turns.generation()
+            # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
+            with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
+                result = evaluator.evaluate()
+            label = f"step-{step:06d}"
+            for name, rows in result.rows(f"{label}-").items():
+                self.folder.append(f"evaluations/{name}", rows)
+            self.folder.write_json(f"evaluations/{label}.json", result.summary(f"{label}-", step=step))
+            return result.metrics
+
+        return evaluate
+
+    def _serve(self, generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None") -> None:
+        """Let whoever has the key ask the model, from its first weights on."""
+        from whet.endpoint.run import serve
+
+        self._turns.generation()  # until the first step whoever asks is answered
+        self._endpoint = serve(
+            self._loop(), self._listener(), generator, chat, self.config, self.folder,
+            gate=stream.gate if stream else None, max_context=self.plan.max_context,
+        )  # fmt: skip
+        self.closers.append(self._endpoint.close)
+
+    def _hang_up(self) -> None:
+        """Where roles take turns, end the answers under way at the endpoint, for which a save would wait."""
+        if self._endpoint is not None and self._turns.sides:
+            try:
+                self._endpoint.close()
+            except Exception:  # it must not cost the checkpoint
+                log.exception("the endpoint could not be closed")
+
+    def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
+        from whet.rollout.recorder import Recorder
+
+        timed = self._turns.backend("backend", TimedBackend(trainer, self.spans, names={"score": "record"}))
+
+        def score(batch: "Batch") -> Any:
+            return timed.score(batch, ("logprobs",))["logprobs"]
+
+        given = facts_of(self.config.backend, self.prepared.model).outputs_given
+        return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
+
+    def _steps(
+        self, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
+        evaluate: Callable[[int], Metrics], saved: "Checkpoint | None", probe: "Probe | None",
+        data: "OfflineData | None",
+    ) -> "Steps":  # fmt: skip
+        from whet.run.steps import Sinks, Steps
+
+        identity = self.folder.read_json("identity.json")
+        position = {"rollouts": stream.state() if stream else {}}
+        size = self.prepared.facts["algorithm"].records_per_step
+        done, carried = (saved.step, saved.state.get("algorithm", {})) if saved else (0, {})
+
+        def records(step: int, batch: "Batch") -> Mapping[str, Any]:
+            if stream is None:
+                return {}
+            # Here, not when saving: a signal may end the run after the next batch was handed over.
+            position["rollouts"] = stream.state()
+            consumed = stream.collect()
+            rows = recorder.rows(consumed.trained, batch)
+            self.folder.append_later(f"rollouts/step-{step:06d}.jsonl", rows)
+            return consumed.entry()
+
+        def save(step: int) -> None:
+            if steps.stopped_by is not None:
+                self._hang_up()
+            state = {**position, "algorithm": steps.saved_state, "identity": identity}
+            if data is not None and size is not None:
+                state["data"] = data.position(step, size)
+            saves = {name: partial(_save, handle) for name, handle in trained.items()}
+            checkpoint.write(self.folder, step, state, saves)
+            checkpoint.prune(self.folder, self.config.run.keep)
+            self.folder.journal("saved", step=step)
+
+        def log(step: int, numbers: Mapping[str, float]) -> None:
+            if self.recovery is not None:
+                self.recovery.finished(step)
+            self.watchers.log(step, numbers)
+
+        def gather() -> Metrics:
+            return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}, self._turns.metrics()])
+
+        sinks = Sinks(records, evaluate, log, save, gather)
+        every = self.config.evaluation.every
+        steps = Steps(
+            self.folder, self.config.run, done, every, self.spans, sinks, self._startup, self.total, carried,
+            self._interrupts,
+        )  # fmt: skip
+        return steps
+
+    def _refit(
+        self, backend: "Backend", generator: Any, stream: "RolloutStream | None", probe: "Probe | None"
+    ) -> Callable[..., None]:
+        if generator is None:
+            return lambda version: None
+        link, places = self._link()
+        refit = Refit(
+            backend, generator, link, self.spans, stream.set_version if stream else lambda version: None,
+            self.config.rollout.running, probe, places,
+        )  # fmt: skip
+        if self.recovery is not None:
+            self.recovery.hand_over_again = refit.again
+
+        def hand_over(*, version: int) -> None:
+            self._turns.training()  # before other hand-overs are locked out, one of which requests may wait for
+            refit(version=version)
+
+        return hand_over
+
+    def _link(self) -> "tuple[Link, Callable[[], Places]]":
+        """Give what all hand-overs have in common, and how to find out where senders were at the last one."""
+        way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.refit, self.config.cluster.recovery
+        assert way is not None  # there is a generator
+        if way.transport not in MEETING:
+            folder = str(self.folder.scratch.resolve() / "weights")
+            return Link(way.transport, folder, "", 0, timeout_seconds=seconds), tuple
+        from whet.weights.exchange import Exchange
+
+        exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
+        self.closers.append(exchange.close)
+        link = Link(
+            way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
+            timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
+        )  # fmt: skip
+        return link, exchange.places
+
+
+def _save(handle: "Backend", folder: Path) -> None:
+    handle.save(folder).result()

@@ -1,0 +1,200 @@
+"""Checkpoints: complete or not there, and only ever picked by the run that wrote them.
+
+A checkpoint is written beside its place, listed file by file with sizes and checksums, made durable, and
+then renamed. A kill at any moment leaves either no checkpoint of that step or a whole one.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from whet.data.files import disk_errors, read_rows
+from whet.errors import CheckpointError, WhetError, in_words
+from whet.run.run_folder import RunFolder
+
+MANIFEST, STATE = "complete.json", "state.json"
+_NUMBER = re.compile("[0-9]{6,15}")
+
+
+@frozen
+class Checkpoint:
+    """A complete checkpoint."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    """What the driver carries: builtins."""
+
+    def part(self, name: str) -> Path:
+        """Give what a role saved: `backend`, or `roles/NAME`."""
+        return self.folder / name
+
+
+def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Callable[[Path], None]]) -> Path:
+    """Write a checkpoint of a step. `saves`, by name of the subfolder, each return when what they wrote is durable."""
+    final = run.checkpoints / f"step-{step:06d}"
+    partial = final.with_name(final.name + ".partial")
+    with disk_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in saves:
+            (partial / name).mkdir(parents=True)
+    try:
+        for name, save in saves.items():
+            save(partial / name)
+    except WhetError:
+        shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        raise
+    with disk_errors(partial):
+        (partial / STATE).write_text(json.dumps({"step": step, **state}), encoding="utf-8")
+        files = sorted(p for p in partial.rglob("*") if p.is_file())
+        listed = {str(p.relative_to(partial)): [p.stat().st_size, _checksum(p)] for p in files}
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": listed}, indent=1), encoding="utf-8")
+        folders = [p for p in partial.rglob("*") if p.is_dir()]
+        for path in [*files, partial / MANIFEST, *folders, partial]:
+            _fsync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _fsync(run.checkpoints)
+    return final
+
+
+def prune(run: RunFolder, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints; 0 keeps all."""
+    if keep:
+        for _, folder in _folders(run)[keep:]:
+            partial = folder.with_name(folder.name + ".partial")  # half of it must not look like a damaged one
+            with suppress(OSError):
+                folder.rename(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def newest(run: RunFolder) -> int:
+    """Return the step of the newest checkpoint, which is not read; 0 where there is none."""
+    return max((step for step, _ in _folders(run)), default=0)
+
+
+def position(run: RunFolder, step: int) -> dict[str, int]:
+    """Return the position in the data that a checkpoint holds; empty where it holds none. Its files are not checked."""
+    for number, folder in _folders(run):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            if number == step:
+                found = json.loads((folder / STATE).read_text(encoding="utf-8")).get("data", {}).items()
+                return {name: count for name, count in found if isinstance(count, int)}
+    return {}
+
+
+def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint, or that of a step. A damaged one raises `CheckpointError`: none takes its place."""
+    for number, folder in _folders(run):
+        if step is None or number == step:
+            return read(folder)
+    if step is not None:
+        have = ", ".join(str(n) for n, _ in _folders(run)) or "none"
+        raise CheckpointError(f"{run.path} has no checkpoint of step {step}; it has {have}")
+    return None
+
+
+def usable(run: RunFolder, before: int) -> list[int]:
+    """List the steps before a step whose checkpoints can be used, the newest first."""
+    steps = []
+    for step, folder in _folders(run):
+        with suppress(CheckpointError):
+            if step < before:
+                steps.append(read(folder).step)
+    return steps
+
+
+def last_saved(run: RunFolder) -> int:
+    """Return the step of the last checkpoint that the run's journal says was written and counts; 0: none was."""
+    saved = [0]
+    journal = run.path / "journal.jsonl"
+    for row in read_rows(journal) if journal.is_file() else ():
+        step = row.get("after_step") if row.get("event") == "rewound" else row.get("step")
+        if not isinstance(step, int):
+            continue
+        if row.get("event") == "rewound":
+            saved = [number for number in saved if number <= step]
+        elif row.get("event") == "saved":
+            saved.append(step)
+    return saved[-1] if saved else 0
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read a checkpoint and check every file against the manifest. Raises `CheckpointError` saying what is wrong."""
+    advice = "delete the folder to resume from the checkpoint before it"
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"checkpoint {folder} is damaged: it lacks {MANIFEST}, which lists its files; {advice}")
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, (size, checksum) in listed["files"].items():
+            file = (folder / name).resolve()
+            if not file.is_relative_to(folder.resolve()) or not file.is_file():
+                raise CheckpointError(
+                    f"checkpoint {folder} is damaged: it lacks {name!r}, which its {MANIFEST} lists; {advice}"
+                )
+            if file.stat().st_size != size or _checksum(file) != checksum:
+                raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not what was written; {advice}")
+        if STATE not in listed["files"]:
+            raise CheckpointError(f"checkpoint {folder} is damaged: its {MANIFEST} does not list {STATE}; {advice}")
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        steps = {int(folder.name[5:]), int(listed["step"]), int(state["step"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {in_words(error)}; {advice}") from error
+    if len(steps) > 1:
+        found = " and ".join(map(str, sorted(steps)))
+        raise CheckpointError(
+            f"checkpoint {folder} was moved: folder, {MANIFEST} and {STATE} name the steps {found}; give each folder "
+            "its own name again, or delete it"
+        )
+    return Checkpoint(folder, steps.pop(), state)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
+    """List where two run identities differ, a line each, leaving out what may change."""
+    before, now = _flat(saved), _flat(current)
+    lines = []
+    for path in sorted(before.keys() | now.keys()):
+        if any(path == a or path.startswith(a + ".") for a in allowed):
+            continue
+        if before.get(path) != now.get(path):
+            old, new = (repr(d[path]) if path in d else "nothing" for d in (before, now))
+            lines.append(f"{path}: the run has {old}, the config gives {new}")
+    return lines
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else key).items()}
+    if isinstance(value, list) and value:
+        return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}.{i}").items()}
+    return {path: value}
+
+
+def _folders(run: RunFolder) -> list[tuple[int, Path]]:
+    """List what stands in the place of a checkpoint, the newest first. A save that was cut short has another name."""
+    found = [p for p in run.checkpoints.glob("step-*") if _NUMBER.fullmatch(p.name[5:])]
+    return sorted(((int(p.name[5:]), p) for p in found), reverse=True)
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

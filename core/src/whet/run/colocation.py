@@ -1,0 +1,198 @@
+"""Whose turn it is: where roles share memory, those that train and those that generate take turns in it.
+
+    take, evaluate, probe       generation's turn    the backend sleeps; the generator is awake, and requests pass
+    train, score, save, ...     training's turn      no request passes, the generator sleeps; the backend is awake
+    a hand-over                 training's turn      the generator takes back what weights need, the rest at its turn
+
+Turns are asked for by the one thread that drives a run. Whoever comes from elsewhere waits for its turn: a request at
+a gate, an environment that asks a further model on the thread that it asks from. A turn ends when they are answered.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+from attrs import define, field
+
+from whet.data.metrics import Metric, largest
+from whet.data.spans import Spans
+from whet.errors import WhetError
+from whet.rollout.gate import Gate
+from whet.run.handles import WrappedBackend, WrappedGenerator
+
+if TYPE_CHECKING:
+    from whet.data.records import Completion, Request
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.generator import Generator, Running
+    from whet.interfaces.weights import Link
+    from whet.interfaces.workers import Pending
+    from whet.runtime.event_loop import EpisodeLoop
+
+TRAINING: Final = 0
+GENERATION: Final = 1
+
+
+class Sleeper(Protocol):
+    """What backends and generators have in common."""
+
+    def sleep(self) -> int | None:
+        """See `Backend.sleep`."""
+
+    def wake(self) -> None:
+        """See `Backend.wake`."""
+
+
+@define(eq=False)
+class Turns:
+    """Of one sitting of a run. Without sides nobody sleeps."""
+
+    sides: Sequence[Sequence[str]]
+    """Roles that have their turn together: those of training, those of generation."""
+    spans: Spans
+    loop: "Callable[[], EpisodeLoop]"
+    """Gives the loop on which requests are made."""
+    gate: Gate = field(factory=Gate, init=False)
+    """What requests pass."""
+    _handles: dict[str, Sleeper] = field(factory=dict, init=False)
+    _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
+    """`weights`: a generator that took new ones while it slept, and no more."""
+    _turn: int | None = field(default=None, init=False)
+    _driver: int = field(factory=threading.get_ident, init=False)
+    """The thread that drives the run."""
+    _asking: int = field(default=0, init=False)
+    """Calls under way that other threads make in generation's turn."""
+    _closed: bool = field(default=False, init=False)
+    _changed: threading.Condition = field(factory=threading.Condition, init=False)
+    _given_back: dict[str, int] = field(factory=dict, init=False)
+
+    def join(self, role: str, handle: Sleeper) -> None:
+        """Put a role to sleep that has just been started, so that the next one to start finds the memory free."""
+        if self._side(role) is not None:
+            self._handles[role], self._states[role] = handle, "awake"
+            self._sleep(role)
+
+    def training(self) -> None:
+        """Let those that train have the memory; waits until requests under way are answered."""
+        self._begin(TRAINING)
+
+    def generation(self) -> None:
+        """Let those that generate have the memory, and requests pass."""
+        self._begin(GENERATION)
+        if self.sides:
+            self.loop().call(self.gate.open)
+
+    def probing(self) -> None:
+        """Let those that generate have the memory, for requests that do not come through the gate."""
+        self._begin(GENERATION)
+
+    def backend(self, role: str, backend: "Backend") -> "Backend":
+        """Give the handle of a role whose calls come at its turn."""
+        side = self._side(role)
+        if side is None:
+            return backend
+        return TakingTurns(backend, self._in_training if side == TRAINING else self._in_generation)
+
+    def generator(self, generator: "Generator") -> "Generator":
+        """Give the handle of the generator, whose requests wait for its turn."""
+        return GatedGenerator(generator, self) if self.sides else generator
+
+    def took_weights(self) -> None:
+        """Note that the generator holds weights, if it slept."""
+        if self._states.get("generator") == "asleep":
+            self._states["generator"] = "weights"
+
+    def close(self) -> None:
+        """Let nobody wait any more: no further turn comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def metrics(self) -> dict[str, Metric]:
+        """Give, once for each time, how much memory each role gave back, of all its ranks."""
+        given, self._given_back = self._given_back, {}
+        return {f"given_back_mib/{role}": largest(count / 2**20) for role, count in given.items()}
+
+    def _side(self, role: str) -> int | None:
+        return next((side for side, roles in enumerate(self.sides) if role in roles), None)
+
+    def _begin(self, turn: int) -> None:
+        if not self.sides or (self._turn == turn and "weights" not in self._states.values()):
+            return
+        with self._changed:
+            self._turn = None
+            if turn == TRAINING:
+                with self.spans.phase("generator", "drain"):
+                    self.loop().run(self.gate.shut())
+            self._changed.wait_for(lambda: not self._asking)
+            for role in self.sides[1 - turn]:
+                if self._states[role] != "asleep":
+                    self._sleep(role)
+            for role in self.sides[turn]:
+                if self._states[role] != "awake":
+                    self._wake(role)
+            self._turn = turn
+            self._changed.notify_all()
+
+    def _sleep(self, role: str) -> None:
+        with self.spans.phase(role, "sleep"):
+            given = self._handles[role].sleep()
+        self._states[role] = "asleep"
+        if given is not None:
+            self._given_back[role] = max(given, self._given_back.get(role, 0))
+
+    def _wake(self, role: str) -> None:
+        with self.spans.phase(role, "wake"):
+            self._handles[role].wake()
+        self._states[role] = "awake"
+
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        self._begin(TRAINING)
+        yield
+
+    @contextmanager
+    def _in_generation(self) -> Iterator[None]:
+        if threading.get_ident() == self._driver:
+            self._begin(GENERATION)
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == GENERATION or self._closed)
+            if self._turn != GENERATION:
+                raise WhetError("the run ended before the turn of who is asked came")
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._asking -= 1
+                self._changed.notify_all()
+
+
+class GatedGenerator(WrappedGenerator):
+    """A generator whose requests wait for its turn."""
+
+    def __init__(self, generator: "Generator", turns: Turns) -> None:
+        super().__init__(generator)
+        self._turns = turns
+
+    async def generate(self, request: "Request") -> "Completion":
+        """See `Generator.generate`."""
+        async with self._turns.gate:
+            return await super().generate(request)
+
+    def receive_weights(self, link: "Link", version: int, running: "Running" = "drain") -> "Pending":
+        """See `Generator.receive_weights`."""
+        self._turns.took_weights()
+        return super().receive_weights(link, version, running)
+
+
+class TakingTurns(WrappedBackend):
+    """A backend that is called at its turn."""
+
+    def __init__(self, backend: "Backend", turn: Callable[[], AbstractContextManager[None]]) -> None:
+        """`turn` is entered when it has come, and lasts until it is left."""
+        super().__init__(backend)
+        self._turn = turn
+
+    def _around(self, phase: str) -> AbstractContextManager[None]:
+        return self._turn()

@@ -1,0 +1,242 @@
+"""Build the parts of a run from its plan, and run it.
+
+load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in reverse order
+"""
+
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, frozen
+
+from whet.config.sections import RunSection
+from whet.data.files import disk_errors, read_rows
+from whet.errors import WhetError, WorkerLost
+from whet.interfaces.algorithm import Parts
+from whet.plan.prepare import Prepared, prepare
+from whet.run import checkpoint
+from whet.run.builder import Builder
+from whet.run.closing import closing_all
+from whet.run.interrupts import Interrupts
+from whet.run.observers import Watchers
+from whet.run.recovery import Recovery
+from whet.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.interfaces.algorithm import Steps
+    from whet.interfaces.backend import Backend
+    from whet.plugins.registry import Registry
+
+
+@frozen
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    steps: int
+    """Steps finished in all."""
+    finished: bool
+    stopped_by: int | None = None
+    """The signal that ended it early."""
+    before: bool = False
+    """Whether it had ended before, so that nothing was left to do and nothing was started."""
+    epochs: float | None = None
+    """Epochs of a run that states them."""
+
+
+def run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    registry: "Registry | None" = None,
+    began: float | None = None,
+) -> Outcome:
+    """Run a config from beginning, or from its last checkpoint, to the end.
+
+    `began`: when it was asked for, in seconds since the epoch; the time to the first step counts from there.
+    """
+    with Interrupts().listening() as interrupts:
+        prepared = prepare(path, overrides, config_only=False, registry=registry, began=began)
+        with _claimed(prepared.config.run) as folder:
+            if (done := _finished(prepared, folder)) is not None:
+                return Outcome(folder.path, done, finished=True, before=True, epochs=prepared.config.run.epochs)
+            prepared.refuse_elsewhere()
+            return _sittings(prepared, folder, interrupts)
+
+
+def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
+    """Give the steps of a run of which nothing is left to do; None of any other. Nothing is started.
+
+    Where its last sitting was killed at the very end, the journal is closed. Raises `CheckpointError` where the folder
+    holds another run.
+    """
+    section, done = prepared.config.run, checkpoint.newest(folder)
+    left = done < (section.steps or 1) or (section.export and not _exported(folder))
+    if left or not (folder.path / "identity.json").exists():
+        return None
+    with closing_all([]) as closers:
+        builder = Builder(prepared, folder, closers)
+        builder.refuse_another()
+        if not builder.nothing_left(done):
+            return None
+    shutil.rmtree(folder.scratch, ignore_errors=True)  # of a sitting that was killed at its very end
+    if _told(folder, "opened", "closed", "failed") != "closed":
+        folder.journal("closed")
+    return done
+
+
+def _sittings(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
+    """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
+    with _opened(prepared, folder, interrupts) as sittings:
+        while True:
+            try:
+                with sittings.sit() as parts:
+                    return _sit(parts, interrupts)
+            except WorkerLost as error:
+                if not sittings.again(error):
+                    raise sittings.told(error) from error.__cause__
+
+
+def _sit(parts: Parts, interrupts: Interrupts) -> Outcome:
+    """Run what is left of a run, until its end or a signal."""
+    from whet.run.steps import Interrupted
+
+    config, steps = parts.config, parts.steps
+    folder = Path(config.run.folder)
+    if steps.done < steps.total:
+        if steps.done == 0 and config.evaluation.at_start and config.evaluation.environments:
+            steps.log_start(parts.evaluate(0))
+        try:
+            parts.hooks.whet_run(algorithm=parts.algorithm, parts=parts)
+        except Interrupted:
+            steps.save_now()
+    finished = steps.done >= steps.total
+    if finished and config.run.export:
+        pressed = steps.stopped_by == signal.SIGINT or interrupts.abandon
+        interrupts.moment, interrupts.pressed = "export", pressed
+        _export(parts.backend, RunFolder(folder), steps.done)
+    return Outcome(folder, steps.done, finished, steps.stopped_by)
+
+
+def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
+    """Write the final model whole, once; a sitting that failed to leaves it to the next."""
+    if _exported(folder):
+        return
+    target, partial = folder.path / "model", folder.path / "model.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    backend.export(partial)
+    with disk_errors(target):
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    folder.journal("exported", step=step)
+
+
+def _exported(folder: RunFolder) -> bool:
+    """Whether the model was written whole after the last step."""
+    return (folder.path / "model").is_dir() and _told(folder, "step", "exported") == "exported"
+
+
+def _told(folder: RunFolder, *events: str) -> str | None:
+    """Give which of these events the journal has last."""
+    journal = folder.path / "journal.jsonl"
+    found = [row["event"] for row in read_rows(journal) if row.get("event") in events] if journal.exists() else []
+    return found[-1] if found else None
+
+
+@contextmanager
+def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) -> Iterator[Parts]:
+    """Open a run as a library: `with whet.open("it.yaml", "algorithm.group_size=4") as parts:`."""
+    prepared = prepare(path, overrides, config_only=False, registry=registry)
+    prepared.refuse_elsewhere()
+    with (
+        _claimed(prepared.config.run) as folder,
+        _opened(prepared, folder) as sittings,
+        sittings.sit() as parts,
+    ):
+        yield parts
+
+
+@define
+class _Sittings:
+    """A run that is open in this process: its folder is locked, its loggers are on."""
+
+    prepared: Prepared
+    folder: RunFolder
+    watchers: Watchers
+    recovery: Recovery
+    built: bool = False
+    """Whether all parts have been there once: what is lost before that is told at once."""
+    opened: bool = False
+    """Whether the run folder is known to be this run's; another run's journal is left alone."""
+    steps: "Steps | None" = None
+    """Of the present sitting, once it is built."""
+    interrupts: Interrupts = Factory(Interrupts)
+    """What Ctrl-C does outside of steps."""
+
+    @contextmanager
+    def sit(self) -> Iterator[Parts]:
+        """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
+        with closing_all([self.folder.settle]) as closers:
+            self.interrupts.moment = "start-up"
+            builder = Builder(self.prepared, self.folder, closers, self.watchers, self.recovery, self.interrupts)
+            self.steps = None
+            self.recovery.hand_over_again = None  # an earlier sitting's hand-over ended with its senders
+            with self.interrupts.then_closing():
+                try:
+                    parts = builder.parts(again=self.built)
+                finally:
+                    self.opened = self.opened or builder.opened
+                self.built, self.steps = True, parts.steps
+                yield parts
+
+    def again(self, error: WorkerLost) -> bool:
+        """Say whether there is another sitting after this error."""
+        stopped = self.interrupts.abandon or (self.steps is not None and self.steps.stopped_by is not None)
+        if not self.built or stopped:
+            return False
+        saved = checkpoint.latest(self.folder)
+        return self.recovery.grant_run(error, saved.step if saved else 0)
+
+    def told(self, error: WorkerLost) -> WorkerLost:
+        """Give the error that ends the run; where a signal was ending it anyway, that is said."""
+        if self.steps is None or self.steps.stopped_by is None:
+            return error
+        name = signal.Signals(self.steps.stopped_by).name
+        cause = f"{error.cause}; {name} was ending the run, which continues after its last checkpoint"
+        return WorkerLost(error.role, error.rank, error.phase, cause, error.last_words, error.details)
+
+
+@contextmanager
+def _claimed(section: RunSection) -> Iterator[RunFolder]:
+    """Lock a run folder meanwhile."""
+    folder = RunFolder(section.folder, private_records=section.private_records)
+    with closing_all([]) as closers:
+        folder.claim()
+        closers.append(folder.release)
+        yield folder
+
+
+@contextmanager
+def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_Sittings]:
+    with closing_all([]) as closers:
+        watchers = Watchers(prepared.loaded.registry.manager, folder)
+        closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), watchers.close]
+        recovery = Recovery(prepared.config.cluster.recovery, folder)
+        sittings = _Sittings(prepared, folder, watchers, recovery, interrupts=interrupts or Interrupts())
+        try:
+            yield sittings
+        except Exception as error:
+            watchers.failed = True
+            if sittings.opened:
+                with suppress(WhetError):  # a full disk must not hide what failed
+                    folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
+            raise
+        except BaseException as error:  # a second Ctrl-C: it was ended, and did not fail
+            if sittings.opened:
+                with suppress(WhetError):
+                    folder.journal("closed", by=type(error).__name__)
+            raise
+        folder.journal("closed")

@@ -1,0 +1,228 @@
+"""The shorter jobs beside a run: evaluate a model, export a checkpoint."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from whet.data.files import disk_errors, json_line, private
+from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.evaluation.comparison import SUMMARY, Comparison, compare, read_written
+from whet.evaluation.result import EvaluationResult
+from whet.plan.load import load_config
+from whet.plan.prepare import Prepared, prepare
+from whet.run import checkpoint
+from whet.run.builder import Builder
+from whet.run.closing import closing_all
+from whet.run.interrupts import Interrupts
+from whet.run.recovery import Recovery
+from whet.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.logger import Logger
+    from whet.plugins.registry import Registry
+
+
+@frozen
+class Evaluated:
+    """The result of `whet eval`; as a string, a table."""
+
+    model: str
+    result: EvaluationResult
+    comparison: Comparison | None = None
+
+    def __str__(self) -> str:
+        tables = [self.result.table(), *([self.comparison.table()] if self.comparison else [])]
+        return f"{self.model}\n" + "\n\n".join(tables)
+
+    def write(self, out: Path) -> None:
+        """Write `evaluation.json`, and of each environment `NAME.jsonl`, its episodes, and `tasks/NAME.jsonl`."""
+        summary = self.result.summary(model=self.model)
+        if self.comparison:
+            summary["comparison"] = self.comparison.summary()
+        with disk_errors(out):
+            (out / "tasks").mkdir(parents=True, exist_ok=True)
+            for name, rows in self.result.rows().items():
+                with open(out / name, "w", encoding="utf-8", opener=private) as stream:
+                    stream.writelines(map(json_line, rows))
+            (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def evaluate(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    against: Path | None = None,
+    registry: "Registry | None" = None,
+    progress: "Logger | None" = None,
+) -> Evaluated:
+    """Evaluate a model on what a config has under `evaluation`; nothing is trained and no run folder is touched.
+
+    The generator loads the model itself, so no backend is started. A replica that is lost is replaced, as often as
+    `cluster.recovery` allows. Where it fails, what the workers logged stays in the folder that the error names.
+    `against` is an evaluation that was written before, to be compared with task by task.
+    `progress` is told what is waited for.
+    """
+    chosen = [f"model.path={json.dumps(str(model))}"] if model else []
+    prepared = prepare(path, [*overrides, *chosen], config_only=False, trains=False, registry=registry)
+    config = prepared.config
+    if not config.evaluation.environments:
+        raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
+    other = read_written(against) if against else None
+    with (
+        Interrupts("job").listening() as interrupts,
+        _workplace("eval") as folder,
+        closing_all([]) as closers,
+        interrupts.then_closing(),
+    ):
+        builder = _builder(prepared, folder, closers)
+        builder.recovery = Recovery(config.cluster.recovery, builder.folder)
+        if progress is not None:
+            builder.watchers.add("progress", progress)
+        closers.append(builder.watchers.close)
+        prepared.refuse_elsewhere("generator", *builder.asked)
+        routes = builder.evaluation_routes()
+        cluster = builder.cluster("generator", *builder.asked)
+        generator = builder.handles(["generator", *builder.asked], cluster)["generator"]
+        result = builder.evaluator(routes, generator, builder.chat()).evaluate()
+    return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
+
+
+def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> int:
+    """Write a checkpoint of a run as a folder that `transformers` loads; give its step."""
+    run = RunFolder(run_folder)
+    if not (run.path / "config.yaml").is_file():
+        raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
+    prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
+    saved = exported(run, step, prepared.config.run.allow_changed)
+    with (
+        Interrupts("job").listening() as interrupts,
+        _workplace("export") as folder,
+        closing_all([]) as closers,
+        interrupts.then_closing(),
+    ):
+        builder = _builder(prepared, folder, closers)
+        backend = builder.handles(["backend"], builder.cluster("backend"))["backend"]
+        written = _load(backend, run, step, prepared.config.run.allow_changed, saved)
+        with _whole(Path(out).absolute()) as partial:
+            backend.export(partial)
+    return written
+
+
+def exported(run: RunFolder, step: int | None, allowed: Sequence[str] = ()) -> checkpoint.Checkpoint:
+    """Return the checkpoint to export: that of a step, or the last that the run saved.
+
+    `allowed` are config paths in which it may differ from the run. Raises `CheckpointError` where that one cannot be
+    used: an older one is taken only by its step.
+    """
+    try:
+        saved = checkpoint.latest(run, step)
+        last = checkpoint.last_saved(run)
+        if saved is None or (step is None and saved.step < last):
+            raise CheckpointError(
+                f"{run.path} lacks the checkpoint of step {last}, which its journal says was saved last"
+                if last else f"{run.path} holds no checkpoint yet; set run.save_every to save more often"
+            )  # fmt: skip
+    except CheckpointError as error:
+        if step is not None:
+            raise
+        older = checkpoint.usable(run, 1 + max(checkpoint.newest(run), checkpoint.last_saved(run)))
+        steps = " or ".join(f"--step {number}" for number in older)
+        how = f"; to export an older checkpoint, give {steps}" if older else ""
+        raise CheckpointError(f"{error}\nnothing was exported{how}") from error
+    before = run.read_json("identity.json")
+    if before is not None and (different := checkpoint.differences(before, saved.state.get("identity", {}), allowed)):
+        raise CheckpointError(
+            f"{saved.folder} was saved by another run than that of {run.path}:\n"
+            + "\n".join(f"  {line}" for line in different)
+        )
+    return saved
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """Make a folder to write into, and give it its place once it is whole; after an error nothing is left."""
+    there = out.is_dir()
+    partial = out / ".partial" if there else out.with_name(f"{out.name}.partial")
+    with disk_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with disk_errors(out):
+            if not there:
+                partial.rename(out)
+                return
+            for file in sorted(partial.iterdir()):
+                file.rename(out / file.name)
+            partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _alone(config: Path) -> list[str]:
+    """Change a config so that its backend runs as one worker: in this process, unless it has a Python of its own."""
+    python = load_config(config).config.cluster.python.get("backend")
+    return [
+        f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.share=[]",
+        f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
+        "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",
+        "cluster.sleep=never", "cluster.memory=ignore",
+    ]  # fmt: skip
+
+
+def _load(
+    backend: "Backend", run: RunFolder, step: int | None, allowed: Sequence[str],
+    saved: checkpoint.Checkpoint | None = None,
+) -> int:  # fmt: skip
+    """Load a checkpoint, which may have been read already, and return its step.
+
+    Of a run that goes on meanwhile, the newest may be another one the next moment.
+    """
+    for attempt in range(_ATTEMPTS):
+        folder = saved.folder if saved is not None else run.checkpoints
+        try:
+            saved = saved or exported(run, step, allowed)
+            folder = saved.folder
+            backend.load(saved.part("backend"))
+            return saved.step
+        except WhetError:
+            if folder.exists() or step is not None or attempt + 1 == _ATTEMPTS:
+                raise
+            saved = None
+    raise CheckpointError(f"{run.path} holds no checkpoint any more")
+
+
+_ATTEMPTS = 5
+
+
+@contextmanager
+def _workplace(job: str) -> Iterator[RunFolder]:
+    """Give a job a folder of its own. After an error, which names them, the logs of its workers stay there."""
+    folder = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-"))
+    try:
+        yield folder
+    except Exception:
+        shutil.rmtree(folder.scratch, ignore_errors=True)
+        if not any(log.stat().st_size for log in folder.logs.glob("*.log")):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _builder(prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> Builder:
+    folder.scratch.mkdir(parents=True)
+    return Builder(prepared, folder, closers)

@@ -1,0 +1,75 @@
+"""Who watches a run: its loggers and the plugins' hooks. A watcher that fails never ends the run."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from whet.interfaces.logger import Logger
+from whet.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.interfaces.algorithm import Algorithm, Parts
+
+hookimpl = pluggy.HookimplMarker("whet")
+
+
+class CoreHooks:
+    """Core's own implementation of the hooks, which plugins can wrap."""
+
+    @hookimpl(trylast=True)
+    def whet_run(self, algorithm: "Algorithm", parts: "Parts") -> object:
+        """Run the algorithm."""
+        algorithm.run(parts)
+        return True
+
+
+class Watchers:
+    """Passes numbers and words on to loggers and hooks."""
+
+    def __init__(self, manager: pluggy.PluginManager, folder: RunFolder) -> None:
+        if not manager.has_plugin("whet"):
+            manager.register(CoreHooks(), name="whet")
+        self.hooks = manager.hook
+        self.failed = False
+        """Whether the run failed; loggers are told when they are closed."""
+        self._folder = folder
+        self._loggers: dict[str, Logger] = {}
+
+    def add(self, name: str, logger: Logger) -> None:
+        """Add a logger."""
+        self._loggers[f"{name}-{len(self._loggers)}"] = logger
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Tell loggers and hooks of a finished step."""
+        self._tell("log", step, numbers)
+        try:
+            self.hooks.whet_step_finished(step=step, metrics=numbers)
+        except (Exception, SystemExit) as error:
+            self._note("hook whet_step_finished", error)
+
+    def status(self, text: str) -> None:
+        """Tell loggers what the run waits for."""
+        self._tell("status", text)
+
+    def rewind(self, step: int) -> None:
+        """Tell loggers that the steps after this one are taken again; -1: all."""
+        self._tell("rewind", step)
+
+    def close(self) -> None:
+        """Close the loggers. Safe to call twice."""
+        self._tell("close", self.failed)
+        self._loggers.clear()
+
+    def _tell(self, method: str, *args: Any) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                getattr(logger, method)(*args)
+            except (Exception, SystemExit) as error:
+                # A full dashboard, a lost connection or output that nobody reads any more (for which rich exits)
+                # must not cost a training run: the logger is dropped.
+                self._note(f"logger {name}", error)
+                self._loggers.pop(name, None)
+
+    def _note(self, who: str, error: BaseException) -> None:
+        self._folder.journal("watcher failed", who=who, error=type(error).__name__, message=str(error)[:500])

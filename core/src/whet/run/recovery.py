@@ -1,0 +1,88 @@
+"""What a run survives: worker processes that die or hang, as often as its budgets allow, and never in silence.
+
+    a replica of a generator   restarted by itself, its requests go to others   cluster.recovery.replicas
+    any other worker           the whole run, from its last checkpoint          cluster.recovery.restarts
+
+What a worker raises is a bug or a wrong config and would be raised again: it ends the run at once.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from whet.errors import WorkerLost
+from whet.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.config.sections import RecoverySection
+    from whet.interfaces.workers import Give
+
+Again = Callable[["Give"], None]
+
+
+class Budget:
+    """Restarts that are left. Steps that the run never finished before give them back, one for each `refill`."""
+
+    def __init__(self, size: int, refill: int) -> None:
+        self._size, self._refill = size, refill
+        self._spent: list[int] = []
+        """The furthest step at the time of each restart."""
+
+    def spend(self, furthest: int) -> int | None:
+        """Take one; give how many are left, None where there was none."""
+        if self._refill:
+            self._spent = [step for step in self._spent if furthest - step < self._refill]
+        if len(self._spent) >= self._size:
+            return None
+        self._spent.append(furthest)
+        return self._size - len(self._spent)
+
+
+class Recovery:
+    """Grants restarts over all sittings of one `whet run`. May be used from any thread."""
+
+    def __init__(self, section: "RecoverySection", folder: RunFolder) -> None:
+        self.enabled = section.enabled
+        self._folder = folder
+        self._replicas, self._runs = (Budget(n, section.refill) for n in (section.replicas, section.restarts))
+        self._lock = threading.Lock()
+        self._furthest = 0
+        self.hand_over_again: Again | None = None
+        """Gives one receiver the weights of the last hand-over; None before there can be any."""
+        self.losses = Counter[str]()
+        """See `whet.interfaces.workers.Replacing`."""
+
+    def finished(self, step: int) -> None:
+        """Note that a step was finished."""
+        self._furthest = max(self._furthest, step)
+
+    def grant(self, error: WorkerLost) -> bool:
+        """Say whether a replica may be restarted after this; see `whet.interfaces.workers.Replacing`."""
+        return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
+
+    def hand_over(self, give: "Give") -> None:
+        """See `whet.interfaces.workers.Replacing`."""
+        if self.hand_over_again is None:
+            give(None)
+        else:
+            self.hand_over_again(give)
+
+    def grant_run(self, error: WorkerLost, after_step: int) -> bool:
+        """Say whether the run may begin again after its last checkpoint."""
+        return self._grant(self._runs, error, "run restarted", f"the run goes on after step {after_step}")
+
+    def _grant(self, budget: Budget, error: WorkerLost, event: str, outcome: str) -> bool:
+        with self._lock:
+            left = budget.spend(self._furthest) if self.enabled else None
+        if left is None:
+            return False
+        who = error.role if error.rank is None else f"{error.role} rank {error.rank}"
+        self._folder.journal(
+            event, role=error.role, rank=error.rank, phase=error.phase, cause=error.cause[:500], left=left
+        )
+        with suppress(OSError):  # nobody may read along any more
+            print(f"{who} was lost in {error.phase}: {error.cause}; {outcome} ({left} more allowed)", file=sys.stderr)
+        return True

@@ -1,0 +1,194 @@
+"""The run folder: a public contract of plain files, written so that a kill at any moment loses nothing.
+
+config.yaml  identity.json  versions.json  plan.json     what ran
+journal.jsonl                                            what happened, an event a line
+metrics.jsonl  spans.jsonl                               a line per step, a line per phase
+rollouts/step-000012.jsonl  evaluations/step-000010-NAME.jsonl
+evaluations/step-000010.json  evaluations/tasks/step-000010-NAME.jsonl
+checkpoints/step-000020/    model/    logs/ROLE-RANK.log  logs/waits.log
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from whet.data.files import disk_errors, json_line, read_rows, reading, step_of
+from whet.errors import CheckpointError
+
+PRIVATE: Final = ("rollouts/", "evaluations/", "endpoint.jsonl")
+"""Files of the run folder with what the model was asked and said: prompts may be a company's or a user's own."""
+
+
+class RunFolder:
+    """Writes and reads the files of one run. Creating it touches nothing; `claim` does."""
+
+    def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
+        """`private_records`: only this user may read what the model said, see `PRIVATE`; else who the umask lets."""
+        self.path = Path(path)
+        self._private = private_records
+        self._lock: int | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where the workers' output goes."""
+        return self.path / "logs"
+
+    @property
+    def scratch(self) -> Path:
+        """For files that need not outlast the run."""
+        return self.path / "scratch"
+
+    def claim(self) -> None:
+        """Make the folder and lock it; a second run in it is refused."""
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if not isinstance(error, BlockingIOError):
+                raise CheckpointError(
+                    f"{self.path} cannot be locked: {error.strerror}; choose a run.folder whose file system has locks"
+                ) from error
+            raise CheckpointError(
+                f"{self.path} is in use by another run; wait for it, or choose another run.folder"
+            ) from error
+
+    def release(self) -> None:
+        """Write what is still to be written, and give the lock back. Safe to call twice."""
+        try:
+            self.settle()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def has_steps(self) -> bool:
+        """Whether there is anything to resume, or to lose: a run that failed before its first step leaves nothing."""
+        metrics = self.path / "metrics.jsonl"
+        return any(self.checkpoints.glob("step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a small file whole: it is either the old one or the new one."""
+        self.write_text(name, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small text file whole."""
+        target = self.path / name
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(target.name + ".partial")
+            with partial.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(target)
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; None where there is none."""
+        try:
+            with reading(self.path / name):
+                return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append JSON lines. They survive a kill at once, and a power cut after the next `sync`."""
+        left = "".join(map(json_line, rows)).encode()
+        if not left:
+            return
+        target = self.path / name
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode = 0o600 if self._private and name.startswith(PRIVATE) else 0o666
+            with open(target, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, mode)) as stream:
+                end = stream.tell()
+                try:
+                    while left:
+                        left = left[stream.write(left) :]
+                except OSError:
+                    stream.truncate(end)  # all rows or none: what is there stays readable
+                    raise
+
+    def append_later(self, name: str, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        """Append rows that are made and written on another thread; what fails is raised by the next call or `sync`."""
+        self.settle()
+        self._writer = self._writer or ThreadPoolExecutor(1, "whet rows")
+        self._writing = self._writer.submit(lambda: self.append(name, rows()))
+
+    def settle(self) -> None:
+        """Wait until what was to be appended later is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def sync(self) -> None:
+        """Make the rows of all steps so far durable, as is needed before a checkpoint that builds on them."""
+        self.settle()
+        for name in ("metrics.jsonl", "spans.jsonl", "journal.jsonl"):
+            file = self.path / name
+            if file.exists():
+                with disk_errors(file), file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+
+    def began(self) -> datetime:
+        """Give the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
+        file = self.path / "journal.jsonl"
+        first = next(iter(read_rows(file)), {}) if file.exists() else {}
+        try:
+            return datetime.fromtimestamp(first.get("time", time.time()))
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            raise CheckpointError(
+                f"{file}, first line: the time {first['time']!r:.60} is no time in seconds; it is that of the run's "
+                "first sitting, and what a chat template shows of the date depends on it"
+            ) from error
+
+    def journal(self, event: str, **details: Any) -> None:
+        """Note what happened."""
+        self.append("journal.jsonl", [{"time": round(time.time(), 3), "event": event, **details}])
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps: they will be taken again. The journal remembers, and says so."""
+        if (self.path / "journal.jsonl").exists():
+            self._keep_rows("journal.jsonl", math.inf)
+            self.journal("rewound", after_step=max(0, step))
+        for name in ("metrics.jsonl", "spans.jsonl"):
+            self._keep_rows(name, step)
+        for pattern in ("rollouts/step-*.jsonl", "evaluations/step-*.json*", "evaluations/tasks/step-*.jsonl"):
+            for file in self.path.glob(pattern):
+                if (step_of(file.name) or 0) > step and not file.is_dir():
+                    file.unlink()
+        for unfinished in self.checkpoints.glob("*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _keep_rows(self, name: str, step: float) -> None:
+        file = self.path / name
+        if not file.exists():
+            return
+        self.write_text(name, "".join(json_line(row) for row in read_rows(file) if _is_kept(row, step)))
+
+
+def _is_kept(row: Mapping[str, Any], step: float) -> bool:
+    number = row.get("step", 0)
+    return step == math.inf or (isinstance(number, int) and number <= step)

@@ -1,0 +1,114 @@
+"""Says who waits for whom when the driver has waited for long: a line on stderr, and stacks in `logs/waits.log`.
+
+rollout.take since 63 s: generator-1 generate since 62 s (its process computes decode since 61 s, heard of 1 s ago)
+
+A wait is a phase of the driver's spans. It is told once it has lasted `cluster.deadlines.notice` and twice as long as
+the longest of its kind before, and again each time it has doubled. Nothing is ended: that is what deadlines are for.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from whet.data.files import disk_errors
+from whet.data.spans import Spans
+from whet.runtime.threads import Guard, watched
+
+LOOKS = 8
+"""How often a wait is looked at before it is told."""
+SLOWEST_LOOK_SECONDS = 5.0
+BACKGROUND = frozenset({("generator", "generate")})
+"""Phases that nobody waits for by themselves."""
+DEEPEST_STACK = 12
+
+
+class Processes(Protocol):
+    """What is known of worker processes; see `whet.runtime.launcher.Cluster`."""
+
+    def under_way(self) -> Sequence[object]:
+        """Say what they were asked and have not answered."""
+        ...
+
+    def stacks(self) -> dict[str, str]:
+        """Say what those do that owe an answer."""
+        ...
+
+
+class Waits:
+    """One thread that looks now and then, while it is open."""
+
+    def __init__(
+        self,
+        spans: Spans,
+        log: Path,
+        notice_seconds: float,
+        processes: Processes | None = None,
+        episodes: Callable[[], list[str]] = list,
+    ) -> None:
+        """`episodes` says where the episodes under way are; `notice_seconds` 0: nothing is ever told."""
+        self._spans, self._log, self._notice, self._processes = spans, log, notice_seconds, processes
+        self._episodes = episodes
+        self._told: dict[tuple[str, str, float], float] = {}
+        """Of waits under way, by role, phase and begin: the seconds after which they are told next."""
+        self._over = threading.Event()
+        self._thread = watched("whet-waits", self._watch, over=self._over.is_set) if notice_seconds else None
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def look(self) -> None:
+        """Tell of the waits that are due."""
+        waits = [wait for wait in self._spans.under_way() if (wait.role, wait.phase) not in BACKGROUND]
+        alive = {(wait.role, wait.phase, wait.since) for wait in waits}
+        self._told = {wait: seconds for wait, seconds in self._told.items() if wait in alive}
+        due = []
+        for wait in waits:
+            key, seconds = (wait.role, wait.phase, wait.since), time.perf_counter() - wait.since
+            if seconds >= self._told.get(key, max(self._notice, 2 * self._spans.longest(wait.role, wait.phase))):
+                self._told[key] = 2 * seconds
+                due.append(f"{wait.role}.{wait.phase} since {seconds:.0f} s")
+        if due:
+            self._tell(due)
+
+    def _tell(self, due: list[str]) -> None:
+        owed = [str(one) for one in self._processes.under_way()] if self._processes else []
+        episodes = self._episodes()
+        line = f"waiting on {', '.join(due)}: {'; '.join(owed + episodes) or 'no worker owes an answer'}"
+        print(f"{line}; stacks are in {self._log}", file=sys.stderr, flush=True)
+        parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", *driver_stacks()]
+        if self._processes is not None:
+            parts += [f"{name}:\n{words}" for name, words in self._processes.stacks().items() if words]
+        with disk_errors(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write("\n".join(parts) + "\n\n")
+
+    def _watch(self) -> None:
+        pause = min(self._notice / LOOKS, SLOWEST_LOOK_SECONDS)
+        guard = Guard("whet-waits", pause_seconds=0.0)
+        while not self._over.wait(pause):
+            try:
+                self.look()
+            except Exception as error:  # whatever it stumbles over, the run goes on, and so does the watch
+                guard.report(error)
+
+
+def driver_stacks() -> list[str]:
+    """Say where the driver's main thread is, and the one that plays episodes."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    wanted: dict[str, Any] = {
+        names[ident]: frame
+        for ident, frame in sys._current_frames().items()
+        if names.get(ident) in ("MainThread", "whet episodes")
+    }
+    return [
+        f"driver, {name}:\n" + "".join(traceback.format_stack(frame)[-DEEPEST_STACK:]).rstrip()
+        for name, frame in sorted(wanted.items())
+    ]

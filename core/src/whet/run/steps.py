@@ -1,0 +1,237 @@
+"""The steps of a run: where to begin, when to stop, and all that happens between two optimizer steps.
+
+    for step in parts.steps:         starts after the last checkpoint, ends on SIGTERM
+        ...
+        step.log(metrics)            as often as needed; metrics merge by their kind
+        step.finish(batch)           metrics, evaluation, loggers, hooks, checkpoint when due
+
+A step that was begun must be finished. What an algorithm must remember from one step to the next is in `steps.state`.
+"""
+
+import copy
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+
+from whet.data import metrics as merging
+from whet.data.metrics import Metric
+from whet.data.randomness import derive_seed
+from whet.data.spans import Spans
+from whet.run.interrupts import Interrupts, acknowledge, on_signals
+from whet.run.run_folder import RunFolder
+from whet.run.startup_time import BEFORE, Startup
+
+if TYPE_CHECKING:
+    from whet.config.sections import RunSection
+    from whet.data.batch import Batch
+
+
+class Interrupted(BaseException):
+    """A signal ended a wait; the last finished step can be saved. Nothing that handles errors may swallow it."""
+
+
+@define
+class Step:
+    """One step of a run."""
+
+    number: int
+    """Counted from 1."""
+    seed: int
+    """Derive this step's randomness from it."""
+    _steps: "Steps"
+    _metrics: dict[str, Metric] = field(factory=dict, init=False)
+
+    def log(self, metrics: Mapping[str, Metric]) -> None:
+        """Add metrics; those of one name are merged by their kind."""
+        self._metrics = merging.merge([self._metrics, metrics])
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and after the last, happens now. 0: only last."""
+        return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
+
+    def finish(self, batch: "Batch") -> None:
+        """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
+        self._steps.finish(self, self._metrics, batch)
+
+
+@frozen
+class Sinks:
+    """What a finished step is told to. Each is called in this order."""
+
+    records: Callable[[int, "Batch"], Mapping[str, Any]]
+    """Write the rollouts of a step; what the journal is to say of them."""
+    evaluate: Callable[[int], Mapping[str, Metric]]
+    """Evaluate after a step."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """Loggers and hooks."""
+    save: Callable[[int], None]
+    """Write a checkpoint."""
+    gather: Callable[[], Mapping[str, Metric]]
+    """Metrics that others collected meanwhile, e.g. the rollout stream."""
+
+
+class Steps:
+    """Iterates over the steps that are left."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        section: "RunSection",
+        done: int,
+        evaluate_every: int,
+        spans: Spans,
+        sinks: Sinks,
+        startup: Startup | None = None,
+        total: int = 0,
+        state: Mapping[str, Any] | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        """`total`: steps to take in all; 0: those of the section."""
+        self.total = total or section.steps or 0
+        """Steps of the run in all."""
+        self.state: dict[str, Any] = dict(state or {})
+        """What an algorithm carries from step to step beside weights: builtins, which JSON keeps to the last bit. Saved
+        with each checkpoint, and there again when the run resumes from it."""
+        self.saved_state = copy.deepcopy(self.state)
+        """`state` as the last finished step left it."""
+        self.done = done
+        """Steps finished so far, those of earlier sittings included."""
+        self.stopped_by: int | None = None
+        """Signal that ended the loop early."""
+        self._run, self._section, self._spans, self._sinks = run, section, spans, sinks
+        self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
+        self._saved = done
+        self._interrupts = interrupts or Interrupts()
+        self._interruptible, self._saving, self._evaluating = False, False, False
+        self._current: int | None = None  # the step that was begun and is not finished
+        self._began = time.perf_counter()
+        self._before: dict[str, Metric] = {}
+        self._listening = ExitStack()
+
+    def is_last(self, number: int) -> bool:
+        """Whether no step follows this one."""
+        return number >= self.total
+
+    def __iter__(self) -> Iterator[Step]:
+        with self._listening:
+            self._listening.enter_context(on_signals(self._stop))
+            self._interrupts.moment = "closing"  # is what follows the loop
+            if self._before:
+                self._record(0, self._before)
+            while self.done < self.total and self.stopped_by is None:
+                self._began = time.perf_counter()
+                number = self.done + 1
+                step = Step(number, derive_seed(self._section.seed, "step", number), self)
+                self._current = number
+                yield step
+                if self.done != number:
+                    raise RuntimeError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
+            self.save_now()
+
+    def log_start(self, metrics: Mapping[str, Metric]) -> None:
+        """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
+        self._before = merging.merge([self._before, metrics])
+
+    def close(self) -> None:
+        """Take no more signals. An error that left the loop may keep it alive for long, by its traceback."""
+        self._listening.close()
+
+    def finish(self, step: Step, metrics: Mapping[str, Metric], batch: "Batch") -> None:
+        """See `Step.finish`."""
+        number, section = step.number, self._section
+        merged = merging.merge([metrics, self._sinks.gather()])
+        consumed = self._sinks.records(number, batch)
+        if step.due(self._evaluate_every):
+            merged = merging.merge([merged, self._evaluate(number)])
+        self._record(number, merged, batch.tokens)
+        self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
+        self._run.journal("step", step=number, **consumed)
+        if step.due(section.save_every):
+            self._save()
+
+    def _evaluate(self, number: int) -> Mapping[str, Metric]:
+        self._evaluating = True
+        try:
+            return self._sinks.evaluate(number)
+        finally:
+            self._evaluating = False
+
+    def _record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
+        """Write a step's metrics and spans to the run folder, and tell loggers and hooks."""
+        spans = self._spans.drain()
+        seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}
+        for span in spans:
+            if number > self._first or span.phase not in BEFORE:
+                name = f"seconds/{span.role}.{span.phase}"
+                seconds[name] = seconds.get(name, 0.0) + span.seconds
+        if self._startup is not None:
+            seconds |= self._startup.metrics(spans, seconds["seconds/step"], number == self._first)
+        numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
+        numbers |= {name: round(value, 6) for name, value in seconds.items()}
+        rows = [
+            {
+                "step": number,
+                "role": s.role,
+                "phase": s.phase,
+                "begin": round(s.begin, 6),
+                "seconds": round(s.seconds, 6),
+            }
+            for s in spans
+        ]
+        self._run.append("spans.jsonl", rows)
+        self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
+        self._sinks.log(number, numbers)
+
+    def _save(self) -> None:
+        self._saving = True
+        try:
+            with self._spans.phase("run", "save"):
+                self._run.sync()
+                self._sinks.save(self.done)
+        finally:
+            self._saving = False
+        self._saved = self.done
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal end what happens inside at once; for waits during which the weights do not change."""
+        self._interruptible = True
+        try:
+            if self.stopped_by is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._interruptible = False
+
+    def _stop(self, number: int) -> None:
+        again, self.stopped_by = self.stopped_by is not None, number
+        if again and number == signal.SIGINT:
+            self._interrupts.at_once()
+        if not again:
+            acknowledge(number, self._what_follows())
+        if self._interruptible and not self._saving:
+            raise Interrupted
+
+    def _what_follows(self) -> str:
+        """Return the words for what happens after a signal, and after a second Ctrl-C."""
+        again = "; Ctrl-C again ends at once, without saving"
+        if self._saving:
+            return f"saving step {self.done}, then ending{again}"
+        if self._evaluating:
+            return f"finishing the evaluation after step {self._current}, then saving{again}"
+        if self._current is not None and not self._interruptible:
+            return f"finishing step {self._current}, then saving{again}"
+        if self._saved != self.done:
+            return f"saving step {self.done}, then ending{again}"
+        kept = f"step {self.done} is saved already" if self.done else "no step is finished, so nothing is saved"
+        return f"ending; {kept}; Ctrl-C again ends at once"
+
+    def save_now(self) -> None:
+        """Save the last finished step, unless that is done. A second SIGTERM does not cut it short."""
+        if self._saved != self.done:
+            with on_signals(self._stop):
+                self._save()

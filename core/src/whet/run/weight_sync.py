@@ -1,0 +1,102 @@
+"""Sends the backend's weights to the generator, and probes that the generator computes with them."""
+
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from whet.data.spans import Spans
+from whet.interfaces.weights import Link, Places
+from whet.weights.probe import Probe
+
+if TYPE_CHECKING:
+    from whet.data.chat import ChatTokenizer
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.generator import Generator, Running
+    from whet.interfaces.workers import Give
+    from whet.plan.prepare import Prepared
+    from whet.runtime.event_loop import EpisodeLoop
+    from whet.weights.probe import Proof
+
+
+class Refit:
+    """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused.
+
+    Where a probe is due, the hand-over ends when the generator has shown that it computes with them.
+    """
+
+    def __init__(
+        self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
+        running: "Running" = "drain", probe: "Probe | None" = None,
+        places: Callable[[], Places] = tuple,
+    ) -> None:  # fmt: skip
+        """Take a link that says all but session, version, and the `places` of senders."""
+        self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
+        self._template, self._running, self._count = link, running, itertools.count()
+        self._last: Link | None = None
+        self._probe, self._places = probe, places
+        self._proof: Proof | None = None
+        self._changing = threading.Lock()
+
+    def __call__(self, *, version: int) -> None:
+        """Hand over the weights made by step `version`. Raises `RefitError` where the generator does not have them."""
+        with ExitStack() as held:
+            with self._spans.phase("backend", "refit"):
+                held.enter_context(self._changing)
+                self._last, self._proof = self._link(version), None
+                self._hand_over(self._last)
+            if self._probe is not None and self._probe.due(version):
+                with self._spans.phase("generator", "probe"):
+                    self._proof = self._probe(version)
+        self._after(version)
+
+    def again(self, give: "Give") -> None:
+        """Give one receiver the weights of the last hand-over; None: there was none yet.
+
+        The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins. Nor
+        is the trainer: what it scored then is the proof, and where it scored nothing the next hand-over is probed.
+        """
+        with self._changing:
+            if self._probe is not None and self._proof is None:
+                self._probe.overdue = True
+            give(self._last, self._proof)
+
+    def _hand_over(self, link: Link) -> None:
+        ends = [self._backend.send_weights(link), self._generator.receive_weights(link, link.version, self._running)]
+        for end in ends:
+            end.result()
+
+    def _link(self, version: int) -> Link:
+        session = f"{version}-{next(self._count)}"
+        return attrs.evolve(self._template, session=session, version=version, places=self._places())
+
+
+def make_probe(
+    prepared: "Prepared", trainer: "Backend", generator: "Generator | None", chat: "ChatTokenizer",
+    loop: "Callable[[], EpisodeLoop]", turn: Callable[[], None] = lambda: None,
+) -> "Probe | None":  # fmt: skip
+    """Make the probe of a run; None where there is nothing to compare, or it is switched off.
+
+    `turn` waits for the generator's turn.
+    """
+    config, model, facts = prepared.config, prepared.model, prepared.facts
+    given = "logprobs" in facts["backend"].outputs_given
+    if generator is None or not config.refit.probe.every or not given:
+        return None
+    tokens = chat.plain_tokens
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        turn()
+        return loop().run(coroutine)
+
+    return Probe(
+        config.refit.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
+        room=prepared.plan.max_context, temperature=config.rollout.temperature,
+        dtypes=(facts["generator"].dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
+        generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"],
+        run=run,
+    )  # fmt: skip

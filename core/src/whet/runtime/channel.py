@@ -1,0 +1,205 @@
+"""Messages over a socket: a count, the sizes of the buffers, and the buffers, each aligned to 64 bytes."""
+
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Final
+
+import numpy as np
+
+from whet.runtime.wire import Buffer, WireError
+
+_MAGIC: Final = 0x31544857
+_HEAD: Final = struct.Struct("<II")
+_BARE: Final = struct.Struct("<IIQ")
+"""Of a message of one buffer."""
+_ALIGN: Final = 64
+_PADDING: Final = bytes(_ALIGN)
+_SMALL: Final = 1 << 16
+_MOST_PIECES: Final = 512  # of one sendmsg; the kernel takes 1024
+_MOST_BUFFERS: Final = 1 << 20
+_FEW_BUFFERS: Final = 1 << 10
+"""Of a small message; a large one may have a buffer for each KiB of its limit."""
+_LIMIT: Final = 1 << 42
+
+
+def of_this_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is a process of this user."""
+    user: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return user == os.geteuid()
+
+
+class Framed(list[memoryview]):
+    """The pieces of one message, in order."""
+
+
+def frame(buffers: Sequence[Buffer]) -> Framed:
+    """Give the pieces of one message; a small one is a single piece, the others are not copied. Again: the same."""
+    if isinstance(buffers, Framed):
+        return buffers
+    sizes = [memoryview(buffer).nbytes for buffer in buffers]
+    pieces: list[Buffer] = [_HEAD.pack(_MAGIC, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)]
+    for buffer, size in zip(buffers, sizes, strict=True):
+        pieces += (buffer, _PADDING[: -size % _ALIGN])
+    if sum(sizes) <= _SMALL:
+        return Framed([memoryview(b"".join(pieces))])
+    return Framed(memoryview(piece).cast("B") for piece in pieces if len(piece))
+
+
+def copied(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Give the buffers of a message as they would arrive: writable, and nobody else's."""
+    copies = [_room(memoryview(buffer).nbytes) for buffer in buffers]
+    for copy, buffer in zip(copies, buffers, strict=True):
+        copy[:] = memoryview(buffer).cast("B")
+    return copies
+
+
+def send(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
+    """Send one message. Blocks while the other end does not read; raises `OSError` when it is gone."""
+    pieces = deque(frame(buffers))
+    if len(pieces) == 1:
+        sock.sendall(pieces[0])
+        return
+    while pieces:
+        send_some(sock, pieces)
+
+
+def send_some(sock: socket.socket, pieces: deque[memoryview]) -> None:
+    """Send once, and take away what has left. Raises `BlockingIOError` where a non-blocking socket takes nothing."""
+    sent = sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(list(islice(pieces, _MOST_PIECES)))
+    while pieces and sent >= len(pieces[0]):
+        sent -= len(pieces.popleft())
+    if sent:
+        pieces[0] = pieces[0][sent:]
+
+
+def receive(sock: socket.socket, limit: int = _LIMIT, deadline: float | None = None) -> list[memoryview]:
+    """Receive the buffers of one message, writable.
+
+    `limit` bytes are the most that is taken. `deadline` is in the seconds of `time.monotonic`. Raises `EOFError`
+    when the other end is gone, `TimeoutError` at the deadline and `WireError` for what is no message.
+    """
+    count = _count(receive_exactly(sock, _HEAD.size, deadline), limit)
+    shape = _Shape(receive_exactly(sock, 8 * count, deadline), limit)
+    return shape.cut(receive_exactly(sock, shape.size, deadline))
+
+
+class Incoming:
+    """Puts messages together from what has come, without waiting for the rest."""
+
+    def __init__(self, limit: int = _LIMIT) -> None:
+        self._limit = limit
+        self._begin, self._wanted = bytearray(), _HEAD.size
+        """What has come of a message's count and sizes, and how long that is when it is whole."""
+        self._shape: _Shape | None = None
+        self._payload = memoryview(b"")
+        self._got = 0
+        """Bytes of the payload that have come."""
+
+    def receive(self, sock: socket.socket, scratch: memoryview) -> Iterator[list[memoryview]]:
+        """Receive once, and give the messages that are whole by now: the buffers of each, writable.
+
+        What begins with a message goes through `scratch`, which is free again after the last; the rest of a large one
+        is received where it stays. Raises as `receive` does, and `BlockingIOError` where nothing has come.
+        """
+        rest = self._payload[self._got :]
+        got = sock.recv_into(rest or scratch)
+        if not got:
+            raise EOFError("the other end is gone")
+        if rest:
+            self._got += got
+            yield from self._whole()
+            return
+        data = scratch[:got]
+        while data:
+            if self._shape is None and not self._begin and 0 < (size := _bare_size(data)) <= self._limit:
+                room = _room(size)
+                room[:] = data[_BARE.size : _BARE.size + size]
+                data = data[_BARE.size + size + -size % _ALIGN :]
+                yield [room]
+                continue
+            data = self._announce(data) if self._shape is None else self._fill(data)
+            yield from self._whole()
+
+    def _announce(self, data: memoryview) -> memoryview:
+        """Take of a message's count and sizes what is there; give what comes after it."""
+        missing = self._wanted - len(self._begin)
+        self._begin += data[:missing]
+        if len(self._begin) == self._wanted == _HEAD.size:
+            self._wanted += 8 * _count(self._begin, self._limit)
+        if len(self._begin) == self._wanted:
+            self._shape = _Shape(memoryview(self._begin)[_HEAD.size :], self._limit)
+            self._payload = _room(self._shape.size)
+            self._begin, self._wanted = bytearray(), _HEAD.size
+        return data[missing:]
+
+    def _fill(self, data: memoryview) -> memoryview:
+        """Take what is there of the payload; give what comes after it."""
+        part = data[: len(self._payload) - self._got]
+        self._payload[self._got : self._got + len(part)] = part
+        self._got += len(part)
+        return data[len(part) :]
+
+    def _whole(self) -> Iterator[list[memoryview]]:
+        """Give the message that is whole now, if one is."""
+        if self._shape is not None and self._got == len(self._payload):
+            message = self._shape.cut(self._payload)
+            self._shape, self._payload, self._got = None, memoryview(b""), 0
+            yield message
+
+
+class _Shape:
+    """Where the buffers of a message lie in its payload."""
+
+    def __init__(self, announced: Buffer, limit: int) -> None:
+        self._sizes = struct.unpack(f"<{len(announced) // 8}Q", announced)
+        self._begins = list(accumulate((size + -size % _ALIGN for size in self._sizes), initial=0))
+        self.size = self._begins[-1]
+        """Of the payload."""
+        if self.size > limit:
+            raise WireError(f"a message of {self.size} bytes was announced, at most {limit} are taken")
+
+    def cut(self, payload: memoryview) -> list[memoryview]:
+        return [payload[begin : begin + size] for begin, size in zip(self._begins, self._sizes, strict=False)]
+
+
+def _bare_size(data: memoryview) -> int:
+    """Give the size of the buffer of a message that is all there and has only that one; 0: it is another."""
+    if len(data) < _BARE.size:
+        return 0
+    magic, count, size = _BARE.unpack_from(data)
+    whole = magic == _MAGIC and count == 1 and len(data) >= _BARE.size + size + -size % _ALIGN
+    return int(size) if whole else 0
+
+
+def _count(head: Buffer, limit: int) -> int:
+    """Read how many buffers a message has, or raise `WireError` where none begins, or too many for its limit."""
+    magic, count = _HEAD.unpack_from(head)
+    if magic != _MAGIC or count > min(_MOST_BUFFERS, max(_FEW_BUFFERS, limit >> 10)):
+        raise WireError("a message is damaged: it has no proper beginning")
+    return int(count)
+
+
+def _room(size: int) -> memoryview:
+    """Give memory for so many bytes, writable and aligned."""
+    # An offset into a larger array rather than a bytearray: neither zeroed nor off the alignment of vector code.
+    room = np.empty(size + _ALIGN, np.uint8)
+    start = -room.ctypes.data % _ALIGN
+    return room[start : start + size].data
+
+
+def receive_exactly(sock: socket.socket, size: int, deadline: float | None) -> memoryview:
+    """Receive so many bytes, writable and aligned. Raises `EOFError` and, at the deadline, `TimeoutError`."""
+    view, got = _room(size), 0
+    while got < size:
+        if deadline is not None:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-4))
+        read = sock.recv_into(view[got:], min(size - got, 1 << 24))
+        if not read:
+            raise EOFError("the other end is gone")
+        got += read
+    return view

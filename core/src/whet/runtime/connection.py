@@ -1,0 +1,352 @@
+"""The driver's end of one worker process: what was asked, what came back, and how it ended.
+
+A thread for each process starts it and waits for its end (the kernel ties the process to this thread). The messages
+of all of them pass through the one thread of `whet.runtime.traffic`, and one `Clock` watches all deadlines.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
+from whet.runtime.call import Call, HostProcess, Lender, UnderWay
+from whet.runtime.deadlines import Clock
+from whet.runtime.process import last_words
+from whet.runtime.threads import watched
+from whet.runtime.traffic import Line, Traffic
+from whet.runtime.wire import Buffer, decode, encode
+
+_PATIENCE_FOR_STACKS = 0.1
+_PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
+_PATIENCE_FOR_LAST_ANSWERS = 1.0
+_DEEPEST_STACK = 20
+_MOMENT_SECONDS = 0.05
+_STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
+_SLOWEST_BEAT_SECONDS = 5.0
+_MOST_BEATS_A_SECOND = 32
+"""Of all processes together, where their deadline allows that."""
+_OVER = ("done", "last", "failed")
+"""What ends a call of the process itself; what else it says is for a lender, which may have the same number."""
+_IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
+"""Where a thread of a worker process waits for something to do."""
+
+
+class Connection:
+    """One worker process, started at once in the background."""
+
+    def __init__(self, name: str, log: Path, process: HostProcess, clock: Clock, traffic: Traffic) -> None:
+        self.name, self.process, self._log, self._clock = name, process, log, clock
+        log.touch()
+        self._log_begin = log.stat().st_size
+        self._calls: dict[int, Call] = {}
+        self._slots: set[int] = set()
+        self._lenders: tuple[Lender, ...] = ()
+        self._line = Line(traffic, self._take, self.doubt, self._hear)
+        self._lock = threading.Lock()
+        self._gone = threading.Event()
+        self._exited = False
+        self._cause = ""
+        """Why it is no longer of use; empty while it is."""
+        self._left = False
+        """Whether it was asked to end, or never came to be."""
+        self._loss = WorkerLost
+        """What its loss is."""
+        self._deaf_until, self._deaf_cause = math.inf, ""
+        """When a process that lives on without a connection is ended, and why."""
+        self._heartbeat_seconds = 0.0
+        self._heard, self._said = 0.0, ("", 0.0)
+        self._started = threading.Event()
+        watched(f"whet-{name}", self._live, self.fail, lambda: self._gone.is_set())
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process is gone, or about to be."""
+        return bool(self._cause)
+
+    @property
+    def pid(self) -> int:
+        """Of the process, once it is started; 0 where it could not be."""
+        self._started.wait()
+        return self.process.pid
+
+    def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
+        """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
+        with self._lock:
+            cause = self._cause
+            if not cause:
+                self._calls[number] = call
+                self._line.send(buffers)
+        if cause:
+            call.done(None, self._ended(call))
+        else:
+            self._clock.watch(self, call.expires)
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send a message whose answer a lender waits for, or nobody."""
+        self._line.send(buffers)
+
+    def watch(self, expires: float) -> None:
+        """Look at its deadlines at that time, at the latest."""
+        self._clock.watch(self, expires)
+
+    def join(self, lender: Lender) -> None:
+        """Owe answers to a lender's calls as well."""
+        with self._lock:
+            self._lenders += (lender,)
+
+    def part(self, lender: Lender) -> None:
+        """Owe it nothing any more."""
+        with self._lock:
+            self._lenders = tuple(one for one in self._lenders if one is not lender)
+
+    def expect_heartbeats(self, seconds: float, processes: int = 1) -> None:
+        """Hold it for hung once it has been silent for so long after its first sign of life; it is one of so many."""
+        self._heartbeat_seconds = seconds
+        self.tell(
+            {"do": "beat", "every": min(seconds / 4, max(_SLOWEST_BEAT_SECONDS, processes / _MOST_BEATS_A_SECOND))}
+        )
+
+    def under_way(self) -> "list[UnderWay]":
+        """Say what the process was asked and has not answered: the oldest call of each phase first."""
+        now = time.monotonic()
+        with self._lock:
+            own = list(self._calls.values())
+            heard, (doing, since) = self._heard, self._said
+        oldest: dict[tuple[str, int, str], Call] = {}
+        for call in sorted([*own, *self._owed()], key=lambda call: call.began):
+            oldest.setdefault((call.role, call.rank, call.phase), call)
+        silence = now - heard if heard else 0.0
+        return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
+
+    def excuse(self, seconds: float) -> None:
+        """Count so many seconds of silence as not heard, rather than not said."""
+        with self._lock:
+            self._heard += seconds if self._heard else 0.0
+            self._deaf_until += seconds
+
+    def doubt(self, cause: str) -> None:
+        """Give the process a while to end, which tells more than that a connection of it did, and then end it."""
+        with self._lock:
+            if self._exited:
+                return
+            self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
+            self._deaf_cause = cause
+        self._clock.watch(self, at)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message that has no answer."""
+        self._line.send(encode(message))
+
+    def drop(self, number: int) -> None:
+        """Wait no longer for the answer to a call."""
+        with self._lock:
+            self._calls.pop(number, None)
+
+    def busy(self, role: str | None = None) -> bool:
+        """Whether calls of a role, or any, are under way."""
+        with self._lock:
+            own = list(self._calls.values())
+        return any(role in (None, call.role) for call in [*own, *self._owed()])
+
+    def enter(self, slot: int) -> None:
+        """Note that workers of a spawn live here."""
+        with self._lock:
+            self._slots.add(slot)
+
+    def houses_only(self, slot: int) -> bool:
+        """Whether no other workers live here."""
+        with self._lock:
+            return self._slots <= {slot}
+
+    def exit(self, slot: int) -> bool:
+        """Note that they are gone; where they were the last, ask the process to end and say so."""
+        with self._lock:
+            self._slots.discard(slot)
+            last = not self._slots
+        if last:
+            self.leave()
+        return last
+
+    def leave(self) -> None:
+        """Ask the process to end."""
+        with self._lock:
+            self._left = self._left or not self._cause
+            self._cause = self._cause or "its process was closed"
+        self.tell({"do": "exit"})
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end, and bring it about at a deadline in the seconds of `time.monotonic`."""
+        if not self._gone.wait(max(0.0, deadline - time.monotonic())):
+            self._kill()
+            self._gone.wait(10.0)
+
+    def kill(self, reason: WorkerError) -> None:
+        """End the process because of a failure; every call under way fails."""
+        with self._lock:
+            self._cause = self._cause or f"its process was ended because {str(reason).splitlines()[0]}"
+        self._kill()
+
+    def fail(self, words: str) -> None:
+        """Fail every call because of a fault of the driver, and end the process. No restart would mend that."""
+        self._left = True
+        self._bury(words)
+        self._started.set()
+        self._kill()
+
+    def next_deadline(self) -> float:
+        """Give the time at which the first of the calls under way must have been answered, or a sign of life heard."""
+        with self._lock:
+            own = min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
+        return min([own, *(lender.expires(self) for lender in self._lenders)])
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a call has missed its deadline; those that were made with it a moment later count as well."""
+        return self.next_deadline() <= time.monotonic() + _MOMENT_SECONDS
+
+    def end_if_deaf(self) -> None:
+        """End the process where it has lost the connection and lived on for too long."""
+        with self._lock:
+            if self._deaf_until > time.monotonic() + _MOMENT_SECONDS:
+                return
+            self._deaf_until = math.inf
+            self._cause = self._cause or self._deaf_cause
+        self._kill()
+
+    def inquire(self) -> None:
+        """Find out more about calls whose deadlines have passed."""
+        for lender in self._lenders:
+            lender.inquire(self, time.monotonic() + _MOMENT_SECONDS)
+
+    def standstill(self) -> str:
+        """Say why the process cannot even be scheduled, where it cannot."""
+        return _STANDSTILLS.get(self.process.state(), "")
+
+    def last_words(self) -> str:
+        """Give the end of the process's log, and what its busy threads do."""
+        return "\n".join(filter(None, (self._words(), self._stacks())))
+
+    def end_overdue(self, standstill: str, words: str) -> None:
+        """Fail the calls that have missed their deadlines, and end the processes that they were made of."""
+        latest = time.monotonic() + _MOMENT_SECONDS
+        with self._lock:
+            silent = self._silent_at() <= latest
+            numbers = [number for number, call in self._calls.items() if silent or call.expires <= latest]
+            calls = [self._calls.pop(number) for number in numbers]
+            silence = f"no sign of life for {self._heartbeat_seconds:g} s{standstill}"
+            if silent:
+                self._cause = self._cause or f"its process gave {silence}"
+        calls += [call for call in self._owed() if silent or call.expires <= latest]
+        for call in calls:
+            error = call.lost(silence if silent else f"no answer within {call.timeout_seconds:g} s{standstill}", words)
+            call.done(None, error)
+            call.missed(error)
+        if silent:
+            self._clock.forget(self)
+            self._kill()
+
+    def _silent_at(self) -> float:
+        """Give the time at which the process will have been silent for too long."""
+        if not self._heard or not self._heartbeat_seconds or self._cause:
+            return math.inf
+        return self._heard + self._heartbeat_seconds
+
+    def _owed(self) -> list[Call]:
+        return [call for lender in self._lenders for call in lender.owed(self)]
+
+    def _kill(self) -> None:
+        self.process.kill()
+
+    def _stacks(self) -> str:
+        """Say what each busy thread of the process is doing, as far as it can still tell."""
+        if not self._heard:
+            return ""  # it may not be able yet to bear the question
+        begin = self._log.stat().st_size if self._log.exists() else 0
+        self.process.show_stacks()
+        time.sleep(_PATIENCE_FOR_STACKS)
+        threads = [thread.splitlines() for thread in last_words(self._log, begin, lines=1000).split("\n\n")]
+        busy = [lines for lines in threads if not any(place in line for place in _IDLE for line in lines[1:2])]
+        return "\n".join(line for lines in busy for line in lines[:_DEEPEST_STACK])
+
+    def _words(self) -> str:
+        return last_words(self._log, self._log_begin)
+
+    def _live(self) -> None:
+        try:
+            connection = self.process.start()
+        except ClusterGone as error:
+            self._lose_all(error)
+            self._started.set()
+            return
+        except (OSError, WhetError) as error:
+            self._left = True
+            self._bury(f"its process could not be started: {error}")
+            self._started.set()
+            return
+        self._started.set()
+        self._line.open(connection)
+        try:
+            cause = self.process.wait()
+        except ClusterGone as error:
+            self._lose_all(error)
+        else:
+            with self._lock:
+                self._exited, self._deaf_until = True, math.inf
+            self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # what it said before it ended counts
+            self._bury(cause)
+        self._line.close()
+
+    def _lose_all(self, error: ClusterGone) -> None:
+        self._loss = ClusterLost
+        self._bury(str(error))
+
+    def _bury(self, cause: str) -> None:
+        with self._lock:
+            self._cause = self._cause or cause
+            calls, self._calls = list(self._calls.values()), {}
+        self._clock.forget(self)
+        calls += [call for lender in self._lenders for call in lender.lost(self)]
+        for call in calls:
+            call.done(None, self._ended(call))
+        self._gone.set()
+
+    def _ended(self, call: Call) -> WorkerError:
+        words = self._words()
+        return call.error(self._cause, words) if self._left else call.lost(self._cause, words, self._loss)
+
+    def _hear(self) -> None:
+        """Note a sign of life: a part of a message that takes long to come."""
+        if self._heard:
+            self._heard = time.monotonic()
+
+    def _take(self, buffers: Sequence[Buffer]) -> None:
+        message = decode(buffers)
+        number, kind, value = message["number"], message["say"], message["value"]
+        now = time.monotonic()
+        first, self._heard = not self._heard, now
+        if first and self._heartbeat_seconds:
+            self._clock.watch(self, now + self._heartbeat_seconds)
+        if kind == "alive":
+            self._said = value["doing"], now - value["seconds"]
+            return
+        call = None
+        with self._lock:
+            if kind in _OVER:
+                call = self._calls.pop(number, None)
+            elif kind == "part":
+                call = self._calls.get(number)
+        if call is None:
+            shares = (lender.take(self, number, kind, value) for lender in self._lenders)
+            call = next((share for share in shares if share is not None), None)
+        if call is None:
+            return  # a late answer, or one that others wait for
+        if kind in ("part", "last"):
+            call.renew()
+            call.part(value, kind == "last")
+        elif kind == "done":
+            call.done(value, None)
+        else:
+            call.done(None, call.error(f"{value['cause']} (see {self._log})", details=value["details"]))

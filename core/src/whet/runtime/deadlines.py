@@ -1,0 +1,136 @@
+"""One thread that watches the deadlines of everything that the processes of a cluster were asked."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
+
+from whet.errors import in_words
+from whet.runtime.threads import Guard, watched
+
+if TYPE_CHECKING:
+    from whet.runtime.connection import Connection
+
+_PATIENCE_FOR_WORDS = 1.5
+"""For whatever the processes that missed a deadline can still tell: more than a distant one needs for its stacks."""
+_STOOD_STILL_SECONDS = 1.0
+"""A clock that is so late stood still, with the driver: what processes said meanwhile was not heard."""
+_LONGEST_WAIT_SECONDS = 3600.0
+"""A lock takes no wait of any length: the clock looks again after this."""
+
+
+class Clock:
+    """One thread that watches the deadlines of all calls of a cluster."""
+
+    def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
+        """`lost` is called with words if the thread ends unexpectedly: nobody watches deadlines any more."""
+        self._lost, self._guard = lost, Guard("whet-deadlines")
+        self._connections: set[Connection] = set()
+        self._next = math.inf
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def watch(self, connection: "Connection", expires: float) -> None:
+        """Look at a connection's calls when that time comes, at the latest."""
+        with self._changed:
+            self._connections.add(connection)
+            if self._thread is None:
+                self._thread = watched("whet-deadlines", self._run, self._lost, lambda: self._stopped)
+            elif expires < self._next:
+                self._changed.notify()
+
+    def forget(self, connection: "Connection") -> None:
+        """Look at it no longer."""
+        with self._changed:
+            self._connections.discard(connection)
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._guard.item():
+                self._look()
+
+    def _look(self) -> None:
+        """Wait for the next deadline, and see to the connections that have missed one."""
+        with self._changed:
+            self._next = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
+            wait = self._next - time.monotonic()
+            if wait > 0 and not self._stopped:
+                self._changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
+            if self._stopped:
+                return
+            connections = list(self._connections)
+            if (late := time.monotonic() - self._next) > _STOOD_STILL_SECONDS:
+                for connection in connections:
+                    connection.excuse(late)
+        overdue = []
+        for connection in connections:
+            try:
+                connection.end_if_deaf()
+                connection.inquire()
+                if connection.overdue:
+                    overdue.append(connection)
+            except Exception as error:  # of one connection: the deadlines of the others must be watched
+                self._give_up(connection, error)
+        _end_overdue(sorted(overdue, key=lambda c: (len(c.name), c.name)))
+
+    def _deadline_of(self, connection: "Connection") -> float:
+        try:
+            return connection.next_deadline()
+        except Exception as error:
+            self._give_up(connection, error)
+            return math.inf
+
+    def _give_up(self, connection: "Connection", error: Exception) -> None:
+        """Fail the calls of a connection whose deadlines cannot be watched: they must not wait without any."""
+        self._guard.report(error)
+        self._connections.discard(connection)
+        words = f"its deadlines cannot be watched: {in_words(error)}"
+        # On a thread of its own: it calls those who wait, who may ask the clock, which holds its lock.
+        threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
+
+
+def _end_overdue(connections: "Sequence[Connection]") -> None:
+    """Fail the calls that have missed their deadlines: first that of a process which stands still, for where ranks
+    wait for each other it is the one to blame, and the first failure is the one that is told.
+    """
+    told = told_at_once([ask for connection in connections for ask in (connection.standstill, connection.last_words)])
+    stands = dict(zip(connections, told[::2], strict=True))
+    words = [(c.name, found) for c, found in zip(connections, told[1::2], strict=True) if found]
+    shown = "\n".join(f"{name}:\n{found}" if len(connections) > 1 else found for name, found in words)
+    for connection in sorted(connections, key=lambda c: not stands[c]):
+        connection.end_overdue(stands[connection], shown)
+
+
+def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
+    """Ask what helps to understand an error, of any number of processes in the time that one may take.
+
+    What is not known by then is empty. Nothing that goes wrong hides the error, or ends the thread that asks.
+    """
+    answers = [_asked(ask) for ask in asks]
+    wait(answers, _PATIENCE_FOR_WORDS)
+    return [answer.result() if answer.done() else "" for answer in answers]
+
+
+def _asked(ask: Callable[[], str]) -> "Future[str]":
+    answer: Future[str] = Future()
+    try:
+        threading.Thread(target=lambda: answer.set_result(_told(ask)), name="whet-asking", daemon=True).start()
+    except RuntimeError as error:  # no thread more
+        answer.set_result(f"(nothing more is known: {in_words(error)})")
+    return answer
+
+
+def _told(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as error:  # of a launcher, a full disk, a process that is gone meanwhile
+        return f"(nothing more is known: {in_words(error)})"

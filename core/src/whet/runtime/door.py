@@ -1,0 +1,226 @@
+"""Connections over TCP between processes of one run: both ends prove that they know the run's token.
+
+    guest   "whet" + its nonce              ->
+            <-  the door's nonce + HMAC(token, "door" + both nonces)              door
+    guest   HMAC(token, "guest" + both nonces + name) + name  ->
+            <-  "in"                                                              door
+
+The token itself never crosses. Whoever does not know it is refused and logged, under a deadline, and sooner where
+others wait for its place; a guest that loses its place to strangers comes back. What crosses later is neither encrypted
+nor signed: the network between the nodes is as trusted as Ray's own traffic makes it.
+"""
+
+import hmac
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Final
+
+from whet.errors import WhetError
+from whet.runtime.channel import receive_exactly
+from whet.runtime.greetings import Greetings, Refusals
+from whet.runtime.ports import listen
+from whet.runtime.threads import watched
+
+_MAGIC: Final = b"whet\x00\x01\r\n"
+_NONCE: Final = 32
+_WELCOME: Final = b"in"
+_HANDSHAKE_SECONDS: Final = 10.0
+_KNOCK_SECONDS: Final = 30.0
+_LONGEST_NAME: Final = 255
+_PAUSE_SECONDS: Final = 0.1
+_LEAST_SECONDS: Final = 1e-4
+_SILENCE_SECONDS: Final = 60
+"""After which a connection whose other end answers nothing, not even the kernel's probes, is given up."""
+
+
+class DoorError(WhetError):
+    """Somebody at one end of a connection does not know the run's token."""
+
+
+class Door:
+    """Listens for guests and hands each to `take`, with the name that it gave, on a thread of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        take: Callable[[str, socket.socket], None],
+        handshake_seconds: float = _HANDSHAKE_SECONDS,
+        purpose: str = "processes of the run",
+    ) -> None:
+        """Listen on an address of this machine, at a port that is free. `purpose` says what for where there is none.
+
+        The connection is `take`'s from then on, unless it raises `DoorError`: then the guest is refused.
+        """
+        self._listener = listen(address, purpose)
+        self._closed = False
+        self._token, self._take, self._seconds = token, take, handshake_seconds
+        self._greetings, self._refusals = Greetings(), Refusals()
+        watched("whet-door", self._listen, self._lost, lambda: self._closed)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: host and port."""
+        host, port, *_ = self._listener.getsockname()
+        return host, port
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._refusals.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                self._let_in(*self._listener.accept())
+            except Exception as error:
+                if self._closed:
+                    return
+                # Out of file descriptors or threads, or a guest that left while it waited: others will still come.
+                self._refusals.add(f"could not let a guest in: {error}")
+                time.sleep(_PAUSE_SECONDS)
+
+    def _lost(self, words: str) -> None:
+        """Refuse guests at once, who would wait for an answer."""
+        self._refusals.add(words)
+        self._listener.close()
+
+    def _let_in(self, guest: socket.socket, address: tuple[str, int]) -> None:
+        self._greetings.enter(guest, address[0])
+        try:
+            threading.Thread(target=self._greet, args=(guest, address), name="whet-greeting", daemon=True).start()
+        except RuntimeError:
+            self._greetings.leave(guest)
+            guest.close()
+            raise
+
+    def _greet(self, guest: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            name = self._name_of(guest)
+            guest.sendall(_WELCOME)
+            _keep_open(guest)
+            self._take(name, guest)
+        except (OSError, EOFError, WhetError) as error:
+            words = str(error) or type(error).__name__
+            self._refusals.add(f"refused a connection from {address[0]}:{address[1]}: {words}")
+            guest.close()
+
+    def _name_of(self, guest: socket.socket) -> str:
+        try:
+            return greet(guest, self._token, self._seconds)
+        finally:
+            if not self._greetings.leave(guest):
+                raise DoorError("others waited for its place")
+
+
+class Expected:
+    """Guests that somebody waits for, by name. Its `take` is for a `Door`."""
+
+    def __init__(self) -> None:
+        self._futures: dict[str, Future[socket.socket]] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, name: str) -> "Future[socket.socket]":
+        """Give the connection of the guest of that name, once it comes."""
+        with self._lock:
+            return self._futures.setdefault(name, Future())
+
+    def forget(self, name: str) -> None:
+        """Expect a guest no longer."""
+        with self._lock:
+            self._futures.pop(name, None)
+
+    def take(self, name: str, guest: socket.socket) -> None:
+        """Hand a guest over, once."""
+        with self._lock:
+            future = self._futures.pop(name, None)
+        if future is None:
+            raise DoorError(f"nobody expects {name!r}")
+        future.set_result(guest)
+
+
+def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
+    """Be the door of one connection until its welcome: give the guest's name.
+
+    Raises `DoorError`, `EOFError` or `OSError`.
+    """
+    receive = _receiver(guest, seconds)
+    if receive(len(_MAGIC)) != _MAGIC:
+        raise DoorError("it does not speak whet's language")
+    theirs, mine = receive(_NONCE), os.urandom(_NONCE)
+    guest.sendall(mine + _proof(token, b"door", theirs, mine))
+    proof, length = receive(_NONCE), receive(1)[0]
+    name = receive(length)
+    if not hmac.compare_digest(proof, _proof(token, b"guest", theirs, mine, name)):
+        raise DoorError("it does not know the run's token")
+    return name.decode()
+
+
+def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
+    """Connect to a door under a name; where it is put out for a stranger, come back until the time is over.
+
+    Raises `DoorError`, `EOFError` or `OSError`.
+    """
+    words = name.encode()
+    if len(words) > _LONGEST_NAME:
+        raise ValueError(f"the name {name!r:.60} has {len(words)} bytes, at most {_LONGEST_NAME} are taken")
+    deadline = time.monotonic() + seconds
+    while True:
+        connection = socket.create_connection(address, max(deadline - time.monotonic(), _LEAST_SECONDS))
+        try:
+            _introduce(connection, address, token, words, deadline)
+            return connection
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            connection.close()
+            pause = random.uniform(0, 2 * _PAUSE_SECONDS)
+            if time.monotonic() + pause > deadline:
+                raise
+            time.sleep(pause)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _introduce(connection: socket.socket, address: tuple[str, int], token: bytes, name: bytes, deadline: float) -> None:
+    receive = _receiver(connection, max(deadline - time.monotonic(), _LEAST_SECONDS))
+    mine = os.urandom(_NONCE)
+    connection.sendall(_MAGIC + mine)
+    theirs, proof = receive(_NONCE), receive(_NONCE)
+    if not hmac.compare_digest(proof, _proof(token, b"door", mine, theirs)):
+        raise DoorError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
+    connection.sendall(_proof(token, b"guest", mine, theirs, name) + bytes([len(name)]) + name)
+    receive(len(_WELCOME))
+    _keep_open(connection)
+
+
+def _receiver(connection: socket.socket, seconds: float) -> Callable[[int], bytes]:
+    deadline = time.monotonic() + seconds
+    connection.settimeout(seconds)
+    return lambda size: bytes(receive_exactly(connection, size, deadline))
+
+
+def _proof(token: bytes, who: bytes, *said: bytes) -> bytes:
+    return hmac.digest(token, b"|".join((who, *said)), "sha256")
+
+
+def _keep_open(connection: socket.socket) -> None:
+    """Block without a deadline from now on; send at once, and notice when the other machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _SILENCE_SECONDS // 3),
+        ("TCP_KEEPINTVL", _SILENCE_SECONDS // 6),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

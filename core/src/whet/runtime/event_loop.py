@@ -1,0 +1,140 @@
+"""An event loop on its own thread, on which all episodes of a run are played."""
+
+import asyncio
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whet.errors import WhetError
+from whet.runtime.threads import watched
+
+Result = TypeVar("Result")
+
+TICK_SECONDS = 0.2
+"""How often a caller that waits is told how far it is."""
+_MOST_PLACES = 4
+CLOSE_SECONDS = 5.0
+"""How long closing waits for code that does not come back to the loop."""
+
+
+class EpisodeLoop:
+    """Runs coroutines for a caller that waits on another thread, usually the driver's main one.
+
+    A signal or `KeyboardInterrupt` during the wait cancels the coroutine and reaches the caller at once. Code that
+    keeps the loop busy for `stall_seconds` without awaiting anything is reported with file and line.
+    """
+
+    def __init__(self, stall_seconds: float = 300.0) -> None:
+        self._stall_seconds = stall_seconds
+        self._loop = asyncio.new_event_loop()
+        self._lost = ""
+        """Why the thread ended, where it should not have."""
+        self._closing = False
+        self._thread = watched("whet episodes", self._loop.run_forever, self._lose, lambda: self._closing)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result], tick: Callable[[], None] = lambda: None) -> Result:
+        """Run a coroutine on the loop and wait for it, calling `tick` on this thread a few times a second."""
+        future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        alive, answer = time.monotonic(), None
+        try:
+            while not _done(future, TICK_SECONDS):
+                if self._lost:
+                    raise WhetError(f"{self._lost}; no episode can be played any more")
+                if answer is None or answer.done():
+                    alive, answer = time.monotonic(), asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+                elif time.monotonic() - alive > self._stall_seconds:
+                    raise self._stalled()
+                tick()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a plain function on the loop's thread and wait for it."""
+
+        async def calling() -> Result:
+            return function(*args)
+
+        return self.run(calling())
+
+    def where(self) -> list[str]:
+        """Say where tasks wait, the most common places first, e.g. `8 at environment.py:60 in run`."""
+        try:
+            places = Counter(place for task in asyncio.all_tasks(self._loop) if (place := _place(task)))
+        except RuntimeError:  # tasks came and went while they were counted
+            return []
+        return [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
+
+    def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
+        """Run a coroutine that cleans up; whether it came to its end within a few seconds."""
+        return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Cancel everything that runs and end the thread. Safe to call twice."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            return
+        if not self.try_run(_cancel_all()):
+            return  # a daemon thread that never comes back ends with the process
+        self._closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _lose(self, words: str) -> None:
+        self._lost = words
+
+    def _stalled(self) -> WhetError:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
+        return WhetError(
+            f"an environment keeps all others waiting: for {self._stall_seconds:g} seconds its code has run without "
+            f"awaiting anything; put slow work into a GraderPool or asyncio.to_thread. It is at:\n{where}"
+        )
+
+
+def _place(task: "asyncio.Task[Any]") -> str:
+    """Give file, line and name of the innermost coroutine of a task that is not asyncio's own."""
+    place = ""
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.parent.name != "asyncio":
+            place = f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return place
+
+
+def _done(future: "Future[Any]", seconds: float) -> bool:
+    try:
+        future.exception(seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run all at once and give their results in order. The first error cancels the others, and comes through."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+async def _cancel_all() -> None:
+    """Cancel all other tasks; one that will not end is left behind after a second."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=1.0)
+    await asyncio.get_running_loop().shutdown_asyncgens()

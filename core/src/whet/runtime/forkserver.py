@@ -1,0 +1,217 @@
+"""A program that imports what workers need once, and forks a process for each that is wanted.
+
+    driver ── order: modules ──────> fork server ── fork ──> worker_process, with the owner's connection and output
+    owner  ── order, descriptors ──>      │                        │
+           <── greeting, pid, end ────────┘                        │
+           ── go ──────────────────────────────────────────────────┘
+
+The owner of a process, `whet.runtime.forked`, is the driver, or under Ray a keeper on the driver's machine. Where it
+closes its line the process is ended, and where this program ends the kernel ends all of them. Until its owner says go a
+process leaves the connection alone: where this program fails while it forks, another process can still have it.
+
+A fork copies the thread that forks, and whatever the others had locked stays locked. So there is but one here: where an
+import has started another, every owner is told so, forks nothing, and starts its process as ever.
+"""
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from attrs import frozen
+
+from whet.errors import WhetError
+from whet.runtime.channel import of_this_user, receive, send
+from whet.runtime.watchdog import die_with, kill_group, leave_signals_to_driver
+from whet.runtime.wire import decode, encode
+from whet.runtime.worker_process import host_workers, import_ahead, import_from
+
+_ORDER_SECONDS: Final = 10.0
+_LARGEST_ORDER: Final = 1 << 16
+_PAUSE_SECONDS: Final = 0.1
+_PR_SET_NAME: Final = 15
+
+
+@frozen
+class Order:
+    """What a process that was just forked is to be."""
+
+    connection: socket.socket
+    """To the driver."""
+    name: str
+    """`ROLE-RANK`."""
+
+
+class ForkServer:
+    """Lines of owners, and the processes that were forked for them."""
+
+    def __init__(self, driver: socket.socket, listening: socket.socket) -> None:
+        self._driver, self._listening = driver, listening
+        self._waiting = select.poll()
+        self._lines: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}  # of a line's descriptor
+        self._ends: dict[int, tuple[int, int]] = {}  # of a process's descriptor: its number, and that of its line
+        for end in (driver, listening):
+            self._waiting.register(end, select.POLLIN)
+
+    def serve(self) -> Order | None:
+        """Serve until the driver is gone. In each process that is forked this returns, with what it is to be."""
+        while True:
+            for descriptor, _ in self._waiting.poll():
+                if descriptor == self._driver.fileno():
+                    return None
+                if descriptor == self._listening.fileno():
+                    self._welcome()
+                elif descriptor in self._ends:
+                    self._ended(descriptor)
+                elif descriptor in self._pids:
+                    self._leave(descriptor)
+                elif descriptor in self._lines and (order := self._fork(descriptor)) is not None:
+                    return order
+
+    def _welcome(self) -> None:
+        try:
+            line, _ = self._listening.accept()
+        except OSError:  # out of descriptors, or it left while it waited: it starts its process as ever
+            time.sleep(_PAUSE_SECONDS)
+            return
+        if not of_this_user(line):
+            line.close()
+            return
+        line.settimeout(_ORDER_SECONDS)
+        self._lines[line.fileno()] = line
+        self._waiting.register(line, select.POLLIN)
+        with suppress(OSError):  # who is gone is noticed as all are
+            send(line, encode({"threads": threads()}))
+
+    def _fork(self, descriptor: int) -> Order | None:
+        """Take an order; None in this process."""
+        line = self._lines[descriptor]
+        try:
+            _, given, _, _ = socket.recv_fds(line, 1, 3)
+            if len(given) != 3:
+                raise EOFError
+            said = decode(receive(line, _LARGEST_ORDER, time.monotonic() + _ORDER_SECONDS))
+        except (OSError, EOFError, WhetError):
+            self._leave(descriptor)
+            return None
+        me = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:  # what was forked before goes on
+            for theirs in given:
+                os.close(theirs)
+            self._leave(descriptor)
+            return None
+        if pid == 0:
+            return self._become(said, me, *given)
+        for theirs in given:
+            os.close(theirs)
+        try:
+            end = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._leave(descriptor)
+            return None
+        self._pids[descriptor] = pid
+        self._ends[end] = pid, descriptor
+        self._waiting.register(end, select.POLLIN)
+        self._say(descriptor, {"pid": pid})
+        return None
+
+    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int, go: int) -> Order:
+        """Be a process of its own from here on, once its owner lets it."""
+        os.setsid()
+        die_with(parent)
+        for target in (1, 2):
+            os.dup2(output, target)
+        os.close(output)
+        os.set_inheritable(connection, False)
+        for line in (self._driver, self._listening, *self._lines.values()):
+            line.close()
+        for end in self._ends:
+            os.close(end)
+        if not os.read(go, 1):
+            os._exit(1)
+        os.close(go)
+        os.environ.update(said["environment"])
+        _show_name(said["name"])
+        return Order(socket.socket(fileno=connection), said["name"])
+
+    def _ended(self, end: int) -> None:
+        """Tell the owner how its process ended. The zombie keeps its number until the owner lets go of it."""
+        pid, descriptor = self._ends.pop(end)
+        self._waiting.unregister(end)
+        os.close(end)
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        if self._pids.get(descriptor) == pid:
+            self._say(descriptor, {"ended": code})
+        else:
+            os.waitpid(pid, 0)
+
+    def _leave(self, descriptor: int) -> None:
+        """End what was forked for an owner that closed its line, or let go of its number where it has ended."""
+        line, pid = self._lines.pop(descriptor), self._pids.pop(descriptor, None)
+        self._waiting.unregister(descriptor)
+        line.close()
+        if pid is None:
+            return
+        if any(number == pid for number, _ in self._ends.values()):
+            os.kill(pid, signal.SIGKILL)  # and `_ended` does the rest
+            kill_group(pid)
+        else:
+            os.waitpid(pid, 0)
+
+    def _say(self, descriptor: int, words: dict[str, Any]) -> None:
+        with suppress(OSError):
+            send(self._lines[descriptor], encode(words))
+
+
+def threads() -> int:
+    """Count the threads of this process, whoever started them."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _show_name(name: str) -> None:
+    """Let the list of processes show this one as what it is: a host of workers of that name."""
+    with suppress(OSError, ValueError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
+            begin, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
+        room = end - begin
+        words = [*sys.orig_argv[:-4], "whet.runtime.worker_process", *sys.orig_argv[-3:-1], name]
+        line = b"".join(os.fsencode(word) + b"\0" for word in words)
+        if len(line) <= room:
+            ctypes.memmove(begin, line.ljust(room, b"\0"), room)
+
+
+def main() -> None:
+    """Be a fork server, or what it has forked."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    leave_signals_to_driver()
+    os.set_inheritable(descriptor, False)
+    driver = socket.socket(fileno=descriptor)
+    _, (listening,), _, _ = socket.recv_fds(driver, 1, 1)
+    os.set_inheritable(listening, False)
+    wanted = decode(receive(driver))
+    import_from(wanted["path"], wanted["add"])
+    import_ahead(wanted["modules"])
+    gc.freeze()  # or every process would soon have a copy of all this
+    send(driver, encode({"imported": time.time()}))
+    order = ForkServer(driver, socket.socket(fileno=listening)).serve()
+    if order is not None:
+        host_workers(order.connection, order.name)
+
+
+if __name__ == "__main__":
+    main()

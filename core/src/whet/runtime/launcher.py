@@ -1,0 +1,325 @@
+"""A cluster of worker processes: which roles live in which process, and what they have in common.
+
+Cluster ── slice(role) ──> ProcessSlice ── spawn(target) ──> ConnectedWorkers
+   │                                                              │ call, scatter, stream
+   ├── one `Connection` for each process, which roles that share it have in common <──┘
+   └── a `Launcher` starts the processes: `whet.runtime.local` on this machine, `whet.runtime.ray` through Ray
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import attrs
+from attrs import frozen
+
+from whet.component import CORE_VERSION
+from whet.config.sections import DeadlinesSection
+from whet.data.spans import Span
+from whet.errors import ConfigError, WhetError, WorkerError
+from whet.interfaces.workers import WorkerRank
+from whet.runtime import WIRE_FORMAT
+from whet.runtime.call import HostProcess, Terms, UnderWay
+from whet.runtime.connection import Connection
+from whet.runtime.deadlines import Clock, told_at_once
+from whet.runtime.traffic import Traffic
+from whet.runtime.wire import encode
+from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
+
+FAN_OUT: Final = 32
+_NO_PHASES = ("heartbeat", "notice")
+
+
+@frozen
+class Host:
+    """A process that is wanted: its name, and what those who live in it need."""
+
+    name: str
+    """`ROLE-RANK` of the role that names its group."""
+    roles: tuple[str, ...]
+    """That share it."""
+    threads: int
+    """Compute threads: the most that one of its roles has."""
+    gpus: tuple[str, ...]
+    """Indices of the GPUs: none, or the one that all its roles use."""
+    python: str = ""
+    """Path of the interpreter that all its roles want; empty: that of the driver, or of Ray on its node."""
+
+
+class Launcher(Protocol):
+    """Starts the processes of a cluster."""
+
+    def process(self, host: Host, group: Sequence[Host], log: Path) -> HostProcess:
+        """Make a process, not started yet; `group` are the processes of its roles, itself among them.
+
+        What it writes belongs into `log`.
+        """
+        ...
+
+    def fork(self, modules: "Mapping[Host, Sequence[str]]", logs: Path, patience_seconds: float) -> None:
+        """Have such modules imported once for all processes that may be forked after that; see `Facts.forkable`.
+
+        What cannot be forked within that patience is started as any other. A launcher that forks nothing does nothing.
+        """
+        ...
+
+    def import_folders(self, host: Host) -> dict[str, Any]:
+        """Say in the first message to a process where it imports from: `path` in place of its own, or `add` to it."""
+        ...
+
+    def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
+        """Give a fresh URL at which the ranks of one spawn meet; rank 0 lives in the first process."""
+        ...
+
+    def address(self) -> str:
+        """Give the address of this machine at which processes reach it, for what listens here."""
+        ...
+
+    def preparations(self) -> list[Span]:
+        """Say what had to be over, in the background, before processes were there; as far as it is."""
+        ...
+
+    def close(self) -> None:
+        """Take back what was claimed, after all processes have ended."""
+        ...
+
+
+class Cluster:
+    """Makes slices whose workers are processes, and ends them all."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        log_folder: Path,
+        deadlines: DeadlinesSection | None = None,
+        share: Sequence[Sequence[str]] = (),
+        *,
+        python: Mapping[str, str] | None = None,
+        grace_seconds: float = 3.0,
+        fan_out: int = FAN_OUT,
+    ) -> None:
+        """Make a cluster.
+
+        The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
+        processes. `python` has the path of the interpreter of each role that does not run in the driver's.
+        `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than `fan_out` are
+        called through leaders, each of about so many.
+        """
+        self._launcher, self._logs = launcher, Path(log_folder)
+        self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
+        self._deadlines = deadlines or DeadlinesSection()
+        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds, fan_out)
+        self.clock, self.traffic = Clock(self._lose), Traffic(self._lose)
+        self._broken = ""
+        """Why no process can be used any more: a thread of the driver was lost."""
+        self._slices: dict[str, ProcessSlice] = {}
+        self._groups: dict[str, list[Host]] = {}
+        """Of processes, by the role that names them."""
+        self._connections: dict[str, Connection] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def slice(self, role: str, size: int = 1, threads: int = 1, device: str | Sequence[str] = "cpu") -> "ProcessSlice":
+        """Give a role its share: ranks, compute threads for each, and a device for all or a list of one for each.
+
+        A device is `cpu`, `cuda:2`, or `cuda:2,3` for a rank that spreads over two.
+        """
+        devices = (device,) * size if isinstance(device, str) else tuple(device)
+        if size < 1 or len(devices) != size:
+            raise ConfigError(f"the slice of {role} has {size} ranks and {len(devices)} devices; give each rank one")
+        made = ProcessSlice(self, role, size, threads, devices, tuple(self._process_name(role, r) for r in range(size)))
+        self._slices[role] = made
+        self._groups.clear()
+        for name in made.host_groups:
+            self._host(name)  # roles that share a process must agree on it
+        return made
+
+    def warm(self, modules: Mapping[str, Sequence[str]], forkable: Collection[str] = ()) -> None:
+        """Start the processes of roles and let them import each role's modules, without waiting for it.
+
+        Make all slices first: what a process gets depends on all the roles that share it. One whose roles are all
+        `forkable` may be forked from a process that has imported the modules of all these.
+        """
+        hosts = {name: self._host(name) for role in modules for name in self._slices[role].host_groups}
+        wanted = {
+            host: [module for role in host.roles for module in modules.get(role, ())]
+            for host in hosts.values() if set(host.roles) <= set(forkable) and not host.gpus and not host.python
+        }  # fmt: skip
+        self._launcher.fork(wanted, self._made_logs(), self._deadlines.start / 2)
+        for role, own in modules.items():
+            for name in self._slices[role].host_groups:
+                self.connection(name).tell({"do": "import", "modules": list(own)})
+
+    def connection(self, name: str) -> Connection:
+        """Give the process of that name, started if there is none alive."""
+        with self._lock:
+            if self._closed:
+                raise WorkerError(name, None, "start", "the cluster is closed")
+            if self._broken:
+                raise WorkerError(name, None, "start", self._broken)
+            found = self._connections.get(name)
+            if found is None or found.dead:
+                log = self._log_file(name)
+                host = self._host(name)
+                process = self._launcher.process(host, self._group(name), log)
+                found = Connection(name, log, process, self.clock, self.traffic)
+                core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
+                found.tell({**core, **self._launcher.import_folders(host)})
+                if self._deadlines.heartbeat:
+                    found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
+                self._connections[name] = found
+            return found
+
+    def deadline(self, phase: str) -> float:
+        """Give the seconds that a phase may take: as configured, or the longest where it is not one of those."""
+        seconds: dict[str, float] = attrs.asdict(self._deadlines, filter=lambda field, _: field.name not in _NO_PHASES)
+        return seconds.get(phase, max(seconds.values()))
+
+    def address(self) -> str:
+        """Give the address of this machine at which workers reach it."""
+        return self._launcher.address()
+
+    def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
+        """Give a fresh URL at which the ranks of one spawn meet."""
+        return self._launcher.rendezvous(role, slot, processes)
+
+    def preparations(self) -> list[Span]:
+        """Say what had to be over, in the background, before processes were there; as far as it is."""
+        return self._launcher.preparations()
+
+    def under_way(self) -> list[UnderWay]:
+        """Say what all processes were asked and have not answered, the oldest first."""
+        with self._lock:
+            connections = list(self._connections.values())
+        return sorted((u for c in connections for u in c.under_way()), key=lambda u: -u.seconds)
+
+    def stacks(self) -> dict[str, str]:
+        """Give the end of the log of each process that owes an answer, and what its busy threads do."""
+        with self._lock:
+            connections = [connection for connection in self._connections.values() if connection.busy()]
+        words = told_at_once([connection.last_words for connection in connections])
+        return {connection.name: found for connection, found in zip(connections, words, strict=True)}
+
+    def close(self) -> None:
+        """End every process, with everything that it started. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections, self._connections = list(self._connections.values()), {}
+        busy = any(connection.busy() for connection in connections)
+        deadline = time.monotonic() + (BUSY_GRACE_SECONDS if busy else self.terms.grace_seconds)
+        for connection in connections:
+            connection.leave()
+        for connection in connections:
+            connection.end(deadline)
+        self.clock.stop()
+        self.traffic.stop()
+        self._launcher.close()
+
+    def _lose(self, words: str) -> None:
+        """Fail every call, and those to come: without the thread they would wait for ever."""
+        with self._lock:
+            self._broken = self._broken or f"{words}; start the same command again: it resumes"
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.fail(self._broken)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _process_name(self, role: str, rank: int) -> str:
+        return f"{self._sharing(role)[0]}-{rank}"
+
+    def _sharing(self, role: str) -> tuple[str, ...]:
+        return next((roles for roles in self._share if role in roles), (role,))
+
+    def _host(self, name: str) -> Host:
+        first, _, number = name.rpartition("-")
+        rank = int(number)  # not looked up among all names: a thousand processes would do so a thousand times each
+        here = [(p, rank) for p in self._slices.values() if self._sharing(p.role)[0] == first and rank < p.size]
+        devices = {part.role: part.devices[rank] for part, rank in here}
+        gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
+        if len(gpus) > 1:
+            listed = ", ".join(f"{role} {device}" for role, device in devices.items())
+            raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.share")
+        pythons = {role: self._python.get(role, "") for role in devices}
+        if len(set(pythons.values())) > 1:
+            listed = ", ".join(f"{role} {python or 'the driver'}" for role, python in pythons.items())
+            raise ConfigError(f"roles that share a process must share its Python, found {listed}; change cluster.share")
+        threads = max((part.threads for part, _ in here), default=1)
+        return Host(
+            name,
+            tuple(devices),
+            threads,
+            tuple(i for listed in gpus for i in listed.split(",")),
+            next(iter(pythons.values()), ""),
+        )
+
+    def _group(self, name: str) -> list[Host]:
+        first = name.rpartition("-")[0]
+        if first not in self._groups:  # made once: a thousand processes would make it a thousand times
+            parts = [part for part in self._slices.values() if part.role in self._sharing(first)]
+            names = max((part.host_groups for part in parts), key=len, default=(name,))
+            self._groups[first] = [self._host(name) for name in names]
+        return self._groups[first]
+
+    def _made_logs(self) -> Path:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self._logs
+
+    def _log_file(self, name: str) -> Path:
+        log = self._made_logs() / f"{name}.log"
+        role, _, rank = name.rpartition("-")
+        for other in self._sharing(role)[1:]:
+            link = self._logs / f"{other}-{rank}.log"
+            if not link.is_symlink() and not link.exists():
+                link.symlink_to(log.name)
+        return log
+
+
+@frozen(eq=False)
+class ProcessSlice:
+    """A role's share of a cluster: a process for each rank."""
+
+    cluster: Cluster
+    role: str
+    size: int
+    threads: int
+    devices: tuple[str, ...]
+    host_groups: tuple[str, ...]
+
+    def spawn(self, target: str, arguments: Mapping[str, Any]) -> ConnectedWorkers:
+        """Build one worker object for each rank, all at once, and wait for them under the deadline `start`."""
+        encode(dict(arguments))  # what cannot cross is refused before any process starts
+        slot = next(self.cluster.terms.numbers)
+        connect = [partial(self.cluster.connection, name) for name in self.host_groups]
+        workers = ConnectedWorkers(self.role, slot, connect, self.cluster.terms)
+        building = {"do": "build", "slot": slot, "target": target, "arguments": dict(arguments)}
+        try:
+            rendezvous = self._rendezvous(slot, workers) if self.size > 1 else ""
+            places = [
+                WorkerRank(self.role, rank, self.size, rendezvous, self.threads, "cpu" if device == "cpu" else "cuda:0")
+                for rank, device in enumerate(self.devices)
+            ]
+            workers.build([{**building, "rank": place} for place in places])
+        except BaseException:
+            workers.close()
+            raise
+        return workers
+
+    def _rendezvous(self, slot: int, workers: ConnectedWorkers) -> str:
+        try:
+            return self.cluster.rendezvous(self.role, slot, workers.processes)
+        except WhetError as error:
+            raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error

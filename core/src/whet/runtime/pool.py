@@ -1,0 +1,429 @@
+"""Processes that grade untrusted text: model output can hang, crash or bloat them, and nothing else.
+
+    pool = GraderPool(verify, timeout_seconds=5.0)  # or "my_package.grading:verify", which imports nothing here
+    correct = await pool.call(answer, gold)      # from any event loop
+
+What ends a call, and whose fault it is:
+
+    more processor time than `timeout_seconds`, recursion too deep     Undecided: the text's
+    no answer for ten times as long, more memory than the limit,       once more, alone, in a fresh process;
+    death of the process by itself, an answer that is too large        again: Undecided
+    or damaged
+    the process cannot be started, or is killed from outside;          GraderCrash: the machinery's
+    an error of the driver's own
+    the function raises                                                GraderRaised: the function's
+
+A busy machine makes calls slow and leaves their processor time as it is. A call that ends its process costs that
+process, never the run: another one is started.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import field, frozen
+
+from whet.component import import_path
+from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import InfrastructureError, Undecided, WhetError, in_words
+from whet.interfaces.undecided import note
+from whet.runtime.channel import receive, send
+from whet.runtime.grader import OUT_OF_MEMORY
+from whet.runtime.process import Child, describe_end, import_folders, printable
+from whet.runtime.threads import watched
+from whet.runtime.watchdog import watchdog
+from whet.runtime.wire import Buffer, decode, encode
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_ANSWER: Final = 1 << 24
+_MOST_WORDS: Final = 1 << 14
+_MOST_AHEAD: Final = 16
+"""Calls sent to a process before it has answered."""
+_MOST_AHEAD_BYTES: Final = 1 << 15  # far less than a socket holds, so that sending never waits for the process
+
+
+_PATIENCE: Final = 10
+"""Times the limit of processor time that a call may take by the clock: room for a busy machine, or for waiting."""
+
+
+class GraderCrash(InfrastructureError):  # noqa: N818 - the word that callers catch
+    """A grader could not be started, was killed from outside, or could not be asked."""
+
+
+class GraderRaised(WhetEnvironmentError):  # noqa: N818
+    """A grader's function raised; its process lives on."""
+
+
+@frozen(eq=False)
+class _Job:
+    buffers: Sequence[Buffer]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Any]"
+    bytes: int = field(init=False)
+
+    @bytes.default
+    def _size(self) -> int:
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def finish(self, value: Any, error: WhetError | None = None) -> None:
+        """Hand the outcome to the event loop that waits for it."""
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(_settle, self.future, value, error)
+
+
+def _settle(future: "asyncio.Future[Any]", value: Any, error: WhetError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+class GraderPool:
+    """Calls one function in processes of its own."""
+
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        workers: int = 1,
+        timeout_seconds: float = 5.0,
+        memory_bytes: int = 2 << 30,
+        setup: Mapping[str, Any] | None = None,
+        *,
+        start_seconds: float = 60.0,
+    ) -> None:
+        """Make a pool; its processes start at the first call, or with `warm`.
+
+        `target` is a function of a module, or its name as `module:function`; with `setup` it is instead called once
+        in each process, as `target(**setup)`, and gives the function. Arguments and results are builtins.
+        `timeout_seconds` is the processor time that a call may use, `memory_bytes` the address space of a process, and
+        `start_seconds` the deadline of a process importing its modules.
+        """
+        target = target if isinstance(target, str) else import_path(target)
+        self.target, self.timeout_seconds = target, timeout_seconds
+        self.undecided = 0
+        """Calls that raised `Undecided`."""
+        self.crashes = 0
+        """Calls that failed otherwise: `GraderCrash` and `GraderRaised`."""
+        self._order: dict[str, Any] = {
+            "path": import_folders(), "target": target, "setup": None if setup is None else dict(setup),
+            "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds,
+        }  # fmt: skip
+        self._workers, self._start_seconds = workers, start_seconds
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._graders: list[_Grader] = []
+        self._folder: Path | None = None
+        self._closed = False
+        self._lost: GraderCrash | None = None
+        """Why no more calls are taken, where a thread has ended that may not."""
+
+    async def call(self, *args: Any) -> Any:
+        """Call the function. Raises `Undecided`, `GraderCrash` or `GraderRaised`, saying which function and why.
+
+        `Undecided` is also noted for the episode under way; see `whet.interfaces.undecided`.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Job(encode(args), loop, loop.create_future())
+        with self._changed:
+            self._open()
+            self._jobs.append(job)
+            self._changed.notify()
+        try:
+            return await job.future
+        except Undecided as error:
+            note(str(error).partition("\n")[0])
+            raise
+
+    def warm(self) -> None:
+        """Start the processes without waiting for them."""
+        with self._changed:
+            self._open()
+
+    def close(self) -> None:
+        """End the processes; calls under way fail. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for grader in self._graders:
+            grader.kill()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._fail_waiting(WhetError(f"the graders of {self.target} are closed"))
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            watchdog().release("folder", str(self._folder))
+            self._folder = None
+
+    def _open(self) -> None:
+        if self._closed:
+            raise WhetError(f"the graders of {self.target} are closed")
+        if self._lost is not None:
+            raise self._lost
+        if self._threads:
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="whet-grader-"))
+        watchdog().guard("folder", str(self._folder))
+        self._graders = [_Grader(self._order, self._folder, self._start_seconds) for _ in range(self._workers)]
+        for number, grader in enumerate(self._graders):
+            # Each process is started from its own thread, which lives as long as the process may.
+            serve = partial(self._serve, grader)
+            self._threads.append(watched(f"whet-grader-{number}", serve, self._lose, over=lambda: self._closed))
+
+    def _serve(self, grader: "_Grader") -> None:
+        """Be one worker: take calls, send them, hand answers out."""
+        jobs: list[_Job] = []
+        try:
+            self._prepare(grader)
+            while jobs := self._take():
+                if not self._ready(grader, jobs):
+                    continue
+                suspect = self._grade(grader, jobs)
+                if suspect is not None and self._ready(grader, [suspect]):
+                    self._grade(grader, [suspect], alone=True)
+        except BaseException as error:  # the thread ends; see `_lose`
+            for job in jobs:
+                self._crash(job, in_words(error))
+            raise
+        finally:
+            grader.end()
+
+    def _lose(self, words: str) -> None:
+        """Fail what waits and every later call: a thread has ended that may not."""
+        with self._changed:
+            self._lost = GraderCrash(f"the grader {self.target} failed: {words}")
+        self._fail_waiting(self._lost)
+
+    def _ready(self, grader: "_Grader", jobs: list[_Job]) -> bool:
+        """Have a living process; where there is none, fail these calls and all that wait."""
+        error = self._prepare(grader)
+        if error is not None:
+            self._put_back(jobs)
+            self._fail_waiting(error)
+        return error is None
+
+    def _prepare(self, grader: "_Grader") -> GraderCrash | None:
+        """Have a living process, or say why there is none."""
+        if grader.alive:
+            return None
+        try:
+            grader.start()
+        except TimeoutError:
+            grader.end()
+            reason = f"it was not ready within {self._start_seconds:g} s"
+        except WhetError as error:
+            grader.end()
+            reason = str(error)
+        except (EOFError, OSError) as error:
+            reason = grader.end(patience_seconds=1.0) if grader.alive else str(error)
+        except Exception as error:
+            grader.end()
+            reason = in_words(error)
+        else:
+            return None
+        return GraderCrash(f"the grader {self.target} could not be started: {reason}")
+
+    def _take(self) -> list[_Job]:
+        """Wait for calls and take this worker's share; none when the pool is closed."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return []
+            share = min(-(-len(self._jobs) // self._workers), _MOST_AHEAD)
+            sizes = itertools.accumulate(job.bytes for job in itertools.islice(self._jobs, share))
+            count = max(1, sum(size <= _MOST_AHEAD_BYTES for size in sizes))
+            return [self._jobs.popleft() for _ in range(count)]
+
+    def _put_back(self, jobs: list[_Job]) -> None:
+        with self._changed:
+            self._jobs.extendleft(reversed(jobs))
+            self._changed.notify()
+
+    def _grade(self, grader: "_Grader", jobs: list[_Job], alone: bool = False) -> _Job | None:
+        """Send calls and take their answers. Return the call that is to be tried again: alone, in a fresh process."""
+        waiting = deque(job for job in jobs if not job.future.cancelled())
+        limit = self.timeout_seconds * _PATIENCE
+        again: _Job | None = None
+        try:
+            # One that dies meanwhile may have answered some calls before: those answers are read below.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                for job in waiting:
+                    grader.send(job.buffers, limit)
+            while waiting:
+                answer = grader.receive(limit)
+                self._hand_out(waiting[0], answer)
+                waiting.popleft()
+        except TimeoutError:
+            grader.end()
+            again = self._failed(waiting.popleft(), f"no answer within {limit:g} s", alone)
+        except (EOFError, OSError):
+            words = grader.end(patience_seconds=1.0)
+            again = self._died(waiting.popleft(), grader.code, words, alone)
+        except WhetError as error:
+            grader.end()
+            again = self._failed(waiting.popleft(), f"it sent no proper answer: {error}", alone)
+        except Exception as error:  # of the driver's own, such as no memory for an answer
+            grader.end()
+            self._crash(waiting.popleft(), in_words(error))
+        if waiting:
+            self._put_back(list(waiting))
+        return again
+
+    def _died(self, job: _Job, code: int, words: str, alone: bool) -> _Job | None:
+        """Settle a call whose process is dead, or return it to be tried again."""
+        if self._closed:
+            self._crash(job, "the pool was closed")
+        elif code in (-signal.SIGPROF, -signal.SIGXCPU):
+            self._undecided(job, f"it needs more than {self.timeout_seconds:g} s of processor time")
+        elif alone and code == -signal.SIGKILL:  # not by the pool: by the kernel, where memory is short, or by hand
+            self._crash(job, words)
+        elif code == OUT_OF_MEMORY:
+            mebibytes = self._order["memory_bytes"] / (1 << 20)
+            return self._failed(job, f"it needs more memory than {mebibytes:g} MiB; {words}", alone)
+        else:
+            return self._failed(job, words, alone)
+        return None
+
+    def _failed(self, job: _Job, cause: str, alone: bool) -> _Job | None:
+        """Settle a call that failed alone in a fresh process; else return it to be tried so."""
+        if not alone:
+            return job
+        self._undecided(job, f"also alone in a fresh process: {cause}")
+        return None
+
+    def _hand_out(self, job: _Job, answer: Any) -> None:
+        if "value" in answer:
+            job.finish(answer["value"])
+        elif "undecided" in answer:
+            self._undecided(job, str(answer["undecided"])[:200])
+        else:
+            self._crash(job, str(answer.get("raised"))[:600], GraderRaised)
+
+    def _undecided(self, job: _Job, cause: str) -> None:
+        self.undecided += 1
+        error = Undecided(f"the grader {self.target} cannot decide about an answer: {cause}")
+        if self.undecided == 1:
+            logger.warning(f"{error}. It is counted in the metric grader/undecided; where this happens often, read it")
+        job.finish(None, error)
+
+    def _crash(self, job: _Job, cause: str, kind: type[GraderCrash] | type[GraderRaised] = GraderCrash) -> None:
+        self.crashes += 1
+        job.finish(None, kind(f"the grader {self.target} failed: {cause}"))
+
+    def _fail_waiting(self, error: WhetError) -> None:
+        with self._changed:
+            jobs = list(self._jobs)
+            self._jobs.clear()
+        for job in jobs:
+            job.finish(None, error)
+
+
+class _Grader:
+    """One grader process; used by one thread, but for `kill`."""
+
+    def __init__(self, order: dict[str, Any], folder: Path, start_seconds: float) -> None:
+        self._order, self._folder, self._start_seconds = order, folder, start_seconds
+        self._child: Child | None = None
+        self._words = b""
+        self._killed = False
+        self.code = 0
+        """Exit code of the process that ended last."""
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready."""
+        keep = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ}
+        environment = {
+            **keep, "LANG": "C.UTF-8", "HOME": str(self._folder), "TMPDIR": str(self._folder),
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
+        self._words = b""
+        self._child = Child(
+            "whet.runtime.grader",
+            self._order["target"],
+            environment=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            folder=self._folder,
+        )
+        if self._killed:
+            self.kill()
+        self.send(encode(self._order), self._start_seconds)
+        answer = self.receive(self._start_seconds)
+        if "ready" not in answer:
+            raise WhetError(str(answer.get("raised"))[:600])
+
+    def send(self, buffers: Sequence[Buffer], timeout_seconds: float) -> None:
+        assert self._child is not None
+        self._child.socket.settimeout(timeout_seconds)
+        send(self._child.socket, buffers)
+
+    def receive(self, timeout_seconds: float) -> Any:
+        """Wait for an answer, reading along what the process says on stderr: a full pipe would stop it."""
+        assert self._child is not None
+        assert self._child.stderr is not None
+        deadline = time.monotonic() + timeout_seconds
+        connection, words = self._child.socket, self._child.stderr.fileno()
+        waiting = select.poll()
+        waiting.register(connection, select.POLLIN)
+        waiting.register(words, select.POLLIN)
+        while ready := waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            for descriptor, _ in ready:
+                if descriptor == words:
+                    self._listen(waiting, words)
+            if any(descriptor != words for descriptor, _ in ready):
+                answer = decode(receive(connection, _LARGEST_ANSWER, deadline), records=False, packed=False)
+                return answer if type(answer) is dict else {}
+        raise TimeoutError
+
+    def end(self, patience_seconds: float = 0.0) -> str:
+        """Kill the process with all it started, and say how it ended; a dying one has a moment to end by itself."""
+        child, self._child = self._child, None
+        if child is None:
+            return "its process could not be started"
+        child.socket.close()
+        child.ended(patience_seconds)
+        child.signal()
+        self.code = child.wait()
+        end = describe_end(self.code)
+        if child.stderr is not None:
+            os.set_blocking(child.stderr.fileno(), False)
+            self._words += child.stderr.read() or b""
+            child.stderr.close()
+        words = printable(self._words)
+        return f"{end}\nIts last words:\n{words}" if words else end
+
+    def _listen(self, waiting: "select.poll", words: int) -> None:
+        said = os.read(words, 1 << 16)
+        self._words = (self._words + said)[-_MOST_WORDS:]
+        if not said:  # closed
+            waiting.unregister(words)
+
+    def kill(self) -> None:
+        """End it from another thread, for good."""
+        self._killed = True
+        child = self._child
+        if child is not None:
+            child.signal()

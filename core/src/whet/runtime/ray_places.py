@@ -1,0 +1,202 @@
+"""Where Ray puts processes: a placement group for each group of roles, a bundle for each process."""
+
+import math
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from attrs import frozen
+
+from whet.errors import WhetError
+from whet.runtime.launcher import Host
+from whet.runtime.ray_session import PROCESS, Node, RaySession
+
+STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
+"""Ray's words for ours."""
+_PATIENCE_FOR_NODES: Final = 30.0
+"""How long what no node can hold is waited for: nodes may be about to join."""
+_PATIENCE_FOR_AN_END: Final = 10.0
+_STEP_SECONDS: Final = 0.2
+_LOOK_SECONDS: Final = 5.0
+"""Between two looks at where bundles are: all of them start at one time."""
+
+
+class Names:
+    """What Ray's lists and its dashboard call the processes of a run and their places.
+
+    Actors are named `whet:RUN:ROLES-RANK`, each start of a process after the first `~2`, `~3`, in a namespace of the
+    run's alone; placement groups, whose names cannot be, `whet:RUN:ROLES~TAG` by the tag of that namespace.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._tag = run, secrets.token_hex(4)
+        self._starts = Counter[str]()
+        self._lock = threading.Lock()
+
+    @property
+    def namespace(self) -> str:
+        """That of all actors of the run."""
+        return f"whet:{self._run}~{self._tag}"
+
+    def of_process(self, host: Host) -> str:
+        """Return a new name for a process that is started."""
+        name = f"whet:{self._run}:{'+'.join(host.roles)}-{host.name.rpartition('-')[2]}"
+        with self._lock:
+            self._starts[name] += 1
+            starts = self._starts[name]
+        return name if starts == 1 else f"{name}~{starts}"
+
+    def of_group(self, host: Host) -> str:
+        """Return the name of the placement group of the processes that are like this one."""
+        return f"whet:{self._run}:{'+'.join(host.roles)}~{self._tag}"
+
+
+@frozen(eq=False)
+class Bundle:
+    """The place of one process in a placement group that is there."""
+
+    group: Any
+    index: int
+    resources: Mapping[str, float]
+    session: RaySession
+
+    def start(self, cls: type, name: str, namespace: str) -> Any:
+        """Start an actor of a class in it, with all that the bundle has, under a name that people see."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        rest = dict(self.resources)
+        cpus, gpus = rest.pop("CPU", 0), rest.pop("GPU", 0)
+        strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
+        return (
+            ray.remote(cls)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                resources=rest,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+                name=name,
+                namespace=namespace,
+            )
+            .remote()
+        )
+
+    def node(self) -> str:
+        """Name the node that it is on."""
+        from ray.util import placement_group_table
+
+        id = placement_group_table(self.group).get("bundles_to_node_id", {}).get(self.index, "")
+        address = next((node.address for node in self.session.nodes if node.id == id), "")
+        return f"{address} ({id[:8]})" if address else id[:8] or "?"
+
+
+class Places:
+    """All bundles of a cluster; a process that is started again gets its old one."""
+
+    def __init__(
+        self,
+        session: RaySession,
+        placement: Mapping[str, str],
+        resources: Mapping[str, Mapping[str, float]],
+        names: Names,
+    ) -> None:
+        self._session, self._placement, self._resources = session, placement, resources
+        self._names = names
+        self._bundles: dict[str, Bundle] = {}
+        self._groups: list[Any] = []
+        self._looked: dict[int, tuple[float, Mapping[int, str]]] = {}
+        """Of each group: when Ray was asked for the nodes of its bundles, and what it said."""
+        self._lock = threading.Lock()
+
+    def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
+        """Wait for a process's bundle. Raises `WhetError` saying what was asked and what there is."""
+        with self._lock:
+            if host.name not in self._bundles:
+                self._claim([other for other in group if other.name not in self._bundles])
+            bundle = self._bundles[host.name]
+        began = time.monotonic()
+        while not bundle.group.wait(_STEP_SECONDS):
+            if stopped.is_set():
+                raise WhetError("its process was closed while it waited for a place")
+            with self._lock:
+                together = [other for other in self._bundles.values() if other.group is bundle.group]
+            self.refuse_hopeless(together, began, deadline)
+        return bundle
+
+    def placed(self, bundle: Bundle) -> bool:
+        """Whether it is on a node, as far as Ray says: a node that is lost is noticed after a while."""
+        from ray.util import placement_group_table
+
+        with self._lock:
+            looked, nodes = self._looked.get(id(bundle.group), (-math.inf, {}))
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                with suppress(Exception):  # Ray is silent, and whoever waits has a deadline
+                    nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
+                self._looked[id(bundle.group)] = time.monotonic(), nodes
+        return bool(nodes.get(bundle.index, "unknown"))
+
+    def refuse_hopeless(self, bundles: Sequence[Bundle], began: float, deadline: float) -> None:
+        """Raise `WhetError` where bundles that have no place since then will get none, or are past the deadline."""
+        now = time.monotonic()
+        hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fit(bundles)
+        if now > deadline or hopeless:
+            raise WhetError(self._refusal(bundles, now - began, hopeless))
+
+    def close(self) -> None:
+        """Give all places back, to a Ray that takes them."""
+        import ray
+
+        if self._groups and ray.is_initialized():
+            with suppress(WhetError):  # it is lost, or they are with the driver
+                self._session.life.ask(self._remove, _PATIENCE_FOR_AN_END)
+        self._groups.clear()
+
+    def _remove(self) -> None:
+        from ray.util import remove_placement_group
+
+        for group in list(self._groups):
+            remove_placement_group(group)
+
+    def _claim(self, hosts: Sequence[Host]) -> None:
+        from ray.util import placement_group
+
+        wanted = [self._wanted(host) for host in hosts]
+        word = next((self._placement[role] for role in hosts[0].roles if role in self._placement), "pack")
+        group = placement_group(wanted, strategy=STRATEGIES[word], name=self._names.of_group(hosts[0]))
+        self._groups.append(group)
+        for index, host in enumerate(hosts):
+            self._bundles[host.name] = Bundle(group, index, wanted[index], self._session)
+
+    def _wanted(self, host: Host) -> dict[str, float]:
+        own: dict[str, float] = {PROCESS: 1} if self._session.local else {"CPU": host.threads}
+        asked = {name: amount for role in host.roles for name, amount in self._resources.get(role, {}).items()}
+        return {**own, **({"GPU": len(host.gpus)} if host.gpus else {}), **asked}
+
+    def _fit(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether the nodes that there are could hold each if they were empty; roughly, for Ray knows best."""
+        nodes = self._session.nodes
+        return all(any(_holds(node, bundle.resources) for node in nodes) for bundle in bundles)
+
+    def _refusal(self, bundles: Sequence[Bundle], seconds: float, hopeless: bool) -> str:
+        specs = [_listed(bundle.resources) for bundle in bundles]
+        asked = "; ".join(f"{specs.count(spec)} x {spec}" for spec in dict.fromkeys(specs))
+        found = "; ".join(map(str, self._session.nodes)) or "no nodes"
+        why = "no node can hold that" if hopeless else "they are in use, or cannot be placed together as asked"
+        return (
+            f"Ray has not placed it within {seconds:.0f} s: asked for {asked}, and the cluster has {found}: {why}; "
+            "change cluster.threads, gpus, resources or placement, or add nodes"
+        )
+
+
+def _holds(node: Node, bundle: Mapping[str, float]) -> bool:
+    return all(node.resources.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    shown = {name: amount for name, amount in resources.items() if name != PROCESS}
+    return " + ".join(f"{name} {amount:g}" for name, amount in shown.items()) or "a process"

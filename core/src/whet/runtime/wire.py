@@ -1,0 +1,447 @@
+"""Values as they cross between processes: a JSON header and raw buffers beside it, never pickle.
+
+    encode({"tokens": array, "step": 3})
+        [b'{"value":{"tokens":{"~":"array","at":0},"step":3},"arrays":[["int64",128]]}', <the array's own memory>]
+
+What crosses: builtins (dicts with string keys), NumPy arrays of booleans, integers and floats, and the records of
+core that `RECORDS` names. Lists of one record travel by column and lists of flat arrays as one buffer with lengths,
+so that a hundred completions cost a few buffers. Whatever arrives is checked before it is believed.
+
+A message never becomes much larger than it was on the way: packed lists are the only short way to write a long value,
+all repetitions of a message together have a limit, and each buffer stands in one place. Between processes that do not
+trust each other nothing is packed (`packed=False`), and the number of values has a limit.
+"""
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import accumulate
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from whet.data.bounded import loads
+from whet.errors import WhetError
+
+Buffer = bytes | bytearray | memoryview
+
+TAG: Final = "~"
+"""The key that marks a JSON object as something other than a plain dict."""
+DTYPES: Final = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64",
+    )
+}  # fmt: skip
+RECORDS: Final = {
+    "Text": "whet.data.messages",
+    "Message": "whet.data.messages",
+    "Task": "whet.data.records",
+    "Sampling": "whet.data.records",
+    "Request": "whet.data.records",
+    "Completion": "whet.data.records",
+    "Reply": "whet.data.records",
+    "Trajectory": "whet.data.records",
+    "Episode": "whet.data.records",
+    "Group": "whet.data.records",
+    "Batch": "whet.data.batch",
+    "Shards": "whet.data.batch",
+    "Metric": "whet.data.metrics",
+    "Span": "whet.data.spans",
+    "Spec": "whet.component",
+    "Link": "whet.interfaces.weights",
+    "ModelInfo": "whet.data.model_info",
+    "WorkerRank": "whet.interfaces.workers",
+    "RankArguments": "whet.interfaces.workers",
+}
+"""The records that cross, each with its module, which is imported when the first one does."""
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_BUILTINS: tuple[Any, ...] = (int, float, str, bytes)
+_MOST_REPEATS: Final = 1 << 20
+"""Of values in all packed lists of a message together."""
+_ROW_REPEATS: Final = 8
+"""Of them, what a row counts for of whose columns none stands value by value in the message."""
+_MOST_VALUES: Final = 1 << 18
+"""Of a message that is not packed: some 50 MB at most."""
+_WANTED = "only builtins (dicts with string keys), NumPy arrays of bool, int or float, and records of core cross"
+
+
+class WireError(WhetError):
+    """A value cannot cross between processes, or what arrived is damaged."""
+
+
+def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
+    """Return the buffers of a value, the header first. Arrays are not copied where they are contiguous.
+
+    `packed=False` writes every value by itself, for receivers that do not trust this process. Raises `WireError` saying
+    where in the value something stands that cannot cross.
+    """
+    writer = _Writer(packed)
+    try:
+        return writer.message(writer.tree(value))
+    except _UnsendableError:
+        where, what = _find_unsendable(value, "the value") or ("the value", type(value).__name__)
+        raise WireError(f"{where} is {what}; {_WANTED}") from None
+    except (RecursionError, TypeError, ValueError) as error:
+        raise WireError(f"a value cannot cross: {error}") from error
+
+
+def encode_calls(head: Mapping[str, Any], calls: Sequence[tuple[Any, ...]]) -> "list[list[Buffer] | WireError]":
+    """Give for the arguments of each call the buffers of `{**head, "args": arguments}`, or why they cannot cross.
+
+    Where each is a list of records of one kind, as requests are, those are looked at once for all calls.
+    """
+    shares = [arguments[0] for arguments in calls if len(arguments) == 1 and type(arguments[0]) is list]
+    kinds = {type(value) for share in shares for value in share} if len(shares) == len(calls) else set()
+    name = _record_name(kinds.pop()) if len(kinds) == 1 else None
+    if name is not None:
+        with suppress(_UnsendableError, RecursionError, TypeError, ValueError):  # then each says what is wrong with it
+            return list(_encode_rows(head, name, shares))
+    return [_encoded({**head, "args": arguments}) for arguments in calls]
+
+
+def _encode_rows(head: Mapping[str, Any], name: str, shares: Sequence[list[Any]]) -> Iterator[list[Buffer]]:
+    values = [value for share in shares for value in share]
+    columns = [_column([getattr(value, field) for value in values]) for field in _record(name)[1]]
+    begin = 0
+    for share in shares:
+        writer, end = _Writer(), begin + len(share)
+        rows = {TAG: "rows", "of": name, "columns": [write(writer, begin, end) for write in columns]}
+        yield writer.message({**writer.mapping(head), "args": {TAG: "tuple", "of": [rows]}})
+        begin = end
+
+
+def _encoded(value: Any) -> "list[Buffer] | WireError":
+    try:
+        return encode(value)
+    except WireError as error:
+        return error
+
+
+def decode(buffers: Sequence[Buffer], *, records: bool = True, packed: bool = True) -> Any:
+    """Return the value of buffers that `encode` made. Arrays are views of the buffers, writable where those are.
+
+    With `records=False` a record is refused, for what untrusted code sends; with `packed=False` also every packed list,
+    and more values than a result has. Raises `WireError`.
+    """
+    try:
+        header = json.loads(bytes(buffers[0])) if packed else loads(buffers[0], _MOST_VALUES)
+        arrays = [_array(spec, buffer) for spec, buffer in zip(header["arrays"], buffers[1:], strict=True)]
+        return _Reader(arrays, records, packed).value(header["value"])
+    except WireError:
+        raise
+    except Exception as error:  # the edge: records check what they are given in their own ways
+        raise WireError(f"a message is damaged: {type(error).__name__}: {error}") from error
+
+
+class _UnsendableError(Exception):
+    pass
+
+
+class _Writer:
+    """Turns a value into a JSON tree, and collects the buffers that stand beside it."""
+
+    def __init__(self, packed: bool = True) -> None:
+        self.arrays: list[list[Any]] = []
+        self.buffers: list[Buffer] = []
+        self._packs, self._repeats = packed, _MOST_REPEATS
+
+    def message(self, tree: Any) -> list[Buffer]:
+        """Give all buffers, with the tree in the header."""
+        header = json.dumps({"value": tree, "arrays": self.arrays}, separators=(",", ":")).encode("ascii")
+        return [header, *self.buffers]
+
+    def tree(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        write = _WRITERS.get(kind)
+        if write is not None:
+            return write(self, value)
+        if _record_name(kind) is not None:
+            return self.record(value)
+        return self.tree(_as_builtin(value))
+
+    def mapping(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        if not all(type(key) is str for key in value):
+            raise _UnsendableError
+        if TAG in value:
+            return {TAG: "dict", "keys": list(value), "values": self.items(list(value.values()))}
+        return {key: item if type(item) in _PLAIN else self.tree(item) for key, item in value.items()}
+
+    def tuple(self, value: tuple[Any, ...]) -> dict[str, Any]:
+        return {TAG: "tuple", "of": self.items(value)}
+
+    def bytes(self, value: Buffer) -> dict[str, Any]:
+        view = memoryview(value).cast("B")
+        self.arrays.append(["uint8", len(view)])
+        self.buffers.append(view)
+        return {TAG: "bytes", "at": len(self.arrays) - 1}
+
+    def array(self, value: np.ndarray[Any, Any]) -> dict[str, Any]:
+        return {TAG: "array", "at": self.append(value)}
+
+    def append(self, value: np.ndarray[Any, Any]) -> int:
+        dtype, name = _known_dtype(value.dtype)
+        value = np.asarray(value, dtype, order="C")
+        self.arrays.append([name, *value.shape])
+        self.buffers.append(value.reshape(-1).view(np.uint8).data)
+        return len(self.arrays) - 1
+
+    def record(self, value: Any) -> dict[str, Any]:
+        name = type(value).__name__
+        return {TAG: name, "of": self.items([getattr(value, field) for field in _record(name)[1]])}
+
+    def items(self, values: Sequence[Any]) -> Any:
+        """Give a JSON list of the values, or a packed object where they are all of one kind."""
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN:
+            return list(values)
+        if self._packs and len(kinds) == 1 and len(values) > 1:
+            packed = self.packed(values, kinds.pop())
+            if packed is not None:
+                return packed
+        return [value if type(value) in _PLAIN else self.tree(value) for value in values]
+
+    def packed(self, values: Sequence[Any], kind: type) -> dict[str, Any] | None:
+        first = values[0]
+        if all(value is first for value in values):
+            if len(values) > self._repeats:
+                return None
+            self._repeats -= len(values)
+            return {TAG: "repeat", "of": self.tree(first), "count": len(values)}
+        if kind is np.ndarray:
+            if _fit_together(values):
+                return {TAG: "ragged", "at": self.append(np.concatenate(values)), "lengths": list(map(len, values))}
+        elif kind is tuple:
+            if first and all(len(value) == len(first) for value in values):
+                columns = [self.items(column) for column in zip(*values, strict=True)]
+                return self.rows({TAG: "rows", "of": "tuple", "columns": columns}, len(values))
+        elif kind is dict:
+            keys = list(first)
+            if keys and TAG not in first and all(list(value) == keys for value in values):
+                if not all(type(key) is str for key in keys):
+                    raise _UnsendableError
+                columns = [self.items([value[key] for value in values]) for key in keys]
+                return self.rows({TAG: "rows", "of": "dict", "keys": keys, "columns": columns}, len(values))
+        elif (name := _record_name(kind)) is not None:
+            columns = [self.items([getattr(value, field) for value in values]) for field in _record(name)[1]]
+            return self.rows({TAG: "rows", "of": name, "columns": columns}, len(values))
+        return None
+
+    def rows(self, tree: dict[str, Any], count: int) -> dict[str, Any] | None:
+        """Return rows, or None where the message has too many that cost it nothing."""
+        self._repeats -= 0 if _backed(tree["columns"]) else _ROW_REPEATS * count
+        return tree if self._repeats >= 0 else None
+
+
+def _backed(columns: Sequence[Any]) -> bool:
+    """Return whether one of the columns stands in the message value by value, so that rows cost what they weigh."""
+    return any(type(column) is list or column[TAG] == "ragged" for column in columns)
+
+
+def _fit_together(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
+    """Whether they can cross as one buffer with lengths."""
+    return all(array.ndim == 1 and array.dtype == arrays[0].dtype for array in arrays)
+
+
+def _column(values: list[Any]) -> Callable[[_Writer, int, int], Any]:
+    """Give what writes a part of a column of records."""
+    kinds = set(map(type, values))
+    if kinds <= _PLAIN:
+        return lambda writer, begin, end: values[begin:end]
+    if kinds == {np.ndarray} and _fit_together(values):
+        flat, lengths = np.concatenate(values), list(map(len, values))
+        at = [0, *accumulate(lengths)]
+        return lambda writer, begin, end: {
+            TAG: "ragged", "at": writer.append(flat[at[begin] : at[end]]), "lengths": lengths[begin:end]
+        }  # fmt: skip
+    return lambda writer, begin, end: writer.items(values[begin:end])
+
+
+_WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
+    list: _Writer.items,
+    tuple: _Writer.tuple,
+    dict: _Writer.mapping,
+    np.ndarray: _Writer.array,
+    np.memmap: _Writer.array,
+    bytes: _Writer.bytes,
+    bytearray: _Writer.bytes,
+    memoryview: _Writer.bytes,
+}
+
+
+class _Reader:
+    """Turns a JSON tree back into the value; every tagged object is checked."""
+
+    def __init__(self, arrays: list[np.ndarray[Any, Any]], records: bool, packed: bool) -> None:
+        self.arrays, self.records = arrays, records
+        self._unused, self._repeats = set(range(len(arrays))), _MOST_REPEATS
+        self._packed = packed
+
+    def value(self, tree: Any) -> Any:
+        if type(tree) is list:
+            return self.items(tree)
+        if type(tree) is not dict:
+            return tree
+        tag = tree.get(TAG)
+        if tag is None:
+            return {key: self.value(item) for key, item in tree.items()}
+        return self.tagged(tag, tree)
+
+    def items(self, tree: Any) -> list[Any]:
+        """Read what `_Writer.items` wrote: always a list."""
+        if type(tree) is list:
+            return [self.value(item) if type(item) in (dict, list) else item for item in tree]
+        if not self._packed:
+            raise WireError(f"a message holds the packed list {tree[TAG]!r:.40}, which must not cross")
+        match tree[TAG]:
+            case "repeat":
+                count = tree["count"]
+                if type(count) is not int or count < 0:
+                    raise WireError(f"a message is damaged: {count!r:.40} repetitions")
+                self.spend(count)
+                return [self.value(tree["of"])] * count
+            case "ragged":
+                return _split(self.array(tree["at"]), tree["lengths"])
+            case "rows":
+                return self.rows(tree)
+        raise WireError(f"a message is damaged: {tree[TAG]!r:.40} stands where a list should")
+
+    def tagged(self, tag: Any, tree: dict[str, Any]) -> Any:
+        match tag:
+            case "array":
+                return self.array(tree["at"])
+            case "bytes":
+                return self.array(tree["at"]).tobytes()
+            case "tuple":
+                return tuple(self.items(tree["of"]))
+            case "dict":
+                return self.dictionary(tree["keys"], self.items(tree["values"]))
+            case "repeat" | "ragged" | "rows":
+                return self.items(tree)
+        return self.record(tag)(*self.items(tree["of"]))
+
+    def rows(self, tree: dict[str, Any]) -> list[Any]:
+        columns = [self.items(column) for column in tree["columns"]]
+        if not columns:
+            raise WireError("a message is damaged: rows without columns")
+        if not _backed(tree["columns"]):
+            self.spend(_ROW_REPEATS * len(columns[0]))
+        if tree["of"] == "dict":
+            return [self.dictionary(tree["keys"], row) for row in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True)
+        if tree["of"] == "tuple":
+            return list(rows)
+        make = self.record(tree["of"])
+        return [make(*row) for row in rows]
+
+    def dictionary(self, keys: Any, values: Iterable[Any]) -> dict[str, Any]:
+        if type(keys) is not list or not all(type(key) is str for key in keys):
+            raise WireError("a message is damaged: the keys of a dict are no strings")
+        return dict(zip(keys, values, strict=True))
+
+    def array(self, at: Any) -> np.ndarray[Any, Any]:
+        if type(at) is not int or at not in self._unused:
+            raise WireError(f"a message is damaged: there is no buffer {at!r:.40}, or it stands in two places")
+        self._unused.remove(at)
+        return self.arrays[at]
+
+    def spend(self, repeats: int) -> None:
+        """Count values that stand in the message only once for all of them."""
+        self._repeats -= repeats
+        if self._repeats < 0:
+            raise WireError(f"a message is damaged: it unpacks to more than {_MOST_REPEATS:,} repeated values")
+
+    def record(self, name: Any) -> Callable[..., Any]:
+        if not self.records or type(name) is not str or name not in RECORDS:
+            raise WireError(
+                f"a message holds the record {name!r:.60}, which {'may' if self.records else 'must'} not cross"
+            )
+        return _record(name)[0]
+
+
+@cache
+def _known_dtype(found: np.dtype[Any]) -> tuple[np.dtype[Any], str]:
+    """Give the dtype that crosses for one, and its name, which NumPy takes longer to make than all else."""
+    if found.name not in DTYPES:
+        raise _UnsendableError
+    return DTYPES[found.name], found.name
+
+
+def _record_name(kind: type) -> str | None:
+    """Give the name under which a class of records crosses; None for other classes."""
+    return kind.__name__ if RECORDS.get(kind.__name__) == kind.__module__ else None
+
+
+_KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {}
+
+
+def _record(name: str) -> tuple[type, tuple[str, ...]]:
+    """Give a record's class and the names of its fields, in order."""
+    if name not in _KNOWN:
+        cls = getattr(importlib.import_module(RECORDS[name]), name)
+        _KNOWN[name] = cls, tuple(field.name for field in attrs.fields(cls))
+    return _KNOWN[name]
+
+
+def _as_builtin(value: Any) -> Any:
+    """Give the builtin that a NumPy number, a mapping or a subclass of a builtin stands for."""
+    if isinstance(value, np.generic) and value.dtype.name in DTYPES:
+        return value.item()
+    for builtin in _BUILTINS:
+        if isinstance(value, builtin):
+            return builtin(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise _UnsendableError
+
+
+def _array(spec: Any, buffer: Buffer) -> np.ndarray[Any, Any]:
+    name, *shape = spec
+    if name not in DTYPES or not all(type(size) is int and size >= 0 for size in shape):
+        raise WireError(f"a message is damaged: there are no arrays of {spec!r:.80}")
+    dtype, found = DTYPES[name], memoryview(buffer).nbytes
+    if math.prod(shape) * dtype.itemsize != found:
+        raise WireError(
+            f"a message is damaged: {spec!r:.80} needs {math.prod(shape) * dtype.itemsize} bytes, not {found}"
+        )
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _split(flat: np.ndarray[Any, Any], lengths: Any) -> list[np.ndarray[Any, Any]]:
+    if type(lengths) is not list or not all(type(n) is int and n >= 0 for n in lengths):
+        raise WireError("a message is damaged: lengths that are no counts")
+    if flat.ndim != 1 or sum(lengths) != len(flat):
+        raise WireError(f"a message is damaged: lengths of {sum(lengths)} in all for {flat.size} values")
+    return [flat[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _find_unsendable(value: Any, path: str) -> tuple[str, str] | None:
+    """Find the first thing inside a value that cannot cross: where it stands, and what it is."""
+    kind = type(value)
+    if kind in _PLAIN or kind in (bytes, bytearray, memoryview):
+        return None
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.name in DTYPES else (path, f"an array of {value.dtype.name}")
+    if isinstance(value, list | tuple) and kind in (list, tuple):
+        inside: Iterable[tuple[str, Any]] = ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        bad = next((key for key in value if type(key) is not str), None)
+        if bad is not None:
+            return path, f"a dict with the key {bad!r:.40}"
+        inside = ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif _record_name(kind) is not None:
+        inside = ((f"{path}.{name}", getattr(value, name)) for name in _record(kind.__name__)[1])
+    else:
+        try:
+            _as_builtin(value)
+        except _UnsendableError:
+            return path, f"a {kind.__module__}.{kind.__qualname__}"
+        return None
+    return next((found for where, item in inside if (found := _find_unsendable(item, where))), None)

@@ -1,0 +1,405 @@
+"""The program of a worker process: builds worker objects, runs their methods and answers the driver.
+
+    main thread     the compute thread: sync methods of all roles in this process, one after the other
+    reader          takes messages from the driver; where there are many ranks, others take those from a leader
+    loop            coroutine methods and async generators; their heavy work belongs on `compute_thread()`
+
+One compute thread for a process keeps it at one pool of OpenMP threads, and lets roles that share it take turns.
+"""
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from whet.component import resolve
+from whet.errors import WhetError, in_words
+from whet.runtime.channel import receive, send
+from whet.runtime.inline import public_method
+from whet.runtime.interpreters import refuse_another_core
+from whet.runtime.lookahead import END, next_item
+from whet.runtime.relay import Leader, Sibling
+from whet.runtime.threads import Guard, watched
+from whet.runtime.traffic import Traffic
+from whet.runtime.watchdog import die_with, leave_signals_to_driver
+from whet.runtime.ways import Route, Ways
+from whet.runtime.wire import Buffer, WireError, decode, encode
+
+T = TypeVar("T")
+
+
+class ComputeThread(Executor):
+    """An executor of one thread: the one that calls `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], str] | None] = queue.SimpleQueue()
+        self._thread = 0
+        self.doing: tuple[str, float] = "", 0.0
+        """Name of the job under way, empty where there is none, and when it began in seconds of `time.monotonic`."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Run a function on the thread, after what was submitted before.
+
+        A job must not wait for another: `result` raises `RuntimeError` on the thread itself instead of hanging.
+        """
+        future: Future[T] = _ComputeFuture(self)
+        self._jobs.put((future, lambda: fn(*args, **kwargs), getattr(fn, "__name__", "work").strip("_")))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let `run` return after what was submitted before."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        """Be the thread until `shutdown`."""
+        self._thread = threading.get_ident()
+        while (job := self._jobs.get()) is not None:
+            future, function, name = job
+            if future.set_running_or_notify_cancel():
+                self.doing = name, time.monotonic()
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+                self.doing = "", 0.0
+            del job, future, function  # or their values would live until the next job
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.get_ident() == self._thread
+
+
+class _ComputeFuture(Future[T]):
+    def __init__(self, thread: ComputeThread) -> None:
+        super().__init__()
+        self._compute_thread = thread
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done() and self._compute_thread.is_current():
+            raise RuntimeError("a job on the compute thread waits for another one, which can never begin")
+        return super().result(timeout)
+
+
+_compute: ComputeThread | None = None
+_lock = threading.Lock()
+_hosting = False
+"""Whether this process is here to host workers."""
+
+
+def give_up(why: str) -> None:
+    """End this process, where it is here to host workers, because one of them has lost what it cannot be without.
+
+    The driver then sees it as lost, and quotes these words; a replica is replaced. Elsewhere this returns.
+    """
+    if _hosting:
+        print(why, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def compute_thread() -> Executor:
+    """Give this process's one thread for heavy work. Sync methods of workers run on it already.
+
+    In a process that hosts no workers (inline workers live there) it is made at the first call.
+    """
+    global _compute
+    with _lock:
+        if _compute is None:
+            _compute = ComputeThread()
+            threading.Thread(target=_compute.run, name="whet-compute", daemon=True).start()
+        return _compute
+
+
+class Host:
+    """What this process holds, and what it was asked."""
+
+    def __init__(self, connection: socket.socket, compute: ComputeThread) -> None:
+        self._connection, self._compute = connection, compute
+        self._sending = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._workers: dict[int, Any] = {}
+        self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
+        self._traffic = Traffic(give_up)
+        self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
+        self._ways = Ways(self._tell)
+
+    def start(self) -> None:
+        """Start the threads beside the compute thread."""
+        watched("whet-reader", self._read, give_up)
+        watched("whet-loop", self._loop.run_forever, give_up)
+        self._live()
+
+    def close(self) -> None:
+        """Close the workers that are left."""
+        for slot in list(self._workers):
+            try:
+                self._close(slot)
+            except Exception:
+                traceback.print_exc()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(decode(receive(self._connection)))
+        except (EOFError, OSError):
+            _end_all()
+
+    def _take(self, message: dict[str, Any], route: Route | None = None) -> None:
+        """Do as a message says; where it came through a leader, a route leads there."""
+        number = message.get("number", 0)
+        match message["do"]:
+            case "call":
+                if self._ways.admit(message, route):
+                    self._call(number, message["slot"], message["method"], message["args"])
+            case "stream":
+                steps = self._stream(number, message["slot"], message["method"], message["args"])
+                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
+            case "cancel":
+                self._loop.call_soon_threadsafe(self._cancel, number)
+            case "build":
+                self._compute.submit(_named("start", self._answer), number, lambda: self._build(message))
+            case "close":
+                self._loop.call_soon_threadsafe(self._cancel_slot, message["slot"])
+                self._compute.submit(_named("close", self._answer), number, lambda: self._close(message["slot"]))
+            case "import":
+                self._compute.submit(_named("import", import_ahead), message["modules"])
+            case "beat":
+                watched("whet-heart", partial(self._beat, message["every"]), give_up)
+            case "relay":
+                self._relay(message)
+            case "waits" | "gone":
+                self._tell_leader(message)
+            case "lead":
+                self._attempt(number, lambda: self._say(number, "done", self._lead(message)))
+            case "join":
+                self._join(number, message)
+            case "exit":
+                self._compute.shutdown()
+
+    def _attempt(self, number: int, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except (OSError, WhetError) as error:
+            self._fail(number, error)
+
+    def _relay(self, message: dict[str, Any]) -> None:
+        leaders = self._leaders.get(message["slot"])
+        if leaders:
+            leaders[max(leaders)].relay(message)  # the driver lets no older one pass on what it sends after `lead`
+        else:
+            self._fail(message["number"], RuntimeError("the worker is closed"))
+
+    def _tell_leader(self, message: dict[str, Any]) -> None:
+        leader = self._leaders.get(message["slot"], {}).get(message["branch"])
+        if leader is not None and message["do"] == "gone":
+            leader.gone(message["rank"])
+        elif leader is not None:
+            leader.waits(message["number"])
+
+    def _lead(self, message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
+        leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._take, self._say)
+        places = leader.listen(message["far"], _own_address(self._connection))
+        for id, before in list(leaders.items()):
+            before.retire()
+            if before.closed:
+                del leaders[id]
+        leaders[branch] = leader
+        return places
+
+    def _join(self, number: int, message: dict[str, Any]) -> None:
+        def joined(error: Exception | None) -> None:
+            if error is None:
+                self._say(number, "done", None)
+            else:
+                self._fail(number, error)
+
+        Sibling(message["place"], message["rank"], self._take, joined)
+
+    def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            function = public_method(self._workers[slot], method)
+            if inspect.isasyncgenfunction(function):
+                raise TypeError(f"{method} is an async generator; use stream")
+        except Exception as error:
+            self._fail(number, error)
+            return
+        if inspect.iscoroutinefunction(function):
+            self._loop.call_soon_threadsafe(self._begin, number, slot, self._run(number, function, args))
+        else:
+            self._compute.submit(_named(method, self._answer), number, lambda: function(*args))
+
+    def _beat(self, every: float) -> None:
+        """Say again and again that this process lives, whatever its workers do."""
+        guard = Guard("whet-heart", pause_seconds=0.0)
+        while True:
+            time.sleep(every)
+            with guard.item():
+                self._live()
+
+    def _live(self) -> None:
+        name, since = self._compute.doing
+        self._say(0, "alive", {"doing": name, "seconds": time.monotonic() - since if name else 0.0})
+
+    def _build(self, message: dict[str, Any]) -> None:
+        self._workers[message["slot"]] = resolve(message["target"])(rank=message["rank"], **message["arguments"])
+
+    def _close(self, slot: int) -> None:
+        worker = self._workers.pop(slot, None)
+        self._ways.close(slot)
+        for leader in self._leaders.pop(slot, {}).values():
+            leader.close()
+        if hasattr(worker, "close"):
+            worker.close()
+
+    def _answer(self, number: int, work: Callable[[], Any]) -> None:
+        try:
+            self._say(number, "done", work())
+        except BaseException as error:
+            self._fail(number, error)
+
+    def _begin(self, number: int, slot: int, steps: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(steps)
+        self._tasks[number] = slot, task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks[number][1].cancel()
+
+    def _cancel_slot(self, slot: int) -> None:
+        for owner, task in self._tasks.values():
+            if owner == slot:
+                task.cancel()
+
+    async def _run(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._say(number, "done", await function(*args))
+        except BaseException as error:
+            self._fail(number, error)
+
+    async def _stream(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
+        held: list[Any] = []  # the item that may be the last one
+
+        def say_held() -> None:
+            if held:
+                self._say(number, "part", held.pop())
+
+        try:
+            async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
+                while (item := await next_item(items, say_held)) is not END:
+                    say_held()
+                    held.append(item)
+            if held:
+                self._say(number, "last", held[0])
+            else:
+                self._say(number, "done", None)
+        except BaseException as error:
+            with suppress(WireError):
+                say_held()
+            self._fail(number, error)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):  # by the driver, who knows, or because the workers close
+            self._say(number, "failed", {"cause": "it was cancelled", "details": ""})
+            return
+        details = "".join(traceback.format_exception(error))
+        with suppress(OSError):  # the log may lie on a disk that is full; the driver must hear of it all the same
+            print(details, file=sys.stderr, flush=True)
+        self._say(number, "failed", {"cause": in_words(error), "details": details})
+
+    def _say(self, number: int, kind: str, value: Any) -> None:
+        buffers = encode({"number": number, "say": kind, "value": value})
+        if kind in ("done", "failed"):
+            self._ways.answer(number, kind == "done", buffers)
+        else:
+            self._tell(buffers)
+
+    def _tell(self, buffers: Sequence[Buffer]) -> None:
+        try:
+            with self._sending:
+                send(self._connection, buffers)
+        except OSError:
+            _end_all()
+
+
+def _own_address(connection: socket.socket) -> str:
+    """Give the address from which this process reaches the driver: there other nodes reach it, too."""
+    if connection.family == socket.AF_UNIX:
+        return "127.0.0.1"
+    address: str = connection.getsockname()[0]
+    return address
+
+
+def import_from(path: list[str], add: list[str]) -> None:
+    """Import from a path in place of this interpreter's own, where one is given, and from what it lacks of others."""
+    sys.path[:] = path or sys.path
+    sys.path += [folder for folder in add if folder not in sys.path and os.path.isdir(folder)]
+
+
+def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Give the function another name, under which it is said to be under way."""
+
+    def named(*args: Any) -> None:
+        function(*args)
+
+    named.__name__ = name
+    return named
+
+
+def import_ahead(modules: list[str]) -> None:
+    """Import ahead of need; what fails here fails again, with a name to it, where it is needed."""
+    for module in modules:
+        with suppress(Exception):
+            importlib.import_module(module)
+
+
+def _end_all() -> NoReturn:
+    """End this process and what it started: the driver is gone."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def host_workers(connection: socket.socket, name: str) -> None:
+    """Host workers until the driver, at the other end, says `exit` or is gone."""
+    global _compute, _hosting
+    sys.argv = ["whet-worker", name]
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
+    order = decode(receive(connection))
+    refuse_another_core(order["core"], order["wire"])
+    import_from(order["path"], order["add"])
+    _compute, _hosting = ComputeThread(), True
+    hosted = Host(connection, _compute)
+    hosted.start()
+    _compute.run()
+    hosted.close()
+
+
+def main() -> None:
+    """Be a process that hosts workers."""
+    descriptor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    die_with(parent)
+    leave_signals_to_driver()
+    os.set_inheritable(descriptor, False)
+    host_workers(socket.socket(fileno=descriptor), name)
+
+
+if __name__ == "__main__":
+    from whet.runtime import (
+        worker_process,  # this file is `__main__` here; workers see the module, and its compute thread
+    )
+
+    worker_process.main()

@@ -1,0 +1,221 @@
+"""Hand-over by broadcasts: NCCL between GPUs, gloo between CPUs. For roles that have devices of their own.
+
+Each sender has a group with the receivers that are there, kept as long as these stay the same; who comes back is in the
+next one. Receivers hear several senders one after another, in order, so senders that gather their tensors in step must
+leave it to one of them. NCCL has not been tried yet, for want of GPUs.
+"""
+
+import ctypes
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from whet.interfaces.weights import Link
+from whet.runtime.ports import listen
+from whet.weights import bucket_stream
+from whet.weights.bucket_stream import Broken, is_gone, tell
+from whet.weights.staged_copy import Guest, own_address
+from whet.weights.tcp import Offer
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_SECONDS = 0.0005
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Broadcast the tensors, cast to `link.dtype`, from the device of the first."""
+    bucket_stream.send(link, weights, sender, _Sending(link, sender))
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give every tensor, on this process's current GPU where it comes by NCCL. Raises `RefitError`."""
+    yield from bucket_stream.receive(link, receiver, _Receiving(link, receiver))
+
+
+@frozen
+class _Group:
+    """A process group beside torch's own; its rank 0 sends."""
+
+    name: str
+    size: int
+    device: "torch.device"
+    group: Any
+    store: Any
+    """Lives as long as the group does."""
+
+    def broadcast(self, data: "torch.Tensor", others: Sequence[socket.socket], deadline: float) -> None:
+        """Take part in a broadcast. Raises `Broken` when one of those that we speak to is gone."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work = self.group.broadcast([data], options)
+        try:
+            while not work.is_completed():
+                if any(map(is_gone, others)):
+                    raise Broken("who takes part in the broadcast is gone")
+                if time.monotonic() > deadline:
+                    raise Broken("a broadcast did not end in time")
+                time.sleep(_POLL_SECONDS)
+            work.wait()  # raises what went wrong
+        except BaseException:
+            self.abort()
+            if not work.is_completed():  # gloo cannot end it, and whoever drops the group would wait for it
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+            raise
+
+    def abort(self) -> None:
+        """End what is under way, also in the other processes, where the library can."""
+        with suppress(RuntimeError, AttributeError):
+            self.group.abort()
+
+
+_groups: dict[tuple[str, str, int, int], _Group] = {}
+"""Of this process, by end, address of the exchange, sender, and receiver (-1: the sender itself)."""
+_lock = threading.Lock()
+
+
+class _Sending:
+    def __init__(self, link: Link, sender: int) -> None:
+        self._link, self._key = link, ("send", link.address, sender, -1)
+        self._deadline = time.monotonic() + link.timeout_seconds
+        self._guests: list[socket.socket] = []
+        self._buffer: torch.Tensor | None = None
+        self._device: torch.device
+
+    def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
+        """Keep the group that all are in already, or make one."""
+        self._guests, self._device = [guest.connection for guest in guests], device
+        group = _groups.get(self._key)
+        held = {guest.said["held"] for guest in guests}
+        if group is None or held != {group.name} or (group.size, group.device) != (len(guests) + 1, device):
+            self._gather()
+
+    def room(self, size: int) -> "torch.Tensor":
+        """Give a buffer that is kept for this hand-over."""
+        import torch
+
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._buffer[:size]
+
+    def give(self, head: dict[str, Any], size: int) -> None:
+        """Announce a bucket and broadcast it."""
+        assert self._buffer is not None
+        for connection in self._guests:
+            tell(connection, head)
+        try:
+            _groups[self._key].broadcast(self._buffer[:size], self._guests, self._deadline)
+        except BaseException:
+            _forget(self._key)
+            raise
+
+    def finish(self) -> None:
+        """A broadcast that is over has been read."""
+
+    def _gather(self) -> None:
+        """Make a group with all guests."""
+        import torch.distributed as dist
+
+        _forget(self._key)
+        host, seconds = own_address(self._link), self._link.timeout_seconds
+        listener = listen(host, "hand-overs of weights")  # torch would listen on every interface
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        name, size = uuid.uuid4().hex, len(self._guests) + 1
+        kind = "nccl" if self._device.type == "cuda" else "gloo"
+        for rank, connection in enumerate(self._guests, start=1):
+            meeting = {"name": name, "host": host, "port": port, "rank": rank, "size": size, "kind": kind}
+            tell(connection, {"meet": meeting})
+        made = _join(store, 0, size, self._device, host, seconds)
+        with _lock:
+            _groups[self._key] = _Group(name, size, self._device, made, store)
+
+
+class _Receiving:
+    def __init__(self, link: Link, receiver: int) -> None:
+        self._link, self._receiver = link, receiver
+        self._deadline = time.monotonic() + link.timeout_seconds
+        self._buffer: torch.Tensor | None = None
+
+    def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
+        """Hear all of them."""
+        return senders
+
+    def copies(self, senders: Sequence[Offer]) -> Sequence[Offer]:
+        """Each has one of what it sent."""
+        return senders
+
+    def hello(self, sender: int) -> dict[str, Any]:
+        """Say which group with that sender this receiver is in."""
+        group = _groups.get(self._key(sender))
+        return {"held": "" if group is None else group.name}
+
+    def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
+        """Take part in the broadcast of a bucket."""
+        import torch
+
+        group, size = _groups[self._key(sender)], head["bytes"]
+        if self._buffer is None or self._buffer.numel() < size or self._buffer.device != group.device:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=group.device)
+        try:
+            group.broadcast(self._buffer[:size], [connection], self._deadline)
+        except BaseException:
+            _forget(self._key(sender))
+            raise
+        return self._buffer[:size]
+
+    def meet(self, sender: int, meeting: dict[str, Any]) -> None:
+        """Join a group."""
+        import torch
+        import torch.distributed as dist
+
+        key, seconds = self._key(sender), self._link.timeout_seconds
+        _forget(key)
+        gpu = meeting["kind"] == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds)
+        )
+        group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._link), seconds)
+        with _lock:
+            _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
+
+    def done(self, connection: socket.socket) -> None:
+        """Nobody waits for that."""
+
+    def _key(self, sender: int) -> tuple[str, str, int, int]:
+        return ("receive", self._link.address, sender, self._receiver)
+
+
+def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float) -> Any:
+    """Join a process group that torch's own functions know nothing of; blocks until all have."""
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _forget(key: tuple[str, str, int, int]) -> None:
+    """Leave a group, if there is one."""
+    with _lock:
+        group = _groups.pop(key, None)
+    if group is not None:
+        group.abort()

@@ -1,0 +1,148 @@
+"""Hand-over between processes on one GPU: the sender maps a buffer into the receivers (CUDA IPC).
+
+Every sender sends everything, and a receiver hears the one on its own GPU. Two buffers take turns, so that one is
+filled while the other is read; a receiver says when it has read one. Not tried on a GPU yet.
+"""
+
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from whet.errors import RefitError
+from whet.interfaces.weights import Link
+from whet.weights import bucket_stream
+from whet.weights.bucket_stream import Broken, tell, told
+from whet.weights.manifest import title
+from whet.weights.staged_copy import Guest
+from whet.weights.tcp import Offer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Send the tensors, cast to `link.dtype`, to the receivers on this process's GPU."""
+    alone = attrs.evolve(link, kept=link.kept and sender == 0)  # one copy is enough
+    bucket_stream.send(alone, weights, sender, _Sending(link), _gpu())
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give every tensor, as a view of the sender's memory. Raises `RefitError`."""
+    yield from bucket_stream.receive(link, receiver, _Receiving())
+
+
+class _Sending:
+    def __init__(self, link: Link) -> None:
+        self._link, self._deadline = link, time.monotonic() + link.timeout_seconds
+        self._guests: list[socket.socket] = []
+        self._device: torch.device
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._unread = [False, False]
+        self._turn = 0
+
+    def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
+        """Nothing is to be made."""
+        if device.type != "cuda":
+            raise RefitError(f"{title(self._link)}: cuda-ipc hands over what is on a GPU, found tensors on {device}")
+        self._guests, self._device = [guest.connection for guest in guests], device
+
+    def room(self, size: int) -> "torch.Tensor":
+        """Give the buffer whose turn it is, once all have read it."""
+        import torch
+
+        self._turn = 1 - self._turn
+        self._await(self._turn)
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return buffer[:size]
+
+    def give(self, head: dict[str, Any], size: int) -> None:
+        """Say where a bucket lies."""
+        import torch
+
+        torch.cuda.current_stream(self._device).synchronize()
+        buffer = self._buffers[self._turn]
+        assert buffer is not None
+        for connection in self._guests:  # each releases what it was given
+            tell(connection, {**head, "memory": _shared(buffer)})
+        self._unread[self._turn] = True
+
+    def finish(self) -> None:
+        """Wait until all has been read."""
+        for turn in (1 - self._turn, self._turn):
+            self._await(turn)
+
+    def _await(self, turn: int) -> None:
+        if self._unread[turn]:
+            for connection in self._guests:
+                told(connection, self._deadline)
+            self._unread[turn] = False
+
+
+class _Receiving:
+    def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
+        """Hear the one on this GPU."""
+        here = _gpu()
+        found = [offer for offer in senders if here and offer["place"] == here]
+        if not found:
+            raise Broken("no sender is on the GPU of this process")
+        return found[:1]
+
+    def copies(self, senders: Sequence[Offer]) -> Sequence[Offer]:
+        """Only the first keeps one."""
+        return senders[:1]
+
+    def hello(self, sender: int) -> dict[str, Any]:
+        """There is nothing to say."""
+        return {}
+
+    def meet(self, sender: int, meeting: dict[str, Any]) -> None:
+        """Nothing is to be made."""
+
+    def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
+        """Map a bucket."""
+        return _mapped(head["memory"])[: head["bytes"]]
+
+    def done(self, connection: socket.socket) -> None:
+        """Say that a bucket has been read."""
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+        tell(connection, {"read": True})
+
+
+def _gpu() -> str:
+    """Name this process's current GPU, as its other processes do; empty where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _shared(buffer: "torch.Tensor") -> dict[str, Any]:
+    """Say how another process finds a buffer; it is kept until that lets go of it."""
+    names = ("handle", "size", "offset", "counter", "counter_offset", "event", "sync")
+    _, *found = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in zip(names, found, strict=True)}
+
+
+def _mapped(memory: dict[str, Any]) -> "torch.Tensor":
+    import torch
+
+    device = torch.cuda.current_device()
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device,
+        bytes.fromhex(memory["handle"]),
+        memory["size"],
+        memory["offset"],
+        bytes.fromhex(memory["counter"]),
+        memory["counter_offset"],
+        bytes.fromhex(memory["event"]),
+        memory["sync"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)

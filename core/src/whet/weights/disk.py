@@ -1,0 +1,100 @@
+"""Hand-over through safetensors files in a folder that both ends see; works across machines."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from whet.data.files import disk_errors
+from whet.errors import in_words
+from whet.interfaces.weights import Link
+from whet.weights.manifest import (
+    Entry,
+    await_manifests,
+    checksum,
+    damaged,
+    dtype_name,
+    publish,
+    still_current,
+    withdraw,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES = 1 << 30
+"""A file is closed once it holds this much, so that a sender holds no more of the whole model in memory."""
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Write the tensors, cast to `link.dtype`, to files of this session and publish the manifest."""
+    withdraw(link, sender)
+    for old in Path(link.address).glob(f"weights-{sender}-*.safetensors"):
+        old.unlink(missing_ok=True)
+    entries: list[Entry] = []
+    try:
+        for number, bucket in enumerate(_buckets(weights, link.dtype)):
+            entries += _write(Path(link.address) / f"weights-{sender}-{link.session}-{number}.safetensors", bucket)
+    except BaseException as error:
+        publish(link, sender, (), in_words(error))
+        raise
+    publish(link, sender, entries)
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give every tensor. Raises `RefitError` for a missing, stale, contradictory or damaged hand-over."""
+    manifests = await_manifests(link)
+    for manifest in manifests:
+        for file in dict.fromkeys(entry.file for entry in manifest.entries):
+            yield from _read(link, file, [entry for entry in manifest.entries if entry.file == file])
+    still_current(link, manifests)
+
+
+def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iterator[dict[str, torch.Tensor]]":
+    import torch
+
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        kind = getattr(torch, dtype) if dtype else tensor.dtype
+        # A copy: safetensors refuses tensors that share memory, as tied and sliced ones do.
+        bucket[name] = tensor.detach().to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+        size += bucket[name].nbytes
+        if size >= FILE_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket
+
+
+def _write(file: Path, bucket: "dict[str, torch.Tensor]") -> list[Entry]:
+    from safetensors.torch import save_file
+
+    with disk_errors(file):
+        save_file(bucket, file)
+    return [
+        Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor), file.name)
+        for name, tensor in bucket.items()
+    ]
+
+
+def _read(link: Link, file: str, entries: list[Entry]) -> "Iterator[tuple[str, torch.Tensor]]":
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(link.address) / file, "pt") as tensors:
+            names = set(tensors.keys())
+            for entry in entries:
+                if entry.name not in names:
+                    raise damaged(link, entry, "the file lacks it")
+                tensor = tensors.get_tensor(entry.name)
+                found = (tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
+                if found != (entry.shape, entry.dtype, entry.checksum):
+                    raise damaged(
+                        link,
+                        entry,
+                        f"found shape {found[0]}, {found[1]}, checksum {found[2]:08x}, wanted shape {entry.shape}, "
+                        f"{entry.dtype}, checksum {entry.checksum:08x}",
+                    )
+                yield entry.name, tensor
+    except (OSError, SafetensorError) as error:
+        raise damaged(link, entries[0], str(error)) from error

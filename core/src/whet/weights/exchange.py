@@ -1,0 +1,75 @@
+"""Where senders and receivers of weights find each other: the driver's part of the transport `tcp`.
+
+sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  ->  exchange, and it says so
+receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}         ->  exchange; it answers once all are there
+<-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
+
+Receivers by `tcp` ask at the first hand-over. Later links tell them (`Link.places`), so that a thousand of them do not
+come to the driver every time; they ask again where a sender cannot be reached.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import Any
+
+from whet.interfaces.weights import Places
+from whet.runtime.channel import receive, send
+from whet.runtime.door import Door, DoorError
+from whet.runtime.wire import decode, encode
+
+_MESSAGE_SECONDS = 10.0
+_LARGEST_MESSAGE = 1 << 20
+
+
+class Exchange:
+    """Listens on an address of the driver's machine. Remembers the newest session of each sender."""
+
+    def __init__(self, address: str) -> None:
+        self.token = secrets.token_hex(32)
+        self._senders: dict[int, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._door = Door(address, bytes.fromhex(self.token), self._take, purpose="hand-overs of weights")
+
+    @property
+    def address(self) -> str:
+        """As a link says it."""
+        return f"{self._door.address[0]}:{self._door.address[1]}"
+
+    def places(self) -> Places:
+        """Give what each sender said last of where it is: they stay there for all hand-overs of a run."""
+        with self._changed:
+            return tuple(
+                {name: self._senders[sender][name] for name in ("sender", "address", "place")}
+                for sender in sorted(self._senders)
+            )
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._door.close()
+
+    def _take(self, name: str, guest: socket.socket) -> None:
+        kind, session, number = name.split("/")
+        with closing(guest):
+            said = decode(receive(guest, _LARGEST_MESSAGE, time.monotonic() + _MESSAGE_SECONDS), records=False)
+            if kind == "sender":
+                offer = {"sender": int(number), "session": session, **said}
+                with self._changed:
+                    self._senders[offer["sender"]] = offer
+                    self._changed.notify_all()
+                send(guest, encode({"noted": session}))
+            elif kind == "receiver":
+                guest.settimeout(_MESSAGE_SECONDS)
+                send(guest, encode({"found": self._await(session, said["senders"], said["seconds"])}))
+            else:
+                raise DoorError(f"it called itself {kind!r:.20}")
+
+    def _await(self, session: str, senders: int, seconds: float) -> list[dict[str, Any]]:
+        """Wait for all senders of a session; give what there is in the end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: sum(offer["session"] == session for offer in self._senders.values()) >= senders, seconds
+            )
+            return [self._senders[sender] for sender in sorted(self._senders)]

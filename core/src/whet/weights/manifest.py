@@ -1,0 +1,185 @@
+"""The manifest of a hand-over through files: what was sent, so that a receiver can prove that all of it arrived.
+
+    sender      remove the old manifest -> write the bytes -> write the manifest under its name in one step
+    receiver    wait for the manifest of its session -> read -> compare the checksums -> look at the manifest again
+
+A manifest therefore never stands beside bytes of another session.
+"""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+from whet.errors import RefitError
+from whet.interfaces.weights import Link
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE = 4096
+
+
+@frozen
+class Entry:
+    """One tensor of a hand-over."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it, e.g. `bfloat16`."""
+    checksum: int
+    file: str
+    """Within the folder of the hand-over."""
+    offset: int = 0
+    """Bytes from the beginning of the file, where the file does not know itself."""
+
+
+@frozen
+class Manifest:
+    """What one sender sent in one session."""
+
+    session: str
+    version: int
+    sender: int
+    entries: tuple[Entry, ...]
+    failed: str = ""
+    """Why the sender gave up, so that receivers need not wait for their deadline."""
+
+
+def checksum(tensor: "torch.Tensor") -> int:
+    """Sum up the bytes of a contiguous tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
+
+    Sees torn and stale pages and flipped bits at the speed of memory, which crc32 alone does not reach.
+    """
+    import torch
+
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // PAGE * PAGE
+    if data.storage_offset() % 8:
+        data = data.clone()
+    pages = data[:whole].view(torch.int64).view(-1, PAGE // 8).sum(1)
+    return zlib.crc32(data[whole:].cpu().numpy().data, zlib.crc32(pages.cpu().numpy().data))
+
+
+def byte_count(entry: Entry) -> int:
+    """Give the bytes of a tensor."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype.itemsize * torch.Size(entry.shape).numel()
+
+
+def manifest_path(link: Link, sender: int) -> Path:
+    """Say where the manifest of a sender stands."""
+    return Path(link.address) / f"manifest-{sender}.json"
+
+
+def withdraw(link: Link, sender: int) -> None:
+    """Make the folder ready and remove the sender's manifest of an earlier session."""
+    path = manifest_path(link, sender)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def publish(link: Link, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
+    """Write the manifest in one step: it is there as a whole or not at all."""
+    path = manifest_path(link, sender)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(Manifest(link.session, link.version, sender, tuple(entries), failed))))
+    os.replace(draft, path)
+
+
+def read(link: Link, sender: int) -> Manifest | None:
+    """Read a sender's manifest; None where there is none. Raises `RefitError` where it is no manifest."""
+    path = manifest_path(link, sender)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in document.pop("entries"))
+        if outside := next((entry.file for entry in entries if "/" in entry.file or entry.file[:1] in ("", ".")), None):
+            raise ValueError(f"it names the file {outside!r:.120}, wanted one beside it")
+        return Manifest(**document, entries=entries)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefitError(f"{path} is no manifest of a weight hand-over: {error}") from error
+
+
+def await_manifests(link: Link) -> list[Manifest]:
+    """Wait until every sender of the link has published, and give the manifests in order of sender.
+
+    Raises `RefitError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
+    """
+    deadline, pause = time.monotonic() + link.timeout_seconds, 0.0005
+    manifests: dict[int, Manifest] = {}
+    while True:
+        for sender in range(link.senders):
+            found = manifests.get(sender) or read(link, sender)
+            if found and found.session == link.session:
+                manifests[sender] = found
+        if len(manifests) == link.senders:
+            break
+        if time.monotonic() > deadline:
+            raise RefitError(_overdue(link, [s for s in range(link.senders) if s not in manifests]))
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    ordered = [manifests[sender] for sender in range(link.senders)]
+    check(link, ordered)
+    return ordered
+
+
+def still_current(link: Link, manifests: Iterable[Manifest]) -> None:
+    """Raise `RefitError` if a sender began another session while this one was read."""
+    for manifest in manifests:
+        now = read(link, manifest.sender)
+        if now is None or now.session != link.session:
+            raise RefitError(f"{title(link)}: sender {manifest.sender} began another session while this one was read")
+
+
+def damaged(link: Link, entry: Entry, found: str) -> RefitError:
+    """Make the error for bytes that are not those of the manifest."""
+    where = Path(link.address) / entry.file
+    return RefitError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
+
+
+def check(link: Link, manifests: list[Manifest]) -> None:
+    """Raise `RefitError` where a sender gave up, or a version or a name contradicts the link."""
+    owner: dict[str, int] = {}
+    for manifest in manifests:
+        if manifest.failed:
+            raise RefitError(f"{title(link)}: sender {manifest.sender} gave up: {manifest.failed}")
+        if manifest.version != link.version:
+            raise RefitError(
+                f"{title(link)}: sender {manifest.sender} sent version {manifest.version}, wanted {link.version}"
+            )
+        for entry in manifest.entries:
+            first = owner.setdefault(entry.name, manifest.sender)
+            if first != manifest.sender:
+                raise RefitError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
+
+
+def _overdue(link: Link, missing: list[int]) -> str:
+    lines = []
+    for sender in missing:
+        found = read(link, sender)
+        what = f"that of session {found.session}, version {found.version}" if found else "none"
+        lines.append(f"sender {sender}: {what}")
+    return (
+        f"{title(link)}: no complete manifest of {len(missing)} of {link.senders} senders in {link.address} after "
+        f"{link.timeout_seconds:g} s; found of {'; '.join(lines)}"
+    )
+
+
+def title(link: Link) -> str:
+    """Name a hand-over in errors."""
+    return f"hand-over {link.session} of version {link.version}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """Give torch's name of a dtype without the module."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,203 @@
+"""A probe after a hand-over: are logprobs of a few tokens, from each replica of the generator, those of the trainer?
+
+    driver       draws prompts of random tokens from the run's seed and the version
+    replica 0    continues them       replica 1    continues them       ...
+    trainer      scores what came, with the weights that it has just sent
+    driver       mean |difference| of each replica <= bound, or the run ends
+
+Manifest and version prove that weights arrived whole. This proves that the engine computes with them: not with those of
+before, nor with a packed copy of them, nor another model.
+"""
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from whet.data import randomness
+from whet.data.batch import Batch, from_sequences
+from whet.data.metrics import Metric, largest
+from whet.data.records import Completion, FloatArray, IntArray, Request, Sampling
+from whet.errors import RefitError, RequestLost
+
+if TYPE_CHECKING:
+    from whet.config.sections import ProbeSection
+    from whet.interfaces.generator import Generator
+
+BOUNDS: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+"""Largest mean |difference| by dtype, in nats at temperature 1; docs/reference/numerics.md says where they are from."""
+LOOSEST: Final = 0.3
+"""Of any other, such as weights in 8 bits."""
+PROMPT_TOKENS: Final = 16
+ALWAYS: Final = 2
+"""Hand-overs at the beginning of a sitting that are probed. In the first an engine that takes nothing may go unnoticed:
+it has loaded the same weights itself."""
+
+Scored = Mapping[tuple[int, tuple[int, ...]], FloatArray]
+"""(number of the prompt, tokens of a completion) -> the trainer's logprobs of them."""
+
+
+def bound_of(*dtypes: str) -> float:
+    """Give the bound for parts that compute in these dtypes: the coarsest decides."""
+    return max(BOUNDS.get(dtype, LOOSEST) for dtype in dtypes)
+
+
+@frozen(eq=False)
+class Proof:
+    """What a replica has to show for its weights to be those of a version."""
+
+    version: int
+    prompts: tuple[IntArray, ...]
+    sampling: Sampling
+    seeds: tuple[int, ...]
+    """Of each prompt: replicas that hold the same weights make the same of it."""
+    bound: float
+    dtypes: str
+    """In words, for errors."""
+    scored: Scored = field(factory=dict)
+
+    def requests(self, replica: int) -> list[Request]:
+        """Give what to ask a replica."""
+        return [
+            Request(f"probe-{self.version}-{replica}-{i}", prompt, self.sampling, seed, replica=replica)
+            for i, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True))
+        ]
+
+    def check(self, replica: int, completions: Sequence[Completion]) -> float:
+        """Give the mean |difference| of a replica's logprobs from the trainer's, in nats.
+
+        Of completions that the trainer has not scored, up to the first token in which they differ from those. Raises
+        `RefitError` where the mean is above the bound or no number, where there is nothing to compare, or where
+        another version made the tokens.
+        """
+        versions = {version for completion in completions for _, version in completion.versions}
+        if versions - {self.version}:
+            raise self._refused(replica, f"samples with version {min(versions - {self.version})}")
+        pairs = [(completion.logprobs, self._scored_of(i, completion)) for i, completion in enumerate(completions)]
+        gaps = np.concatenate([np.abs(own[: len(other)] - other) for own, other in pairs])
+        if not len(gaps):  # replicas that hold the same weights draw the same first tokens
+            raise self._refused(replica, f"begins none of {len(completions)} completions as other replicas did")
+        gap = float(gaps.mean())
+        if not gap <= self.bound:  # a gap that is no number is none that can be trusted
+            found = f"of {len(gaps)} tokens are {gap:.3g} nats off on average, {gaps.max():.3g} at most"
+            wanted = f"wanted an average of at most {self.bound:.3g} for {self.dtypes}"
+            raise self._refused(replica, f"does not compute what the trainer does: its logprobs {found}; {wanted}")
+        return gap
+
+    def _scored_of(self, prompt: int, completion: Completion) -> FloatArray:
+        """Give the trainer's logprobs of the tokens until the first that it has not scored."""
+        found = np.zeros(0, np.float32)
+        for (number, tokens), logprobs in self.scored.items():
+            same = np.asarray(tokens[: len(completion.tokens)]) == completion.tokens[: len(tokens)]
+            length = len(same) if same.all() else int(same.argmin())
+            if number == prompt and length > len(found):
+                found = logprobs[:length]
+        return found
+
+    def _refused(self, replica: int, what: str) -> RefitError:
+        return RefitError(
+            f"after the hand-over of version {self.version} replica {replica} of the generator {what}. Either it has "
+            "wrong or old weights (a tensor that the engine did not take, a part of a fused module, a packed copy), or "
+            "it computes the model in another way (temperature, attention, positions, quantisation). Take another "
+            "version of the engine, or another generator. Where the difference is known and wanted, raise "
+            "refit.probe.bound; refit.probe.every: 0 compares nothing"
+        )
+
+
+@define(eq=False)
+class Probe:
+    """Probes hand-overs of a sitting when they are due."""
+
+    section: "ProbeSection"
+    seed: int
+    opening: tuple[int, ...]
+    """Tokens that every sequence begins with."""
+    tokens: IntArray
+    """The others of prompts are drawn from these."""
+    room: int
+    """Longest sequence, in tokens; 0: no limit is known."""
+    temperature: float
+    dtypes: tuple[str, str]
+    """Of generator and trainer."""
+    replicas: int
+    generator: "Generator"
+    score: Callable[[Batch], Any]
+    """Give the trainer's logprobs [N]."""
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    """Run a coroutine where the generator's requests are made, and wait for it."""
+    overdue: bool = field(default=False, init=False)
+    """Whether a replica came back to weights that were not probed."""
+    _handed_over: int = field(default=0, init=False)
+    _gap: float | None = field(default=None, init=False)
+
+    def due(self, version: int) -> bool:
+        """Whether this hand-over, the next of the sitting, is to be probed."""
+        self._handed_over += 1
+        return self._handed_over <= ALWAYS or version % self.section.every == 0 or self.overdue
+
+    def __call__(self, version: int) -> Proof | None:
+        """Probe all replicas that are there, while the trainer holds what it sent; None where there is none.
+
+        Raises `RefitError`; see `Proof.check`.
+        """
+        proof = self._drawn(version)
+        self.overdue = False  # from now on one that comes back says so
+        answers: Sequence[Sequence[Completion] | None] = self.run(self._ask(proof))
+        there = {replica: found for replica, found in enumerate(answers) if found is not None}
+        if not there:
+            self.overdue = True
+            return None
+        proof = evolve(proof, scored=self._scored(proof, there.values()))
+        self._gap = max(proof.check(replica, found) for replica, found in there.items())
+        return proof
+
+    def metrics(self) -> dict[str, Metric]:
+        """Give `probe/logprob_gap` once for each probe: the mean of the replica that is furthest off."""
+        gap, self._gap = self._gap, None
+        return {} if gap is None else {"probe/logprob_gap": largest(gap)}
+
+    def _drawn(self, version: int) -> Proof:
+        rng = randomness.generator(self.seed, "probe", version)
+        length, sampled = PROMPT_TOKENS, self.section.tokens
+        if self.room:
+            sampled = max(1, min(sampled, self.room // 2))
+            length = max(1, min(length, self.room - sampled - len(self.opening)))
+        prompts = [[*self.opening, *rng.choice(self.tokens, length)] for _ in range(self.section.prompts)]
+        own = self.section.bound
+        return Proof(
+            version, tuple(np.asarray(prompt, np.int64) for prompt in prompts), Sampling(sampled, self.temperature),
+            tuple(randomness.derive_seed(self.seed, "probe", version, i) for i in range(len(prompts))),
+            # Dividing logits by less than 1 enlarges their differences.
+            (bound_of(*self.dtypes) if own is None else own) / min(1.0, self.temperature),
+            f"a generator in {self.dtypes[0]}, a trainer in {self.dtypes[1]} and temperature {self.temperature:g}",
+        )  # fmt: skip
+
+    async def _ask(self, proof: Proof) -> list[list[Completion] | None]:
+        from whet.runtime.event_loop import gather_or_cancel
+
+        async def one(replica: int) -> list[Completion] | None:
+            try:
+                return await gather_or_cancel(map(self.generator.generate, proof.requests(replica)))
+            except RequestLost:
+                return None
+
+        return await gather_or_cancel(map(one, range(self.replicas)))
+
+    def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]]) -> Scored:
+        """Have the trainer score all that came; what several replicas made, once."""
+        made = list(dict.fromkeys((i, tuple(c.tokens.tolist())) for found in answers for i, c in enumerate(found)))
+        batch = self._batch([(proof.prompts[i], tokens) for i, tokens in made])
+        logprobs, ends = np.asarray(self.score(batch)), np.cumsum(batch["lengths"])
+        return {key: logprobs[end - len(key[1]) : end] for key, end in zip(made, ends, strict=True)}
+
+    def _batch(self, made: Sequence[tuple[IntArray, tuple[int, ...]]]) -> Batch:
+        sequences = [
+            {
+                "tokens": np.concatenate([prompt, np.asarray(tokens, np.int64)]),
+                "loss_mask": np.arange(len(prompt) + len(tokens)) >= len(prompt),
+            }
+            for prompt, tokens in made
+        ]
+        batch = from_sequences(sequences, prompt_lengths=[len(prompt) for prompt, _ in made])
+        return batch.with_columns(temperature=np.full(len(made), self.temperature, np.float32))

@@ -1,0 +1,79 @@
+"""Hand-over within one process: tensors pass by reference, and the receiver copies them.
+
+Both ends may run one after the other on one thread, sender first: it leaves its tensors in a table and returns.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from whet.errors import RefitError
+from whet.interfaces.weights import Link
+
+if TYPE_CHECKING:
+    import torch
+
+
+@define
+class _Offer:
+    session: str
+    version: int
+    weights: "dict[int, list[tuple[str, torch.Tensor]]]" = field(factory=dict)
+    """By sender."""
+    taken: int = 0
+
+
+_offers: dict[str, _Offer] = {}
+"""By address; a later session replaces an earlier one."""
+_changed = threading.Condition()
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Leave the tensors for receivers of this process; they must not change until the hand-over is over."""
+    tensors = list(weights)
+    with _changed:
+        offer = _offers.get(link.address)
+        if offer is None or offer.session != link.session:
+            offer = _offers[link.address] = _Offer(link.session, link.version)
+        offer.weights[sender] = tensors
+        _changed.notify_all()
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give every tensor that this process's senders left. Raises `RefitError` if none of this session comes."""
+    with _changed:
+        offer = _await(link)
+        if offer.version != link.version:
+            raise RefitError(
+                f"hand-over {link.session}: the sender sent version {offer.version}, wanted {link.version}"
+            )
+        seen: set[str] = set()
+        tensors = [item for sender in sorted(offer.weights) for item in offer.weights[sender]]
+    for name, tensor in tensors:
+        if name in seen:
+            raise RefitError(f"hand-over {link.session}: {name} came twice")
+        seen.add(name)
+        yield name, tensor
+    with _changed:
+        offer.taken += 1
+        if offer.taken >= link.receivers and _offers.get(link.address) is offer:
+            del _offers[link.address]
+
+
+def _await(link: Link) -> _Offer:
+    deadline = time.monotonic() + link.timeout_seconds
+    while True:
+        offer = _offers.get(link.address)
+        if offer is not None and offer.session == link.session:
+            return offer
+        left = deadline - time.monotonic()
+        if left <= 0:
+            found = f"session {offer.session} of version {offer.version}" if offer else "nothing"
+            raise RefitError(
+                f"hand-over {link.session} of version {link.version}: after {link.timeout_seconds:g} s this process "
+                f"holds {found} at {link.address!r}; the sender must run before the receiver and in its process"
+            )
+        _changed.wait(left)

@@ -1,0 +1,200 @@
+"""Hand-over through one piece of memory per sender, which is kept and rewritten in place for every session.
+
+    sender      a file in memory without a name (memfd), open for as long as its process lives
+    receiver    opens /proc/PROCESS/fd/NUMBER, as the manifest says, and maps the same pages
+
+No weight goes to a disk: the run folder, which may be a network file system, holds the manifest alone. The size of
+/dev/shm is no limit. The kernel frees the memory when the last process that has it open or mapped is gone, however
+that process ended. Linux has such files; elsewhere a file in the folder of the hand-over takes their place.
+
+Fresh pages cost most: a gigabyte written to new pages takes ten times as long as to pages that are mapped already.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import define
+
+from whet.errors import RefitError, in_words
+from whet.interfaces.weights import Link
+from whet.runtime.machine import available_memory
+from whet.weights.manifest import (
+    Entry,
+    await_manifests,
+    checksum,
+    damaged,
+    dtype_name,
+    publish,
+    still_current,
+    withdraw,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN: Final = 64
+GROW: Final = 16 << 20
+_TITLE: Final = "whet-weights"
+_IN_MEMORY: Final = re.compile(r"memory-(\d{1,10})-(\d{1,10})")
+
+
+@define
+class _Mapping:
+    inode: int
+    data: Any
+    """The whole file as a uint8 tensor."""
+
+
+@define
+class _Room:
+    """The memory of one sender of this process."""
+
+    name: str
+    """As manifests name it: `memory-PROCESS-DESCRIPTOR`, or a file in the folder of the hand-over."""
+    path: Path
+    descriptor: int = -1
+    """Keeps memory without a name open; -1: the file has a name."""
+
+
+_rooms: dict[tuple[str, int], _Room] = {}
+"""By address of the hand-over and sender."""
+_mappings: dict[tuple[str, int, str], _Mapping] = {}
+"""What this process has mapped, by address, sender and end (`send` or `receive`). There is one mapping of each, so the
+memory of a sender that is gone is free once its successor's is mapped."""
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Write the tensors to the sender's memory, cast to `link.dtype`, and publish the manifest."""
+    withdraw(link, sender)
+    entries: list[Entry] = []
+    offset = 0
+    try:
+        room = _room(link, sender)
+        for name, tensor in weights:
+            stored, end = _write(link, sender, room, offset, tensor)
+            entries.append(
+                Entry(name, tuple(tensor.shape), dtype_name(stored.dtype), checksum(stored), room.name, offset)
+            )
+            offset = -(-end // ALIGN) * ALIGN
+    except BaseException as error:
+        publish(link, sender, (), in_words(error))
+        raise
+    publish(link, sender, entries)
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield every tensor as a view of the shared memory, to be copied before the next is asked for.
+
+    Raises `RefitError` for a missing, stale, contradictory or damaged hand-over.
+    """
+    manifests = await_manifests(link)
+    for manifest in manifests:
+        for entry in manifest.entries:
+            yield entry.name, _read(link, manifest.sender, entry)
+    still_current(link, manifests)
+
+
+def _room(link: Link, sender: int) -> _Room:
+    """Return the memory of a sender of this process, which is the same for all sessions of a run."""
+    found = _rooms.get((link.address, sender))
+    if found is None:
+        found = _rooms[link.address, sender] = _new_room(Path(link.address), sender)
+    return found
+
+
+def _new_room(folder: Path, sender: int) -> _Room:
+    if not hasattr(os, "memfd_create"):
+        return _Room(name := f"weights-{sender}.bin", folder / name)
+    try:
+        descriptor = os.memfd_create(f"{_TITLE}-{sender}")
+    except OSError as error:
+        raise RefitError(f"no shared memory for weights: {error.strerror}; use the transport `disk`") from error
+    name = f"memory-{os.getpid()}-{descriptor}"
+    return _Room(name, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor)
+
+
+def _write(link: Link, sender: int, room: _Room, offset: int, tensor: "torch.Tensor") -> "tuple[torch.Tensor, int]":
+    import torch
+
+    kind = getattr(torch, link.dtype) if link.dtype else tensor.dtype
+    end = offset + tensor.numel() * kind.itemsize
+    key = (link.address, sender, "send")
+    mapping = _mappings.get(key)
+    if mapping is None or mapping.data.numel() < end or not _is(mapping, room.path):
+        _grow(room, end)
+        mapping = _mappings[key] = _map(room.path)
+    stored = mapping.data[offset:end].view(kind).view(tensor.shape)
+    stored.copy_(tensor.detach())
+    return stored, end
+
+
+def _is(mapping: _Mapping, file: Path) -> bool:
+    return file.exists() and mapping.inode == file.stat().st_ino
+
+
+def _grow(room: _Room, size: int) -> None:
+    size = -(-size // GROW) * GROW if size > GROW else max(size, ALIGN)
+    descriptor = os.open(room.path, os.O_RDWR | os.O_CREAT, 0o600) if room.descriptor < 0 else room.descriptor
+    try:
+        more, free = size - os.fstat(descriptor).st_size, available_memory()
+        if room.descriptor >= 0 and more > free:
+            raise RefitError(
+                f"weights of {size / 1e6:.0f} MB do not fit into memory: {free / 1e6:.0f} MB are available; give the "
+                "container more, or use the transport `disk`"
+            )
+        # Reserve the pages: writing to a mapped page that cannot be had kills the process.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        where = room.path if room.descriptor < 0 else "the shared memory of weights"
+        raise RefitError(
+            f"{where} cannot grow to {size / 1e6:.0f} MB: {error.strerror}; make room, or use the transport `disk`"
+        ) from error
+    finally:
+        if room.descriptor < 0:
+            os.close(descriptor)
+
+
+def _map(file: Path) -> _Mapping:
+    import torch
+
+    status = file.stat()
+    data = torch.from_file(str(file), shared=True, size=status.st_size, dtype=torch.uint8)
+    return _Mapping(status.st_ino, data)
+
+
+def _read(link: Link, sender: int, entry: Entry) -> "torch.Tensor":
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    end = entry.offset + dtype.itemsize * torch.Size(entry.shape).numel()
+    try:
+        file = _find(link, entry)
+        status = file.stat()
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        raise damaged(link, entry, "its sender is gone" if gone else f"it cannot be read: {error.strerror}") from None
+    if status.st_size < end:
+        raise damaged(link, entry, f"the file has {status.st_size} bytes, wanted {end}")
+    key = (link.address, sender, "receive")
+    mapping = _mappings.get(key)
+    if mapping is None or mapping.inode != status.st_ino or mapping.data.numel() != status.st_size:
+        mapping = _mappings[key] = _map(file)
+    tensor: torch.Tensor = mapping.data[entry.offset : end].view(dtype).view(entry.shape)
+    found = checksum(tensor)
+    if found != entry.checksum:
+        raise damaged(link, entry, f"checksum {found:08x}, wanted {entry.checksum:08x}")
+    return tensor
+
+
+def _find(link: Link, entry: Entry) -> Path:
+    """Return the path of a sender's memory. Raises `FileNotFoundError` where nobody has it open any more."""
+    found = _IN_MEMORY.fullmatch(entry.file)
+    if not found:
+        return Path(link.address) / entry.file
+    file = Path(f"/proc/{found[1]}/fd/{found[2]}")
+    if not os.readlink(file).startswith(f"/memfd:{_TITLE}-"):  # another process has the number by now
+        raise FileNotFoundError(file)
+    return file

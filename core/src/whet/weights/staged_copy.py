@@ -1,0 +1,176 @@
+"""The copy of what a sender sent last, kept in memory until its next session, and the door at which receivers ask.
+
+    "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; who comes before its
+                           session has begun waits for the next that does
+    "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet.weights.bucket_stream`
+
+The last word of a receiver's connection names the session again: bytes that a newer one wrote over are refused.
+"""
+
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from whet.interfaces.weights import Link
+from whet.runtime.channel import receive as receive_message
+from whet.runtime.channel import send as send_message
+from whet.runtime.door import Door
+from whet.runtime.wire import decode, encode
+from whet.weights.manifest import Entry, Manifest, byte_count, checksum, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGN = 64
+_GROW = 16 << 20
+_HELLO_SECONDS = 10.0
+_LARGEST_HELLO = 1 << 16
+_SESSIONS_KNOWN = 256
+
+
+@attrs.frozen
+class Guest:
+    """A receiver that came in time to take part in a session."""
+
+    connection: socket.socket
+    said: dict[str, Any]
+
+
+class KeptCopy:
+    """Of one sender in this process."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.token = token
+        self._buffer: torch.Tensor | None = None
+        self._end = 0
+        self._session, self._timeout = "", 0.0
+        self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
+        """Sessions that have begun: a receiver that names another has come before its own."""
+        self._manifest: Manifest | None = None
+        self._guests: list[Guest] | None = None
+        """Of the session that has begun; None: it takes no more."""
+        self._changed = threading.Condition()
+        self.door = Door(address, bytes.fromhex(token), self._serve, purpose="hand-overs of weights")
+
+    def begin(self, link: Link, *, lane: bool = False) -> None:
+        """Forget what was published, and say whether receivers may come while this session is sent."""
+        with self._changed:
+            self._session, self._timeout, self._manifest = link.session, link.timeout_seconds, None
+            self._begun.append(link.session)
+            self._guests = [] if lane else None
+            self._end = 0
+            self._changed.notify_all()
+
+    def guests(self, count: int, seconds: float) -> list[Guest]:
+        """Wait for so many receivers to come, for so long; nobody else takes part from now on."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._guests or ()) >= count, seconds)
+            found, self._guests = self._guests or [], None
+            return found
+
+    def keep(self, name: str, tensor: "torch.Tensor", dtype: str) -> Entry:
+        """Copy a tensor, cast to `dtype`; empty: as it is."""
+        import torch
+
+        kind = getattr(torch, dtype) if dtype else tensor.dtype
+        begin = -(-self._end // _ALIGN) * _ALIGN
+        self._end = begin + tensor.numel() * kind.itemsize
+        stored: torch.Tensor = self._room(tensor.is_cuda)[begin : self._end].view(kind).view(tensor.shape)
+        stored.copy_(tensor.detach())
+        return Entry(name, tuple(tensor.shape), dtype_name(kind), checksum(stored), "", begin)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Serve this from now on."""
+        with self._changed:
+            self._manifest = manifest
+            self._changed.notify_all()
+
+    def _room(self, pinned: bool) -> "torch.Tensor":
+        """Give the buffer, large enough for all that there is. Pinned memory is what a GPU writes to fast."""
+        import torch
+
+        old = self._buffer
+        if old is None or old.numel() < self._end:
+            held = 0 if old is None else old.numel()
+            size = max(self._end, held + min(held, 64 * _GROW), _GROW)
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            if old is not None:
+                self._buffer[:held] = old
+        assert self._buffer is not None
+        return self._buffer
+
+    def _serve(self, name: str, guest: socket.socket) -> None:
+        kind, session, _ = name.split("/")
+        if kind == "lane":
+            self._admit(session, guest)
+        else:
+            with closing(guest):
+                self._give(session, guest)
+
+    def _admit(self, session: str, guest: socket.socket) -> None:
+        """Let a receiver take part, or say that it came too late."""
+        said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
+        with self._changed:
+            guest.settimeout(self._timeout)
+            if self._session == session and self._guests is not None:
+                self._guests.append(Guest(guest, said))
+                self._changed.notify_all()
+                return
+        with closing(guest):
+            send_message(guest, encode({"late": True}))
+
+    def _give(self, session: str, guest: socket.socket) -> None:
+        """Give a receiver what there is of its session; where that is under way, all of it."""
+        with self._changed:
+            before, until = self._session, time.monotonic() + self._timeout
+            if session not in self._begun:
+                self._changed.wait_for(lambda: self._session != before, self._timeout)
+            guest.settimeout(self._timeout)
+            self._changed.wait_for(
+                lambda: self._session != session or self._manifest is not None, max(0.0, until - time.monotonic())
+            )
+            held, manifest, buffer = self._session, self._manifest, self._buffer
+        if manifest is None or manifest.session != session:
+            found = f"session {held}" if manifest else f"session {held}, which is not complete"
+            send_message(guest, encode({"refused": f"it holds {found}"}))
+            return
+        send_message(guest, encode({"manifest": {**attrs.asdict(manifest), "entries": plain(manifest.entries)}}))
+        for entry in manifest.entries:
+            assert buffer is not None  # there are entries
+            guest.sendall(buffer[entry.offset : entry.offset + byte_count(entry)].numpy().data)
+        with self._changed:
+            now = "" if self._manifest is None else self._manifest.session
+        send_message(guest, encode({"session": now}))
+
+
+def kept_copy(link: Link, sender: int) -> KeptCopy:
+    """Give that of a sender in this process, which is the same for all sessions of a run."""
+    with _lock:
+        found = _copies.get((link.address, sender))
+        if found is None or found.token != link.token:
+            found = _copies[link.address, sender] = KeptCopy(own_address(link), link.token)
+        return found
+
+
+_copies: dict[tuple[str, int], KeptCopy] = {}
+"""By address of the exchange and sender."""
+_lock = threading.Lock()
+
+
+def own_address(link: Link) -> str:
+    """Give the address from which this process reaches the driver: the one at which the other nodes reach it."""
+    host, _, port = link.address.rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def plain(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
+    """Give entries as they cross the wire."""
+    return [{**attrs.asdict(entry), "shape": list(entry.shape)} for entry in entries]

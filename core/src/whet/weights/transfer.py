@@ -1,0 +1,68 @@
+"""What both ends of a weight hand-over call, in their workers, with the link that the driver made.
+
+    send(link, [(name, tensor), ...])        for name, tensor in receive(link): ...
+
+`receive` is checked: it ends without an error only after everything that the senders sent has been given, unharmed.
+What a model needs beyond that (every parameter there, shapes equal) the receiver knows itself.
+"""
+
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from whet.errors import RefitError
+from whet.interfaces.weights import Link
+
+if TYPE_CHECKING:
+    import torch
+
+TRANSPORTS = {
+    "shared": "shared",
+    "cuda-ipc": "cuda_ipc",
+    "broadcast": "broadcast",
+    "shared-memory": "shared_memory",
+    "tcp": "tcp",
+    "disk": "disk",
+}
+"""Transports and their modules. All but `shared` keep what was sent until the next session begins, so that a receiver
+that comes late, or a second time, gets it too."""
+MEETING = ("cuda-ipc", "broadcast", "tcp")
+"""Transports whose ends find each other through the driver's exchange."""
+STREAMED = ("cuda-ipc", "broadcast")
+"""Transports that give tensors on a GPU, a bucket at a time: a receiver has no room to hold them all."""
+
+
+def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
+
+    Does not wait for receivers, but for those of `STREAMED` a while. Tensors are taken one at a time, so an iterator
+    may gather them as it goes.
+    """
+    if not 0 <= sender < link.senders:
+        raise RefitError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
+    _transport(link).send(link, _once_each(link, weights), sender)
+
+
+def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give (name, tensor) of every sender; copy a tensor before asking for the next.
+
+    Raises `RefitError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
+    until then must not be used.
+    """
+    yield from _transport(link).receive(link, receiver)
+
+
+def _transport(link: Link) -> ModuleType:
+    if link.transport not in TRANSPORTS:
+        raise RefitError(f"hand-over {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}")
+    return import_module(f"whet.weights.{TRANSPORTS[link.transport]}")
+
+
+def _once_each(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise RefitError(f"hand-over {link.session}: {name} was sent twice")
+        seen.add(name)
+        yield name, tensor

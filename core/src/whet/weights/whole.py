@@ -1,0 +1,99 @@
+"""What a hand-over must hold for an engine: every tensor of the model folder, in its shape, and nothing else.
+
+Engines do not see to that themselves: they keep the old weights of a layer that was not sent, make numbers up for the
+rest of a fused one, or take `lm_head.weight` alone for a success.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.data.bounded import MODEL_VALUES, loads
+from whet.errors import RefitError
+from whet.interfaces.weights import Link
+from whet.weights.transfer import STREAMED, receive
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+LONGEST_HEADER = 100_000_000
+DERIVED = "rotary_emb.inv_freq"
+"""Old checkpoints hold these, and every model computes them."""
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+
+
+def stored_shapes(folder: str | Path) -> dict[str, Shape]:
+    """Read names and shapes of all tensors of a model folder from the headers of its safetensors files."""
+    found: dict[str, Shape] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise RefitError(f"{file} is no safetensors file: its header would have {length:,} bytes")
+            try:
+                header = loads(stream.read(length), MODEL_VALUES)
+            except ValueError as error:
+                raise RefitError(f"{file} is no safetensors file: {error}") from error
+        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], *, tied: bool) -> None:
+    """Raise `RefitError` unless what was sent is what the folder holds. tied: the output layer is the embedding."""
+    seen: dict[str, Shape] = {}
+    for name, shape in sent:
+        if name in seen:
+            raise RefitError(f"{name} was sent twice")
+        if name in stored and shape != stored[name]:
+            raise RefitError(f"{name} was sent with shape {shape}, wanted {stored[name]}")
+        seen[name] = shape
+    free = {name for name in {*stored, *seen} if name.endswith(DERIVED) or (tied and name.endswith(HEAD))}
+    if unknown := sorted(seen.keys() - stored.keys() - free):
+        raise RefitError(f"the model folder has no {_listed(unknown)}, but that was sent")
+    if missing := sorted(stored.keys() - seen.keys() - free):
+        raise RefitError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
+
+
+def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Give why an engine's processes refused a hand-over, empty where none did, and whether a mixture is left behind.
+
+    Each reports `failure`, empty where it took the weights, and `spoilt`, whether it has only some of them.
+    """
+    failures = [str(report["failure"]) for report in reports if report["failure"]]
+    spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
+    return (failures[0], spoilt) if failures else ("", False)
+
+
+def receive_whole(
+    link: Link, receiver: int, stored: Mapping[str, Shape], *, tied: bool
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Begin to take a hand-over that must hold what a folder does; an engine may keep the tensors that it is given.
+
+    Raises `RefitError` now, before there is a first tensor, but for what is streamed: of that, whether it was whole is
+    known after the last.
+    """
+    if link.transport not in STREAMED:
+        tensors = list(receive(link, receiver))
+        check_whole([(name, tuple(tensor.shape)) for name, tensor in tensors], stored, tied=tied)
+        return iter(tensors)
+    arriving = receive(link, receiver)
+    first = list(islice(arriving, 1))
+    return _copied(chain(first, arriving), stored, tied)
+
+
+def _copied(
+    tensors: "Iterable[tuple[str, torch.Tensor]]", stored: Mapping[str, Shape], tied: bool
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Give copies, for what came is overwritten by what comes, and check that they were all."""
+    sent = []
+    for name, tensor in tensors:
+        sent.append((name, tuple(tensor.shape)))
+        yield name, tensor.clone()
+    check_whole(sent, stored, tied=tied)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,73 @@
+import math
+from collections.abc import Callable, Mapping
+from functools import reduce
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.data import metrics
+from whet.data.metrics import Metric, largest, mean, merge, plain, smallest, total
+
+numbers = st.floats(-1e6, 1e6)
+KINDS: dict[str, tuple[Callable[[float], Metric], Callable[[list[float]], float]]] = {
+    "mean": (mean, lambda values: sum(values) / len(values)),
+    "sum": (total, sum),
+    "max": (largest, max),
+    "min": (smallest, min),
+}
+
+
+@given(st.sampled_from(sorted(KINDS)), st.lists(numbers, min_size=1, max_size=12), st.data())
+def test_merging_gives_the_same_in_any_grouping(kind: str, values: list[float], data: st.DataObject) -> None:
+    make, expected = KINDS[kind]
+    parts: list[Mapping[str, Metric]] = [{"x": make(value)} for value in values]
+    while len(parts) > 1:
+        i = data.draw(st.integers(0, len(parts) - 2))
+        parts[i : i + 2] = [merge(parts[i : i + 2])]
+    assert parts[0]["x"].number() == pytest.approx(expected(values), abs=1e-6)
+
+
+def test_means_weigh_by_their_counts() -> None:
+    assert mean(6.0, 3.0).merge(mean(2.0, 1.0)).number() == 2.0
+
+
+def test_the_mean_of_nothing_is_0() -> None:
+    assert mean(0.0, 0.0).number() == 0.0
+    assert mean(0.0, 0.0).merge(mean(4.0, 2.0)).number() == 2.0
+
+
+def test_metrics_of_different_kinds_do_not_merge() -> None:
+    with pytest.raises(ValueError, match="kind mean with one of kind max"):
+        mean(1.0).merge(largest(1.0))
+
+
+def test_names_that_only_some_parts_have_are_kept() -> None:
+    merged = merge([{"a": total(1)}, {"b": total(2)}, {"a": total(3)}])
+    assert plain(merged) == {"a": 4.0, "b": 2.0}
+
+
+def test_merging_leaves_its_parts_alone() -> None:
+    parts = [{"a": total(1)}, {"a": total(2)}]
+    merge(parts)
+    assert [part["a"].value for part in parts] == [1, 2]
+
+
+def test_merging_nothing_gives_nothing() -> None:
+    assert merge([]) == {}
+
+
+def test_plain_numbers_come_in_order_of_name() -> None:
+    assert list(plain({"b": total(1), "a": total(1)})) == ["a", "b"]
+
+
+def test_a_number_that_is_not_finite_stays_visible() -> None:
+    assert math.isnan(reduce(Metric.merge, [mean(1.0), mean(math.nan), mean(2.0)]).number())
+
+
+def test_tensors_become_floats() -> None:
+    torch = pytest.importorskip("torch")
+    loss = torch.tensor(3.0, requires_grad=True) * 2
+    found = metrics.detached({"loss": mean(loss.detach(), torch.tensor(4))})["loss"]
+    assert (type(found.value), type(found.count)) == (float, float)
+    assert found.number() == 1.5

@@ -1,0 +1,64 @@
+"""What is written for a foreign engine is refused where it is set elsewhere, forbidden or unknown to the engine."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.component import Package
+from whet.errors import WhetError
+from whet.generation.external_engine import ForeignEngine
+
+KNOWN = {"dtype", "whistle", "block_size", "max_num_batched_tokens"}
+
+
+def engine(module: str = "steam_that_nobody_has", **changes: Any) -> ForeignEngine:
+    given = {
+        "arguments_in": ("fields/*.py",), "listed_by": "`steam --help`", "ours": {"dtype": "generator.dtype"},
+        "fixed": {"whistle": "somebody listens to it"}, **changes,
+    }  # fmt: skip
+    return ForeignEngine(Package("Steam", module, ("steam",), "light a fire"), **given)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Install an engine, and give its module."""
+    fields = tmp_path / "steam_of_this_test" / "fields"
+    fields.mkdir(parents=True)
+    (fields.parent / "__init__.py").write_text("raise ImportError('it must not be imported')")
+    (fields / "of_boiler.py").write_text("class Boiler:\n    block_size: int = 1\n    limit = 3\n")
+    (fields / "of_rest.py").write_text("class Rest:\n    dtype: str\n    def stop(self): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return fields.parent.name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_num_batch_tokens", "is no argument of the installed Steam (did you mean 'max_num_batched_tokens'?)"),
+        ("qqq", "is no argument of the installed Steam (`steam --help` lists them)"),
+        ("dtype", "is set by `generator.dtype`; write it there"),
+        ("whistle", "cannot be changed: somebody listens to it"),
+    ],
+)
+def test_an_argument_that_cannot_be_passed_on_is_named(name: str, message: str) -> None:
+    assert list(engine().wrong({name: 1, "block_size": 16}, KNOWN)) == [(name, message)]
+
+
+def test_where_the_engine_is_not_here_any_other_argument_may_be_right() -> None:
+    assert engine().known() == frozenset()
+    assert list(engine().wrong({"qqq": 1}, frozenset())) == []
+
+
+def test_arguments_are_read_from_the_source_of_the_engine_which_is_not_imported(installed: str) -> None:
+    assert engine(installed).known() == {"block_size", "dtype"}
+    assert engine(installed, argument_classes=("Boiler",)).known() == {"block_size"}
+
+
+def test_a_worker_refuses_to_begin_without_the_engine_or_with_arguments_that_it_does_not_have(installed: str) -> None:
+    with pytest.raises(WhetError, match=f"^{sys.executable} has no Steam; light a fire$"):
+        engine().refuse({})
+    with pytest.raises(WhetError, match=r"^generator\.engine\.blok_size is no argument .* \(did you mean 'block_size'"):
+        engine(installed).refuse({"blok_size": 1})
+    engine(installed).refuse({"block_size": 1})

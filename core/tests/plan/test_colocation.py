@@ -1,0 +1,127 @@
+"""Who takes turns in memory follows from where roles run, and what cannot be is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from whet.component import Component, Facts, RoleNeed, Selection
+from whet.config.sections import (
+    ClusterSection,
+    Config,
+    EndpointSection,
+    ModelSection,
+    RoleSection,
+    RolloutSection,
+    RunSection,
+)
+from whet.plan.colocation import sleep_problems, turns_and_notes
+
+BOTH = Facts(sleeps=("cpu", "cuda"))
+ON_GPUS = Facts(sleeps=("cuda",))
+GPUS = {"backend": 2, "generator": 2}
+
+
+@frozen
+class Plain:
+    """A component without settings."""
+
+
+def chosen(kind: Any, name: str) -> Selection:
+    return Selection(kind, Component(name, Plain, "x:Y"), Plain())
+
+
+def make_config(
+    staleness: int = 0, generator: bool = True, serve: bool = False, roles: Any = (), **cluster: Any
+) -> Config:
+    return Config(
+        run=RunSection("runs/x", 10), model=ModelSection("models/x"), algorithm=chosen("algorithms", "loop"),
+        backend=chosen("backends", "trainer"), generator=chosen("generators", "sampler") if generator else None,
+        rollout=RolloutSection(max_staleness=staleness), endpoint=EndpointSection(serve=serve),
+        roles={name: RoleSection(component=chosen("backends", "trainer")) for name in roles},
+        cluster=ClusterSection(**cluster),
+    )  # fmt: skip
+
+
+def facts(backend: Facts = BOTH, generator: Facts = BOTH, **others: Facts) -> Mapping[str, Facts]:
+    named = {path.replace("__", "."): found for path, found in others.items()}
+    return {"algorithm": Facts(), "backend": backend, "generator": generator, **named}
+
+
+def turns(config: Config, found: Mapping[str, Facts] | None = None) -> tuple[tuple[str, ...], ...]:
+    return turns_and_notes(config, found or facts())[0]
+
+
+def refusals(config: Config, found: Mapping[str, Facts] | None = None) -> list[str]:
+    return [str(problem) for problem in sleep_problems(config, found or facts())]
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {}, {"gpus": {"backend": 2}}, {"gpus": {"generator": 2}}, {"gpus": GPUS, "share": []},
+        {"gpus": GPUS, "sleep": "never"}, {"gpus": GPUS, "python": {"generator": "vllm"}},
+    ],
+)  # fmt: skip
+def test_by_themselves_only_roles_that_share_gpus_take_turns(cluster: dict[str, Any]) -> None:
+    assert turns(make_config(**cluster)) == ()
+    assert turns(make_config(gpus=GPUS)) == (("backend",), ("generator",))
+
+
+def test_where_generation_overlaps_training_nobody_sleeps() -> None:
+    assert turns(make_config(staleness=1, gpus=GPUS, share=[["backend", "generator"]])) == ()
+    (said,) = refusals(make_config(staleness=1, sleep="always"))
+    assert "cluster.sleep: is always, but with rollout.max_staleness 1 the generator works while the backend" in said
+
+
+def test_always_is_on_cpus_and_of_roles_that_are_apart() -> None:
+    assert turns(make_config(sleep="always")) == (("backend",), ("generator",))
+    assert turns(make_config(sleep="always", share=[])) == (("backend",), ("generator",))
+    assert refusals(make_config(sleep="always")) == []
+
+
+def test_without_a_generator_there_is_nobody_to_take_turns_with() -> None:
+    assert turns(make_config(generator=False, gpus={"backend": 2})) == ()
+    assert "there is no generator" in refusals(make_config(generator=False, sleep="always"))[0]
+
+
+def test_what_cannot_give_memory_back_is_named() -> None:
+    found = facts(generator=ON_GPUS)
+    (said,) = refusals(make_config(sleep="always"), found)
+    assert said == (
+        "cluster.sleep: is always, but sampler of the generator can give memory back on cuda alone, and runs on cpu; "
+        "set cluster.sleep: auto"
+    )
+    assert refusals(make_config(sleep="always", gpus=GPUS), found) == []
+    chosen, (note,) = turns_and_notes(make_config(gpus=GPUS), facts(backend=Facts()))
+    assert chosen == ()
+    assert note == "all keep their memory while others work: trainer of the backend can give memory back nowhere"
+
+
+def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
+    roles = ("critic", "judge", "both")
+    needs = {name: RoleNeed() for name in roles}
+    found = {
+        **facts(environments__0=Facts(roles={"judge": needs["judge"], "both": needs["both"]})),
+        "algorithm": Facts(roles={"critic": needs["critic"], "both": needs["both"]}),
+        **{f"roles.{name}": BOTH for name in roles},
+    }
+    assert turns(make_config(roles=roles, sleep="always"), found) == (("backend", "critic"), ("generator", "judge"))
+    some = make_config(roles=roles, gpus={**GPUS, "critic": 2})
+    assert turns(some, found) == (("backend", "critic"), ("generator",)), "the judge is on no GPU"
+
+
+def test_who_asks_at_the_endpoint_is_told_of_the_wait() -> None:
+    rollouts = {**facts(), "algorithm": Facts(inputs=("rollouts",))}
+    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), rollouts)
+    assert chosen
+    assert "who asks while the backend trains waits" in note
+
+
+def test_where_nothing_would_wake_the_generator_for_who_asks_at_the_endpoint_it_stays_awake() -> None:
+    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), facts())
+    assert chosen == ()
+    assert "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes" in note
+    (said,) = refusals(make_config(serve=True, sleep="always"))
+    assert said.endswith("remove endpoint.serve, or set cluster.sleep: auto")

@@ -1,0 +1,184 @@
+"""What a plan takes of hosts and GPUs, worked out by hand on a few roles."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from whet.component import Component, Facts, MemoryTerm, Selection
+from whet.config.sections import ClusterSection, Config, ModelSection, RolloutSection, RunSection
+from whet.data.model_info import ModelInfo
+from whet.plan.memory import fullest
+from whet.plan.placement import Machine
+from whet.plan.plan import Plan, make_plan
+
+GIB = 2**30
+MODEL = ModelInfo("models/x", {"max_position_embeddings": 128})
+
+
+@frozen
+class Plain:
+    """A component without settings."""
+
+
+def chosen(kind: Any, name: str) -> Selection:
+    return Selection(kind, Component(name, Plain, "x:Y"), Plain())
+
+
+def training(ranks: int, trained: bool) -> list[MemoryTerm]:
+    return [
+        MemoryTerm("weights", 8 * GIB // ranks),
+        MemoryTerm("gradients", 4 * GIB // ranks, kept_asleep=False, change="train less"),
+        MemoryTerm("whole while it is loaded", 5 * GIB, "loading", "host"),
+    ]
+
+
+def sampling(ranks: int, trained: bool) -> list[MemoryTerm]:
+    return [MemoryTerm("copy", 6 * GIB), MemoryTerm("cache", 1 * GIB, kept_asleep=False, gpu_share=0.5)]
+
+
+FACTS = {
+    "algorithm": Facts(inputs=frozenset({"rollouts"})),
+    "backend": Facts(memory=training, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
+    "generator": Facts(memory=sampling, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
+}
+
+
+def planned(machine: Machine, facts: Mapping[str, Facts] = FACTS, model: ModelInfo = MODEL, **cluster: Any) -> Plan:
+    from whet.config.sections import EnvironmentSection
+
+    config = Config(
+        run=RunSection("runs/x", 10), model=ModelSection("models/x"), algorithm=chosen("algorithms", "loop"),
+        backend=chosen("backends", "trainer"), generator=chosen("generators", "sampler"),
+        environments=[EnvironmentSection(component=chosen("environments", "sums"))],
+        rollout=RolloutSection(max_tokens=32), cluster=ClusterSection(**cluster),
+    )  # fmt: skip
+    plan, problems = make_plan(config, model, facts, machine)
+    assert plan is not None, problems
+    return plan
+
+
+def needs(plan: Plan) -> dict[str, float]:
+    return {f"{room.node} {room.place}": room.needs / GIB for room in plan.memory}
+
+
+def test_on_processors_all_ranks_of_all_roles_add_up_on_their_host() -> None:
+    assert needs(planned(Machine(8))) == {"0 the host": 12 + 7}
+    two = planned(Machine(8), ranks={"backend": 2, "generator": 3})
+    assert needs(two) == {"0 the host": 12 + 3 * 7}, "the backend's ranks share theirs out, the generator's do not"
+    assert two.role("backend").memory_bytes == 6 * GIB
+    assert "backend: trainer, 2 ranks x 4 threads on cpu, at least 6.0 GiB each, 12.0 GiB in all" in two.describe()
+
+
+def test_weights_that_processes_share_wait_on_the_host() -> None:
+    shape = {"hidden_size": 1 << 12, "num_attention_heads": 32, "num_hidden_layers": 16, "vocab_size": 1 << 15}
+    model = ModelInfo("models/x", {**MODEL.config, **shape})
+    apart, together = (planned(Machine(4), model=model, share=share) for share in ([], [["backend", "generator"]]))
+    assert apart.way is not None
+    assert together.way is not None
+    assert (apart.way.transport, together.way.transport) == ("shared-memory", "shared")
+    (here,), (there,) = apart.memory, together.memory
+    assert dict(here.terms)["backend: weights for the generator"] == 2 * model.parameters > 2 * GIB
+    assert "backend: weights for the generator" not in dict(there.terms)
+
+
+def test_what_every_rank_loads_whole_counts_where_it_is_more_than_all_hold_later() -> None:
+    assert needs(planned(Machine(8), ranks={"backend": 4})) == {"0 the host": 4 * 5}
+
+
+def test_roles_that_take_turns_count_the_larger_side_and_not_the_sum() -> None:
+    assert needs(planned(Machine(8), sleep="always")) == {"0 the host": 12}
+    small = {**FACTS, "backend": evolve(FACTS["backend"], memory=lambda ranks, trained: [MemoryTerm("w", GIB)])}
+    assert needs(planned(Machine(8), small, sleep="always")) == {"0 the host": 7}
+
+
+ON_GPUS = {"gpus": {"backend": 2, "generator": 2}}
+TWO = Machine(8, 2, 64 * GIB, (10 * GIB, 10 * GIB))
+
+
+def test_on_gpus_what_sleeps_waits_on_the_host_but_for_what_is_made_anew() -> None:
+    plan = planned(TWO, **ON_GPUS)
+    assert plan.turns == (("backend",), ("generator",))
+    # Of the backend 12 / 2; of the generator 6 and what the others leave of half a GPU, which is nothing.
+    assert needs(plan) == {"0 GPU 0": 6, "0 GPU 1": 6, "0 the host": 8 + 2 * 6}
+    assert plan.refusals == ()
+
+
+def test_on_gpus_roles_that_do_not_sleep_add_up() -> None:
+    plan = planned(TWO, **ON_GPUS, sleep="never")
+    assert needs(plan) == {"0 GPU 0": 12, "0 GPU 1": 12, "0 the host": 2 * 5}
+    (refusal,) = plan.refusals
+    assert refusal.startswith(
+        "cluster.memory: GPU 0 of this machine has 10.0 GiB of memory, and the plan takes at least 12.0 GiB of it: "
+        "6.0 GiB generator: copy, 4.0 GiB backend: weights, 2.0 GiB backend: gradients"
+    )
+    assert "What helps: train less; " in refusal
+
+
+def test_a_share_of_a_gpu_is_taken_whatever_its_size() -> None:
+    big = evolve(TWO, gpu_bytes=(80 * GIB, 80 * GIB))
+    assert needs(planned(big, **ON_GPUS, sleep="never"))["0 GPU 0"] == 6 + 40
+
+
+def test_a_rank_on_several_gpus_spreads_its_memory_over_them() -> None:
+    wide = {**FACTS, "generator": evolve(FACTS["generator"], processes=2)}
+    plan = planned(TWO, wide, gpus={"generator": 2}, share=[])
+    assert needs(plan) == {"0 GPU 0": 5, "0 GPU 1": 5, "0 the host": 12}, "a half of 10 each"
+
+
+def test_more_than_there_is_is_refused_with_what_takes_most_and_what_to_change() -> None:
+    plan = planned(Machine(8, memory_bytes=16 * GIB))
+    (refusal,) = plan.refusals
+    assert refusal == (
+        "cluster.memory: this machine has 16.0 GiB of memory, and the plan takes at least 19.0 GiB of it: "
+        "8.0 GiB backend: weights, 6.0 GiB generator: copy, 4.0 GiB backend: gradients, 1.0 GiB the rest. What "
+        "helps: train less; put roles on GPUs (cluster.gpus), a machine with more memory, or a smaller "
+        "model. `cluster.memory: ignore` tries it all the same"
+    )
+    assert planned(Machine(8, memory_bytes=16 * GIB), memory="ignore").refusals == ()
+    assert planned(Machine(8, memory_bytes=19 * GIB)).refusals == ()
+    assert planned(Machine(8)).refusals == (), "nobody knows what there is"
+
+
+def test_gpus_that_are_not_here_leave_the_memory_of_this_machine_out_of_it() -> None:
+    plan = planned(Machine(8, memory_bytes=GIB), **ON_GPUS)
+    assert (plan.memory, plan.refusals) == ((), ())
+    assert plan.warnings == ("cluster.gpus: asks for 2 GPUs; this machine has 0",)
+
+
+CLUSTER = {"launcher": "ray", "address": "10.0.0.1:6379", "share": [], "threads": {"backend": 1, "generator": 1}}
+
+
+def test_on_a_cluster_each_machine_holds_what_lives_there() -> None:
+    node = Machine(16, 2, 32 * GIB, (40 * GIB, 40 * GIB), given=True)
+    both = evolve(node, others=(evolve(node, gpus=0, gpu_bytes=(), memory_bytes=8 * GIB),))
+    plan = planned(both, **CLUSTER, gpus={"backend": 2})
+    assert needs(plan) == {"0 GPU 0": 6, "0 GPU 1": 6, "0 the host": 2 * 5, "1 the host": 7}
+    assert {kind: room.node for kind, room in fullest(plan.memory).items()} == {"GPU": 0, "host": 1}
+    assert "memory: the host of machine 2 holds at least 7.0 GiB of its 8.0 GiB" in plan.describe()
+    spread = planned(evolve(node, others=(node,)), **CLUSTER, gpus={"backend": 2}, placement={"backend": "spread"})
+    assert {name for name in needs(spread) if "GPU" in name} == {"0 GPU 0", "1 GPU 0"}
+
+
+def test_a_cluster_that_nobody_described_is_not_judged() -> None:
+    plan = planned(Machine(2, memory_bytes=GIB), **CLUSTER, gpus={"backend": 64})
+    assert (plan.memory, plan.refusals, plan.warnings) == ((), (), ())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({"gpus": {"backend": 5}}, "cluster.gpus: asks for 5 GPUs; the 2 given machines have 4"),
+        (
+            {"gpus": {"backend": 4}, "placement": {"backend": "one-node"}},
+            "cluster: no machine of the 2 given machines has room left for rank 0 of backend (1 cores, 1 GPUs)",
+        ),
+        ({"resources": {"generator": {"sampler": 1}}}, "rank 0 of generator (1 cores, 1 sampler)"),
+        ({"threads": {"backend": 9}}, "rank 0 of backend (9 cores)"),
+    ],
+)
+def test_what_no_machine_of_a_cluster_has_room_for_is_told(cluster: dict[str, Any], told: str) -> None:
+    node = Machine(8, 2, given=True)
+    (refusal,) = planned(evolve(node, others=(node,)), **{**CLUSTER, **cluster}).refusals
+    assert told in refusal

@@ -1,0 +1,440 @@
+"""The plan is a pure function of config, model and facts, and refuses whatever it can know."""
+
+import re
+from typing import Any
+
+import attrs
+import pytest
+from attrs import evolve, frozen
+
+from whet.component import Component, Facts, Selection
+from whet.config.sections import (
+    ClusterSection,
+    Config,
+    DataFile,
+    DataSection,
+    EnvironmentSection,
+    EvaluationSection,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    selection,
+)
+from whet.data.model_info import ModelInfo
+from whet.plan.placement import Machine
+from whet.plan.plan import gather_facts, make_plan, selections
+
+MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
+
+
+@frozen
+class Plain:
+    """A component without settings."""
+
+
+@frozen
+class Looped:
+    """An algorithm with a loss inside."""
+
+    loss: Selection = selection("losses")
+    """The loss."""
+
+
+def chosen(kind: Any, name: str, config: object = None) -> Selection:
+    return Selection(kind, Component(name, type(config or Plain()), "x:Y"), config or Plain())
+
+
+def make_config(**changes: Any) -> Config:
+    parts = {
+        "run": RunSection("runs/x", 10),
+        "model": ModelSection("models/x"),
+        "algorithm": chosen("algorithms", "loop", Looped(loss=chosen("losses", "pg"))),
+        "backend": chosen("backends", "trainer"),
+        "generator": chosen("generators", "sampler"),
+        "environments": [EnvironmentSection(component=chosen("environments", "sums"))],
+        "rollout": RolloutSection(max_tokens=32),
+    }
+    return Config(**{**parts, **changes})
+
+
+FACTS = {
+    "algorithm": Facts(inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4),
+    "algorithm.loss": Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
+    "backend": Facts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "tcp", "disk")),
+    "generator": Facts(transports=("shared", "shared-memory", "tcp", "disk")),
+}
+
+
+def problems(config: Config, facts: dict[str, Facts] = FACTS) -> list[str]:
+    plan, found = make_plan(config, MODEL, facts, Machine(8))
+    assert (plan is None) == bool(found)
+    return [str(problem) for problem in found]
+
+
+def test_a_sound_config_gives_a_plan_that_can_be_read():
+    plan, found = make_plan(make_config(), MODEL, FACTS, Machine(8))
+    assert not found
+    assert (plan.way.transport, plan.feeds_on, plan.max_context) == ("shared", "rollouts", 128)
+    assert plan.role("backend").threads == 8
+    assert plan.role("backend").processes == plan.role("generator").processes == "backend+generator"
+    assert "backend: trainer, 1 rank x 8 threads on cpu" in plan.describe()
+    assert plan.to_dict()["roles"][0]["role"] == "backend"
+
+
+def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
+    config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1))
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.role("backend").processes != plan.role("generator").processes
+    assert (plan.role("backend").threads, plan.role("generator").threads) == (4, 4)
+    assert plan.way.transport == "shared-memory"
+
+
+def test_roles_of_different_pythons_are_apart_and_hand_over_by_memory_that_they_share():
+    plan, found = make_plan(make_config(cluster=ClusterSection(python={"generator": "x"})), MODEL, FACTS, Machine(8))
+    assert not found
+    assert plan.role("backend").processes != plan.role("generator").processes
+    assert plan.way.transport == "shared-memory"
+    assert plan.role("backend").threads == plan.role("generator").threads == 8, "they take turns"
+    assert "in processes 'generator' of the Python 'x'" in plan.describe()
+    both = ClusterSection(python={"generator": "x", "backend": "x"})
+    plan, _ = make_plan(make_config(cluster=both), MODEL, FACTS, Machine(8))
+    assert plan.way.transport == "shared"
+
+
+def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    section = ClusterSection(python={"a": "vllm", "b": "./venv/bin/python", "c": "~/venv", "d": "/opt/venv"})
+    assert list(section.python.values()) == ["vllm", f"{tmp_path}/venv/bin/python", "/home/me/venv", "/opt/venv"]
+
+
+def test_several_ranks_do_not_hand_over_by_reference():
+    config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.way.transport == "shared-memory"
+    assert plan.role("backend").threads == 4
+
+
+def test_gpus_apart_are_numbered_one_after_the_other():
+    config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, share=[]))
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8, gpus=4))
+    assert not found
+    assert plan.role("backend").devices == ("cuda:0", "cuda:1")
+    assert plan.role("generator").devices == ("cuda:2", "cuda:3")
+
+
+ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk")
+ENGINE = {
+    **FACTS,
+    "backend": evolve(FACTS["backend"], transports=ALL),
+    "generator": Facts(transports=ALL[1:], processes=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "processes", "way"),
+    [
+        ({"gpus": {"backend": 2, "generator": 4}, "share": []}, 2, ("broadcast", 1, 4)),
+        ({"gpus": {"backend": 2, "generator": 2}}, 1, ("cuda-ipc", 2, 1)),
+        ({"gpus": {"backend": 2, "generator": 1}}, 1, ("shared-memory", 1, 1)),
+        ({"gpus": {"generator": 4}, "share": []}, 2, ("shared-memory", 1, 1)),
+        ({"share": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
+        ({"gpus": {"backend": 2, "generator": 4}, "share": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),
+    ],
+    ids=str,
+)
+def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
+    facts = {**ENGINE, "generator": evolve(ENGINE["generator"], processes=processes)}
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, facts, Machine(8, gpus=8))
+    assert not found
+    assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
+
+
+def test_a_rank_that_spreads_over_two_gpus_is_given_both():
+    cluster = ClusterSection(gpus={"backend": 2, "generator": 4}, share=[])
+    plan, _ = make_plan(make_config(cluster=cluster), MODEL, ENGINE, Machine(8, gpus=6))
+    assert plan.role("backend").devices == ("cuda:0", "cuda:1")
+    assert plan.role("generator").devices == ("cuda:2,3", "cuda:4,5")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "complaint"),
+    [
+        ({"gpus": {"generator": 3}, "share": []}, "cluster.gpus.generator: is 3, and a rank takes 2"),
+        ({"gpus": {"backend": 2, "generator": 2}}, "cluster.share: .* a rank takes backend 1, generator 2"),
+        ({"transport": "broadcast"}, "cluster.transport: broadcast is no way .* `broadcast` processes of their own"),
+        ({"transport": "cuda-ipc", "share": []}, "cluster.transport: cuda-ipc is no way to hand weights over"),
+    ],
+    ids=str,
+)
+def test_gpus_that_cannot_be_dealt_out_and_ways_that_lead_nowhere_are_refused(cluster, complaint):
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, ENGINE, Machine(8, gpus=8))
+    assert plan is None
+    assert any(re.match(complaint, str(problem)) for problem in found), found
+
+
+def test_facts_are_asked_of_every_component_at_any_depth():
+    paths = [path for path, _ in selections(make_config())]
+    assert paths == ["algorithm", "algorithm.loss", "backend", "generator", "environments.0"]
+    assert set(gather_facts(make_config(), MODEL)) == set(paths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environments": []}, "environments: loop is fed by rollouts and there is no environment"),
+        ({"generator": None}, "generator: loop is fed by rollouts and there is no generator"),
+        ({"data": DataSection([DataFile("a.jsonl")])}, "data: loop is fed by rollouts and reads no data files"),
+        ({"rollout": RolloutSection(max_tokens=128)}, "rollout.max_tokens: is 128, which leaves no room"),
+        ({"rollout": RolloutSection(max_tokens=8, max_context=256)}, "rollout.max_context: is 256, but the model's"),
+        ({"cluster": ClusterSection(ranks={"bakcend": 2})}, "cluster.ranks.bakcend: there is no such role"),
+        ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share.0: names the role 'x'"),
+        (
+            {"cluster": ClusterSection(workers="inline", ranks={"backend": 2})},
+            "cluster.ranks: inline workers are one rank each",
+        ),
+        (
+            {"cluster": ClusterSection(workers="inline", gpus={"backend": 2})},
+            "cluster.ranks: inline workers are one rank each",
+        ),
+        (
+            {"cluster": ClusterSection(python={"generator": "vllm"}, share=[["backend", "generator"]])},
+            "cluster.share.0: has roles of different Pythons, which no process can be in at one time: backend in the ",
+        ),
+        (
+            {"cluster": ClusterSection(python={"generator": "vllm"}, workers="inline")},
+            "cluster.python.generator: inline workers live in the driver",
+        ),
+        ({"cluster": ClusterSection(python={"genarator": "x"})}, "cluster.python.genarator: there is no such role"),
+        (
+            {"cluster": ClusterSection(share=[["backend"], ["generator", "backend"]])},
+            "cluster.share: names backend more than once",
+        ),
+        (
+            {"environments": [EnvironmentSection(component=chosen("environments", "sums"), weight=0)]},
+            "environments: none has a weight above 0",
+        ),
+        (
+            {
+                "environments": [
+                    EnvironmentSection(component=chosen("environments", "sums")),
+                    EnvironmentSection(component=chosen("environments", "sums"), name="seconds"),
+                ]
+            },
+            "environments.1.name: is seconds, with which other metrics begin",
+        ),
+        (
+            {"environments": [EnvironmentSection(component=chosen("environments", "sums"))] * 2},
+            "environments.1.name: there are two environments named 'sums'",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_path_and_reason(changes, message):
+    assert any(found.startswith(message) for found in problems(make_config(**changes)))
+
+
+def test_evaluation_needs_a_generator():
+    facts = {**FACTS, "algorithm": Facts(inputs=frozenset({"data"}))}
+    evaluation = EvaluationSection([EnvironmentSection(component=chosen("environments", "sums"))])
+    config = make_config(
+        environments=[], generator=None, data=DataSection([DataFile("a.jsonl")]), evaluation=evaluation
+    )
+    assert "generator: evaluation needs a generator; choose one by `use:`" in problems(config, facts)
+
+
+def evaluating(*entries: dict[str, Any], **section: Any) -> Config:
+    parts = [EnvironmentSection(component=chosen("environments", f"e{i}"), **entry) for i, entry in enumerate(entries)]
+    return make_config(evaluation=EvaluationSection(parts, **section))
+
+
+def test_figures_of_an_evaluation_need_as_many_samples() -> None:
+    found = problems(evaluating({"samples": 4}, {"samples": 2}, {"pass_at": [1]}, pass_at=[1, 4]))
+    wanted = "evaluation.environments.1.samples: is 2, too few for pass@4 of evaluation.pass_at; raise it, or give this"
+    assert found == [f"{wanted} environment its own pass_at"]
+    found = problems(evaluating({"samples": 4, "majority_at": [8]}))
+    assert [line.split(";")[0] for line in found] == [
+        "evaluation.environments.0.samples: is 4, too few for maj@8 of evaluation.environments.0.majority_at"
+    ]
+    assert not problems(evaluating({"samples": 4, "majority_at": []}, {"samples": 8}, majority_at=[8]))
+
+
+def test_who_votes_matters_only_where_there_are_votes() -> None:
+    (found,) = problems(evaluating({"samples": 4}, unanswered="vote"))
+    assert found.startswith("evaluation.unanswered: has no effect without a majority vote")
+    assert not problems(evaluating({"samples": 4}, majority_at=[4], unanswered="vote"))
+
+
+def test_votes_of_subsets_of_too_many_samples_are_refused() -> None:
+    (found,) = problems(evaluating({"samples": 1000}, majority_at=[4, 1000]))
+    assert found.startswith("evaluation.environments.0.majority_at: asks for votes of fewer than all 1000 samples")
+    assert not problems(evaluating({"samples": 1000}, majority_at=[1000], pass_at=[500]))
+
+
+def test_votes_in_an_environment_that_states_no_answers_are_refused() -> None:
+    config, place = evaluating({"samples": 4, "name": "chat"}, majority_at=[4]), "evaluation.environments.0"
+    (found,) = problems(config, {**FACTS, place: Facts(states_answers=False)})
+    assert found.startswith(f"{place}.majority_at: the environment 'chat' does not say what an answer is")
+    for known in (True, None):
+        assert not problems(config, {**FACTS, place: Facts(states_answers=known)})
+    assert not problems(evaluating({"samples": 4}), {**FACTS, place: Facts(states_answers=False)})
+
+
+@pytest.mark.parametrize("key", ["pass_at", "majority_at"])
+def test_what_is_of_evaluation_is_refused_in_training(key: str) -> None:
+    section = EnvironmentSection(component=chosen("environments", "sums"), **{key: [1]})
+    wanted = f"environments.0.{key}: is of evaluation; move it to evaluation.environments"
+    assert problems(make_config(environments=[section])) == [wanted]
+
+
+def test_a_loss_gets_only_outputs_and_columns_that_are_there():
+    loss = Facts(outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
+    found = problems(make_config(), {**FACTS, "algorithm.loss": loss})
+    assert any("needs the model output 'values'" in line for line in found)
+    assert any("reads the column 'returns'" in line for line in found)
+
+
+def test_transports_that_do_not_meet_are_refused_with_both_sides_named():
+    found = problems(make_config(), {**FACTS, "generator": Facts(transports=("carrier-pigeon",))})
+    assert any("generator" in line and "carrier-pigeon" in line for line in found)
+
+
+def test_all_problems_are_reported_at_once():
+    config = make_config(
+        environments=[], rollout=RolloutSection(max_tokens=500), cluster=ClusterSection(ranks={"nobody": 1})
+    )
+    assert len(problems(config)) == 3
+
+
+def test_the_plan_does_not_change_the_config():
+    config = make_config()
+    before = attrs.asdict(config, recurse=False)
+    make_plan(config, MODEL, FACTS, Machine(2))
+    assert attrs.asdict(config, recurse=False) == before
+
+
+def test_what_the_generator_cannot_do_with_requests_under_way_is_refused():
+    rollout = RolloutSection(max_tokens=32, max_staleness=1, running="keep")
+    assert problems(make_config(rollout=rollout)) == [
+        "rollout.running: is keep; of the generator sampler it can be drain"
+    ]
+    assert problems(make_config(rollout=attrs.evolve(rollout, max_staleness=0))) == []
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    assert problems(make_config(rollout=rollout), able) == []
+
+
+def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_request():
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    config = make_config(
+        rollout=RolloutSection(max_tokens=32, max_staleness=1, running="keep"),
+        cluster=ClusterSection(share=[["backend", "generator"]]),
+    )
+    (problem,) = problems(config, able)
+    assert "take turns in one process" in problem
+    assert problems(attrs.evolve(config, cluster=ClusterSection(workers="inline")), able) == []
+
+
+def test_an_order_that_cannot_differ_is_noted():
+    plan, _ = make_plan(
+        make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="completion")),
+        MODEL,
+        FACTS,
+        Machine(8),
+    )
+    assert "below a rollout.max_staleness of 2" in plan.describe()
+
+
+def test_what_a_run_in_this_process_has_no_use_for_is_noted():
+    config = make_config(
+        rollout=RolloutSection(max_tokens=32, max_staleness=1),
+        cluster=ClusterSection(launcher="ray", workers="inline"),
+    )
+    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    assert plan.notes == (
+        "generation does not overlap training: cluster.workers: inline keeps all in this process",
+        "cluster.launcher: ray is not used, as cluster.workers is inline",
+    )
+    assert "in processes" not in plan.describe()
+
+
+JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "transport", "reason"),
+    [
+        ({"launcher": "ray", "share": []}, "shared-memory", "on one machine"),
+        ({**JOINED, "share": []}, "tcp", "on nodes that Ray will choose"),
+        (JOINED, "shared", "in one process"),
+        ({**JOINED, "ranks": {"backend": 2}}, "tcp", "on nodes that Ray will choose"),
+        ({**JOINED, "ranks": {"backend": 2}, "placement": {"backend": "one-node"}}, "shared-memory", "on one machine"),
+        ({**JOINED, "share": [], "placement": {"backend": "one-node"}}, "tcp", "on nodes that Ray will choose"),
+        ({**JOINED, "share": [], "workers": "inline"}, "shared", "in one process"),
+    ],
+    ids=str,
+)
+def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transport, reason):
+    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, FACTS, Machine(8))
+    assert not found
+    assert plan.way.transport == transport
+    assert f"by {transport}, as they are {reason}" in plan.describe()
+
+
+def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
+    cluster = ClusterSection(**JOINED, gpus={"backend": 16}, share=[])
+    plan, found = make_plan(make_config(cluster=cluster), MODEL, FACTS, Machine(8))
+    assert not found
+    assert (plan.role("backend").ranks, plan.role("backend").threads) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        ({"address": "10.0.0.1:6379"}, "cluster.address: is of the launcher `ray`, and cluster.launcher is local"),
+        (
+            {**JOINED, "address": "ray://10.0.0.1:6379"},
+            "cluster.address: is 'ray://10.0.0.1:6379', which is for Ray's client: workers connect to the driver",
+        ),
+        ({"launcher": "ray", "resources": {"backend": {"a100": 1}}}, "cluster.resources: there is one node alone"),
+        (
+            {**JOINED, "resources": {"backend": {"GPU": 1}}},
+            "cluster.resources.backend.GPU: is 1, wanted a number",
+        ),
+        ({**JOINED, "placement": {"critic": "pack"}}, "cluster.placement.critic: there is no such role"),
+        (
+            {**JOINED, "placement": {"backend": "pack", "generator": "spread"}},
+            "cluster.placement: differs between backend and generator, which share their processes",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_cluster_cannot_do_is_refused(cluster, problem):
+    (found,) = problems(make_config(cluster=ClusterSection(**cluster)))
+    assert found.startswith(problem)
+
+
+def test_weights_that_the_backend_does_not_hold_are_refused():
+    facts = {**FACTS, "algorithm": attrs.evolve(FACTS["algorithm"], weights_needed=frozenset({"reference"}))}
+    (problem,) = problems(make_config(), facts)
+    assert problem.startswith("backend.reference: loop scores with the weights 'reference', and the backend trainer")
+    facts["backend"] = attrs.evolve(FACTS["backend"], weights_given=frozenset({"policy", "reference"}))
+    assert not problems(make_config(), facts)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({"gpus": {"backend": 1}}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
+        (
+            {"gpus": {"backend": 3, "generator": 2}, "share": [["backend"]]},
+            "cluster.gpus: asks for 5 GPUs; this machine has 0",
+        ),
+    ],
+)
+def test_gpus_that_this_machine_lacks_are_a_warning_and_those_that_a_given_one_lacks_a_refusal(cluster, told):
+    config = make_config(cluster=ClusterSection(**cluster))
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8))
+    assert (found, plan.warnings, plan.refusals) == ([], (told,), ())
+    assert plan.role("backend").devices[0] == "cuda:0", "the plan is there all the same"
+    plan, found = make_plan(config, MODEL, FACTS, Machine(8, given=True))
+    assert (found, plan.warnings) == ([], ())
+    assert plan.refusals == (told.replace("this machine", "the given machine"),)

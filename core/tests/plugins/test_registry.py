@@ -1,0 +1,176 @@
+"""Broken plugins are recorded and quoted, and harm nothing that does without them."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from whet.component import resolve
+from whet.errors import PluginError
+from whet.plugins.registry import Registry, load_plugins
+
+LOGGER = """
+    from attrs import frozen
+    from whet import hookimpl
+    from whet.component import Component
+
+    @frozen
+    class Config:
+        pass
+
+    @hookimpl
+    def whet_loggers():
+        return [Component("{name}", Config, "{target}")]
+"""
+
+
+def logger(name: str, target: str = "some.module:Logger") -> str:
+    return LOGGER.format(name=name, target=target)
+
+
+def only_broken(registry: Registry) -> Any:
+    assert len(registry.broken) == 1, registry.broken
+    return registry.broken[0]
+
+
+def test_an_installed_plugin_offers_its_components(install: Any) -> None:
+    install("whet-good", {"good_hooks": logger("good")})
+    registry = load_plugins()
+    assert registry.broken == []
+    assert registry.find("loggers", "good").distribution == "whet-good"
+    assert list(registry.offers("loggers")) == ["good"]
+    assert registry.offers("losses") == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("def broken(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(wrong): return []", "whet_loggers"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_logers(): return []", "did you mean 'whet_loggers'?"),
+        ("def whet_loggers(): return []", "not marked with @whet.hookimpl"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): return 3", "it gave 3, wanted an iterable"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): pass", "it gave None, wanted an iterable"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): return [3]", "gave 3, wanted a Component"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers(): raise KeyError('x')", "KeyError: 'x'"),
+        ("from whet import hookimpl\n@hookimpl\ndef whet_loggers():\n    yield 1 / 0", "ZeroDivisionError"),
+        (logger("Bad Name"), "not in lower case with dashes"),
+        (logger("bad", target="nothing"), "wanted 'package.module:name'"),
+        (logger("bad").replace("@frozen", ""), "wanted an attrs class"),
+        (logger("bad").replace("pass", "use: int = 1"), "named `use`"),
+    ],
+)
+def test_a_broken_plugin_is_recorded_quoted_and_harmless(install: Any, source: str, reason: str) -> None:
+    install("whet-bad", {"bad_hooks": source})
+    install("whet-good", {"good_hooks": logger("good")})
+    registry = load_plugins()
+    broken = only_broken(registry)
+    assert (broken.name, broken.distribution) == ("bad_hooks", "whet-bad")
+    assert reason in broken.reason
+    assert "\n" not in broken.reason
+    assert registry.find("loggers", "good").component.name == "good"
+    with pytest.raises(PluginError, match="whet-bad") as caught:
+        registry.find("loggers", "goood")
+    assert "did you mean 'good'?" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_hook_of_another_kind_is_not_quoted(install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "from whet import hookimpl\n@hookimpl\ndef whet_losses(): return 3"})
+    with pytest.raises(PluginError) as caught:
+        load_plugins().find("loggers", "good")
+    assert "whet-bad" not in str(caught.value)
+
+
+def test_the_reason_names_the_line_in_the_plugin(install: Any) -> None:
+    install("whet-bad", {"bad_hooks": "x = 1\ny = 2\nraise RuntimeError('no\\nluck')\n"})
+    assert only_broken(load_plugins()).reason == "RuntimeError: no luck (site/bad_hooks.py, line 3)"
+
+
+def test_good_hooks_of_a_plugin_with_a_bad_one_still_count(install: Any) -> None:
+    source = (
+        logger("good") + "\n    @hookimpl\n    def whet_losses():\n        return [Component('x', 3, 'a:b'), None]\n"
+    )
+    install("whet-half", {"half_hooks": source})
+    registry = load_plugins()
+    assert len(registry.broken) == 2
+    assert registry.find("loggers", "good")
+
+
+def test_a_name_offered_twice_names_both_distributions_when_it_is_asked_for(install: Any) -> None:
+    install("whet-one", {"one_hooks": logger("same")})
+    install("whet-two", {"two_hooks": logger("same")})
+    install("whet-three", {"three_hooks": logger("other")})
+    registry = load_plugins()
+    assert registry.find("loggers", "other")
+    assert list(registry.offers("loggers")) == ["other"]
+    assert list(registry.contested("loggers")) == ["same"]
+    with pytest.raises(PluginError, match="whet-one and whet-two"):
+        registry.find("loggers", "same")
+
+
+@pytest.mark.parametrize("requires", ["whet>=99", "whet<0.0.1", "whet==3.*; python_version > '3'"])
+def test_a_plugin_for_another_core_is_not_imported(install: Any, requires: str) -> None:
+    install("whet-other", {"other_hooks": "raise RuntimeError('imported')"}, requires=requires)
+    reason = only_broken(load_plugins()).reason
+    assert "made for whet" in reason
+    assert whet.__version__ in reason
+
+
+@pytest.mark.parametrize("requires", ["whet", "whet>=0.0.1", "whet==99; python_version < '3'", "whetstone>=99"])
+def test_a_plugin_for_this_core_is_loaded(install: Any, requires: str) -> None:
+    install("whet-this", {"this_hooks": logger("this")}, requires=requires)
+    assert load_plugins().broken == []
+
+
+def test_metadata_that_cannot_be_read_harms_no_other_plugin(install: Any) -> None:
+    install("whet-this", {"this_hooks": logger("this")})
+    info = install("whet-mad", {"mad_hooks": logger("mad")})
+    (info / "entry_points.txt").write_text("[whet]\nthis is no entry point\n")
+    registry = load_plugins()
+    assert only_broken(registry).distribution == "whet-mad"
+    assert registry.find("loggers", "this")
+
+
+def test_a_config_check_that_fails_is_recorded_and_the_others_are_asked(install: Any) -> None:
+    check = "from whet import hookimpl\nfrom whet.component import Problem\n@hookimpl\ndef whet_check_config(config):\n"
+    install("whet-bad", {"bad_hooks": f"{check}    return config.nothing"})
+    install("whet-mute", {"mute_hooks": f"{check}    pass"})
+    install("whet-good", {"good_hooks": f"{check}    return [Problem('run.steps', 'too few')]"})
+    registry = load_plugins()
+    problems = registry.problems(object())  # type: ignore[arg-type]
+    assert [str(problem) for problem in problems] == ["run.steps: too few"]
+    assert "whet_check_config failed: AttributeError" in only_broken(registry).reason
+
+
+def test_a_single_file_is_a_plugin_whose_targets_workers_can_import(site: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my-env.py"
+    source = textwrap.dedent(logger("mine", target="my-env:Mine"))
+    file.write_text(source + "\nclass Mine:\n    class Inner: pass\n")
+    registry = load_plugins([file])
+    assert registry.broken == []
+    offer = registry.find("loggers", "mine")
+    assert offer.distribution == str(file)
+    assert offer.component.target == f"file:{file}:Mine"
+    assert resolve(offer.component.target).__name__ == "Mine"
+    assert resolve(f"file:{file}:Mine.Inner").__name__ == "Inner"
+    registry.load_file(file)
+    assert registry.contested("loggers") == {}
+
+
+def test_a_broken_single_file_is_recorded(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("1 / 0")
+    registry = load_plugins([tmp_path / "bad.py", tmp_path / "missing.py"])
+    assert [broken.reason.partition(":")[0] for broken in registry.broken] == ["ZeroDivisionError", "FileNotFoundError"]
+
+
+def test_registries_share_nothing(install: Any) -> None:
+    install("whet-good", {"good_hooks": logger("good")})
+    one, two = load_plugins(), Registry()
+    assert one.manager is not two.manager
+    assert two.offers("loggers") == {}

@@ -1,0 +1,166 @@
+"""Checkpoints are complete or not there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.errors import CheckpointError, WhetError
+from whet.run import checkpoint
+from whet.run.run_folder import RunFolder
+
+
+def save_weights(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"w" * 1000)
+
+
+def test_what_is_written_is_read(tmp_path):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 3, {"rollouts": {"groups": {"a": 7}}}, {"backend": save_weights})
+    found = checkpoint.latest(run)
+    assert found is not None
+    assert (found.step, found.state["rollouts"]) == (3, {"groups": {"a": 7}})
+    assert (found.part("backend") / "weights.bin").read_bytes() == b"w" * 1000
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path):
+    assert checkpoint.latest(RunFolder(tmp_path)) is None
+
+
+def test_the_newest_is_picked_and_old_ones_are_pruned(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (5, 10, 15):
+        checkpoint.write(run, step, {}, {"backend": save_weights})
+    checkpoint.prune(run, 2)
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-000010", "step-000015"]
+    assert checkpoint.latest(run).step == 15
+
+
+def test_a_checkpoint_of_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 5, {}, {"backend": save_weights})
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has 5"):
+        checkpoint.latest(run, 7)
+
+
+def test_a_failing_save_leaves_the_one_before(tmp_path):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 5, {}, {"backend": save_weights})
+
+    def broken(folder: Path) -> None:
+        save_weights(folder)
+        raise WhetError("the disk is full")
+
+    with pytest.raises(WhetError):
+        checkpoint.write(run, 10, {}, {"backend": broken})
+    assert checkpoint.latest(run).step == 5
+    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-000005"]
+
+
+@pytest.mark.parametrize("harm", ["flip", "shorten", "remove"])
+def test_a_damaged_file_is_named(tmp_path, harm):
+    run = RunFolder(tmp_path)
+    file = checkpoint.write(run, 5, {}, {"backend": save_weights}) / "backend" / "weights.bin"
+    if harm == "flip":
+        file.write_bytes(b"w" * 999 + b"x")
+    elif harm == "shorten":
+        file.write_bytes(b"w" * 10)
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"weights\.bin"):
+        checkpoint.latest(run)
+
+
+def test_a_manifest_that_points_outside_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    (tmp_path / "secret").write_text("s")
+    manifest = {"step": 5, "files": {"../../secret": [1, 0]}}
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="secret"):
+        checkpoint.latest(run)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"files": 3}', "nonsense"])
+def test_a_manifest_that_is_no_manifest_gives_an_error_in_words(tmp_path, content):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    (folder / checkpoint.MANIFEST).write_text(content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.latest(run)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from whet.run import checkpoint
+from whet.run.run_folder import RunFolder
+def save(folder):
+    for i in range(20):
+        (folder / f"part-{i}").write_bytes(bytes([step % 256]) * 200_000)
+run, step = RunFolder(sys.argv[1]), 0
+while True:
+    step += 1
+    checkpoint.write(run, step, {"note": step}, {"backend": save})
+    checkpoint.prune(run, 2)
+    if step == 1:
+        print("ready", flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    for round_ in range(6):
+        folder = tmp_path / str(round_)
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
+        writer.stdout.readline()
+        time.sleep(0.037 * round_)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        found = checkpoint.latest(RunFolder(folder))
+        assert found is not None
+        assert found.state["note"] == found.step
+        parts = {p.read_bytes() for p in found.part("backend").iterdir()}
+        assert parts == {bytes([found.step % 256]) * 200_000}
+
+
+def test_differences_are_shown_by_path_and_may_be_allowed():
+    saved = {"algorithm": {"use": "grpo", "group_size": 8}, "run": {"seed": 0}, "environments": [{"use": "a"}]}
+    now = {"algorithm": {"use": "grpo", "group_size": 16}, "run": {"seed": 0}, "environments": [{"use": "b"}]}
+    assert checkpoint.differences(saved, now, []) == [
+        "algorithm.group_size: the run has 8, the config gives 16",
+        "environments.0.use: the run has 'a', the config gives 'b'",
+    ]
+    assert checkpoint.differences(saved, now, ["environments", "algorithm.group_size"]) == []
+    assert checkpoint.differences(saved, {**saved, "data": [1]}, []) == [
+        "data.0: the run has nothing, the config gives 1"
+    ]
+
+
+def test_a_checkpoint_without_its_manifest_is_not_passed_over(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (5, 10):
+        checkpoint.write(run, step, {}, {"backend": save_weights})
+    (run.checkpoints / "step-000010" / checkpoint.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"step-000010 is damaged: it lacks complete\.json"):
+        checkpoint.latest(run)
+
+
+def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    folder.rename(folder.with_name("step-000010"))
+    with pytest.raises(CheckpointError, match=r"was moved: .* name the steps 5 and 10"):
+        checkpoint.latest(run)
+
+
+def test_a_manifest_that_lists_nothing_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    folder = checkpoint.write(run, 5, {}, {"backend": save_weights})
+    (folder / checkpoint.MANIFEST).write_text('{"step": 5, "files": {}}')
+    with pytest.raises(CheckpointError, match=r"does not list state\.json"):
+        checkpoint.latest(run)

@@ -1,0 +1,73 @@
+"""What decides a run's numbers is part of its identity, and nothing else is."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import field, frozen
+
+from whet.component import Component, Selection
+from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
+from whet.data.chat import ChatTokenizer
+from whet.data.model_info import read_model
+from whet.data.offline import OfflineData
+from whet.run.fingerprint import identity_of
+
+
+@frozen
+class Plain:
+    """A component without settings."""
+
+
+def chosen(kind: Any) -> Selection:
+    return Selection(kind, Component("x", Plain, "x:Y"), Plain())
+
+
+@pytest.fixture
+def identity(tiny_model_folder: Path) -> Any:
+    def identify(*files: Path, max_length: int = 0, folder: str = "runs/x") -> dict[str, Any]:
+        section = DataSection([DataFile(str(file)) for file in files], max_length=max_length)
+        config = Config(
+            RunSection(folder, 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
+            backend=chosen("backends"), data=section,
+        )  # fmt: skip
+        data = OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0)
+        return identity_of(config, read_model(tiny_model_folder), data, [])
+
+    return identify
+
+
+def test_files_may_move_but_not_change(identity: Any, tmp_path: Path) -> None:
+    here, there, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
+    here.write_text('{"text": "one"}\n')
+    there.write_text('{"text": "one"}\n')
+    other.write_text('{"text": "two"}\n')
+    assert identity(here, folder="runs/y") == identity(there)
+    assert identity(here) != identity(other)
+    assert identity(here, there) != identity(here)
+    assert identity(here, max_length=8) != identity(here)
+
+
+@frozen
+class WithTeacher:
+    """A component that reads a further model."""
+
+    teacher: str = field(metadata={"path": True})
+
+
+def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, tiny_model_folder: Path) -> None:
+    def identify(teacher: str) -> dict[str, Any]:
+        backend = Selection("backends", Component("x", WithTeacher, "x:Y"), WithTeacher(teacher))
+        config = Config(
+            RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
+            backend=backend,
+        )  # fmt: skip
+        return identity_of(config, read_model(tiny_model_folder), None, [])
+
+    moved, other = (shutil.copytree(tiny_model_folder, tmp_path / name) for name in ("moved", "other"))
+    with (other / "config.json").open("a") as file:
+        file.write(" ")
+    assert identify(str(moved)) == identify(str(tiny_model_folder))
+    assert identify(str(other)) != identify(str(moved))
+    assert identify("owner/one") != identify("owner/other")

@@ -1,0 +1,114 @@
+"""What a job reads of a run that goes on meanwhile."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from whet.errors import CheckpointError, WhetError
+from whet.run import checkpoint
+from whet.run.jobs import _load, _whole, exported
+from whet.run.run_folder import RunFolder
+
+
+def save(run, step):
+    checkpoint.write(run, step, {}, {"backend": lambda folder: (folder / "weights").write_text(str(step))})
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read_makes_way_for_the_newest(tmp_path):
+    run, read = RunFolder(tmp_path), []
+    save(run, 1)
+
+    def load(folder):
+        if not read:
+            shutil.rmtree(folder.parent)
+            save(run, 2)
+        read.append(folder.parent.name)
+        if not (folder / "weights").exists():
+            raise WhetError("it lacks its weights")
+
+    _load(SimpleNamespace(load=load), run, None, ())
+    assert read == ["step-000001", "step-000002"]
+
+
+def test_a_damaged_checkpoint_is_an_error_at_once(tmp_path):
+    run, read = RunFolder(tmp_path), []
+    save(run, 1)
+
+    def load(folder):
+        read.append(folder)
+        raise WhetError("damaged")
+
+    with pytest.raises(WhetError, match="damaged"):
+        _load(SimpleNamespace(load=load), run, None, ())
+    assert len(read) == 1
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        _load(SimpleNamespace(load=load), run, 7, ())
+
+
+DAMAGE = {
+    "a file changed": lambda folder: (folder / "backend" / "weights").write_text("3"),
+    "a file emptied": lambda folder: (folder / "backend" / "weights").write_text(""),
+    "a file removed": lambda folder: (folder / "backend" / "weights").unlink(),
+    "its manifest removed": lambda folder: (folder / checkpoint.MANIFEST).unlink(),
+    "its manifest emptied": lambda folder: (folder / checkpoint.MANIFEST).write_text("{}"),
+    "half removed": lambda folder: shutil.rmtree(folder / "backend"),
+    "emptied": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "removed": shutil.rmtree,
+    "another in its place": lambda folder: (
+        shutil.rmtree(folder),
+        shutil.copytree(folder.with_name("step-000001"), folder),
+    ),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_an_older_checkpoint_is_exported_only_by_its_step(tmp_path, damage):
+    run = RunFolder(tmp_path)
+    for step in (1, 2):
+        save(run, step)
+        run.journal("saved", step=step)
+    DAMAGE[damage](run.checkpoints / "step-000002")
+    with pytest.raises(CheckpointError) as raised:
+        exported(run, None)
+    message = str(raised.value)
+    assert message.endswith("nothing was exported; to export an older checkpoint, give --step 1")
+    assert "step-000002" in message or "step 2" in message
+    assert exported(run, 1).step == 1
+    with pytest.raises(CheckpointError):
+        exported(run, 2)
+
+
+def test_a_checkpoint_that_a_rewound_run_took_back_is_not_missed(tmp_path):
+    run = RunFolder(tmp_path)
+    save(run, 1)
+    for step in (1, 2):
+        run.journal("saved", step=step)
+    run.journal("rewound", after_step=1)
+    assert exported(run, None).step == 1
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 1, {"identity": {"run": {"seed": 1}}}, {"backend": lambda folder: None})
+    run.write_json("identity.json", {"run": {"seed": 0}})
+    with pytest.raises(CheckpointError, match=r"saved by another run than .*\n  run\.seed: the run has 0, .* gives 1"):
+        exported(run, None)
+    assert exported(run, None, ["run.seed"]).step == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_fails_to_be_exported_leaves_nothing(tmp_path, there):
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    with pytest.raises(WhetError), _whole(out) as partial:
+        (partial / "half").write_text("of it")
+        raise WhetError("the disk is full")
+    assert out.exists() == there
+    assert not there or not list(out.iterdir())
+    with _whole(out) as partial:
+        (partial / "all").write_text("of it")
+    assert [file.name for file in out.iterdir()] == ["all"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]

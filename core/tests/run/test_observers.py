@@ -1,0 +1,100 @@
+"""Loggers and hooks watch a run and can never end it."""
+
+import pytest
+
+from whet import hookimpl
+from whet.data.files import read_rows
+from whet.plugins.registry import new_manager
+from whet.run.observers import Watchers
+from whet.run.run_folder import RunFolder
+from whet.run.steps import Interrupted
+
+
+class Notes:
+    """A logger that notes, and fails when told to."""
+
+    def __init__(self, fail=None):
+        self.fail, self.seen = fail, []
+
+    def log(self, step, metrics):
+        if self.fail:
+            raise self.fail("dashboard unreachable")
+        self.seen.append((step, dict(metrics)))
+
+    def status(self, text):
+        self.seen.append(text)
+
+    def rewind(self, step):
+        self.seen.append(("rewound", step))
+
+    def close(self, failed):
+        self.seen.append(("closed", failed))
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
+def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
+    good, bad = Notes(), Notes(fail=kind)
+    watchers = Watchers(new_manager(), RunFolder(tmp_path))
+    watchers.add("bad", bad)
+    watchers.add("good", good)
+    watchers.log(1, {"loss": 0.5})
+    watchers.log(2, {"loss": 0.4})
+    watchers.close()
+    watchers.close()
+    assert good.seen == [(1, {"loss": 0.5}), (2, {"loss": 0.4}), ("closed", False)]
+    assert bad.seen == []
+    (row,) = read_rows(tmp_path / "journal.jsonl")
+    assert (row["event"], row["message"]) == ("watcher failed", "dashboard unreachable")
+
+
+def test_a_signal_that_comes_while_a_logger_works_is_not_the_loggers_failure(tmp_path):
+    class Interrupting(Notes):
+        def status(self, text):
+            raise Interrupted
+
+    watchers = Watchers(new_manager(), RunFolder(tmp_path))
+    watchers.add("slow", Interrupting())
+    with pytest.raises(Interrupted):
+        watchers.status("rollouts, 3 of 8 episodes finished")
+
+
+def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
+    class Plugin:
+        seen = []
+
+        @hookimpl
+        def whet_step_finished(self, step, metrics):
+            self.seen.append(step)
+            if step == 2:
+                raise ValueError("no")
+
+    manager = new_manager()
+    manager.register(Plugin())
+    watchers = Watchers(manager, RunFolder(tmp_path))
+    for step in (1, 2, 3):
+        watchers.log(step, {})
+    assert Plugin.seen == [1, 2, 3]
+    (row,) = read_rows(tmp_path / "journal.jsonl")
+    assert "whet_step_finished" in row["who"]
+
+
+def test_a_plugin_can_wrap_the_run(tmp_path):
+    order = []
+
+    class Profiler:
+        @hookimpl(wrapper=True)
+        def whet_run(self, algorithm, parts):
+            order.append("before")
+            result = yield
+            order.append("after")
+            return result
+
+    class Algorithm:
+        def run(self, parts):
+            order.append(parts)
+
+    manager = new_manager()
+    manager.register(Profiler())
+    hooks = Watchers(manager, RunFolder(tmp_path)).hooks
+    hooks.whet_run(algorithm=Algorithm(), parts="the parts")
+    assert order == ["before", "the parts", "after"]

@@ -1,0 +1,104 @@
+"""Weights go from backend to generator as the config says, and busy times are recorded."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whet.data.records import Request, Sampling
+from whet.data.spans import Spans
+from whet.errors import WorkerLost
+from whet.interfaces.generator import Running
+from whet.interfaces.weights import Link
+from whet.run.closing import closing_all
+from whet.run.handles import TimedBackend, TimedGenerator
+from whet.run.weight_sync import Refit
+from whet.testing.fakes import Done, FakeBackend, FakeGenerator
+
+
+class Noting(FakeGenerator):
+    """Remembers what it was told about requests under way."""
+
+    def __init__(self) -> None:
+        super().__init__("a", delay_seconds=0.02)
+        self.told: list[tuple[int, Running]] = []
+
+    def receive_weights(self, link: Link, version: int, running: Running = "drain") -> Done:
+        self.told.append((version, running))
+        return super().receive_weights(link, version, running)
+
+
+def refit(generator: Any, backend: TimedBackend, spans: Spans, **options: Any) -> Refit:
+    return Refit(backend, generator, Link("disk", "nowhere", "", 0), spans, **options)
+
+
+def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
+    generator, spans, versions = Noting(), Spans(), list[int]()
+    backend = FakeBackend()
+    hand_over = refit(
+        TimedGenerator(generator, spans), TimedBackend(backend, spans), spans, after=versions.append, running="keep"
+    )
+    hand_over(version=3)
+    hand_over(version=4)
+    assert generator.told == [(3, "keep"), (4, "keep")]
+    assert versions == [link.version for link in backend.sent] == [3, 4]
+    assert len({link.session for link in backend.sent}) == 2
+    assert [span.phase for span in spans.drain()] == ["refit", "refit"]
+
+
+def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None:
+    spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
+    generator = TimedGenerator(Noting(), spans)
+    hand_over = refit(
+        generator, TimedBackend(backend, spans), spans, after=lambda version: None, places=lambda: tuple(known)
+    )
+    hand_over(version=1)
+    known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
+    hand_over(version=2)
+    assert [link.places for link in backend.sent] == [(), tuple(known)]
+
+
+def test_a_generator_is_busy_from_the_first_request_to_the_last_answer_whatever_steps_end_meanwhile() -> None:
+    spans = Spans()
+    generator = TimedGenerator(FakeGenerator("a", delay_seconds=0.05), spans)
+
+    async def ask(id_: str, after: float) -> None:
+        await asyncio.sleep(after)
+        await generator.generate(Request(id_, np.arange(3), Sampling(4), 0))
+
+    async def scene() -> list[Any]:
+        busy = asyncio.gather(ask("a", 0), ask("b", 0.03), ask("c", 0.06))
+        await asyncio.sleep(0.045)
+        first = spans.drain()
+        await busy
+        second = spans.drain()
+        await asyncio.sleep(0.01)
+        idle = spans.drain()
+        await ask("d", 0)
+        return [first, second, idle, spans.drain()]
+
+    first, second, idle, third = asyncio.run(scene())
+    assert [len(found) for found in (first, second, idle, third)] == [1, 1, 0, 1]
+    assert first[0].seconds > 0.03
+    assert first[0].seconds + second[0].seconds > 0.1
+    assert third[0].seconds > 0.04
+
+
+def test_an_error_inside_is_not_hidden_by_what_fails_to_close_after_it() -> None:
+    def failing() -> None:
+        raise ValueError("a closer")
+
+    closed: list[int] = []
+    with pytest.raises(ValueError, match="a closer"), closing_all([lambda: closed.append(1), failing]):
+        pass
+    with pytest.raises(WorkerLost) as caught, closing_all([lambda: closed.append(2), failing]):
+        raise WorkerLost("backend", 0, "train", "killed by signal 9")
+    assert closed == [1, 2]
+    assert caught.value.role == "backend"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), closing_all([interrupted]):
+        raise WorkerLost("backend", 0, "train", "killed by signal 9")

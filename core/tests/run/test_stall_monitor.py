@@ -1,0 +1,153 @@
+"""A long wait is told with who waits for whom; a usual one is not."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.data.spans import Spans
+from whet.interfaces.weights import Link
+from whet.run.stall_monitor import Waits
+from whet.run.weight_sync import Refit
+from whet.runtime.event_loop import EpisodeLoop
+from whet.runtime.local import LocalCluster
+from whet.testing.fakes import FakeBackend, FakeGenerator
+from whet.testing.scripted_worker import TARGET
+from whet.weights.probe import Proof
+
+
+@pytest.fixture
+def spans() -> Spans:
+    return Spans()
+
+
+def looking(spans: Spans, tmp_path: Path, notice: float = 0.05, **more) -> Waits:
+    waits = Waits(spans, tmp_path / "waits.log", 0, **more)
+    waits._notice = notice  # no thread: the test looks
+    return waits
+
+
+def test_a_wait_is_told_when_it_has_lasted_and_again_when_it_has_doubled(spans, tmp_path, capsys):
+    waits = looking(spans, tmp_path)
+    with spans.phase("rollout", "take"):
+        waits.look()
+        assert capsys.readouterr().err == ""
+        told = []
+        for _ in range(40):
+            time.sleep(0.01)
+            waits.look()
+            told += capsys.readouterr().err.splitlines()
+    assert told[0].startswith("waiting on rollout.take since 0 s: no worker owes an answer; stacks are in ")
+    assert 2 <= len(told) <= 4  # at 0.05, 0.1, 0.2 and 0.4 s at the earliest
+    waits.look()
+    assert capsys.readouterr().err == ""
+    log = (tmp_path / "waits.log").read_text()
+    assert "driver, MainThread:" in log
+    assert "test_a_wait_is_told_when" in log
+
+
+def test_a_wait_as_long_as_ones_before_is_usual(spans, tmp_path, capsys):
+    waits = looking(spans, tmp_path)
+    with spans.phase("rollout", "take"):
+        time.sleep(0.2)
+    with spans.phase("rollout", "take"):
+        time.sleep(0.1)
+        waits.look()
+    assert capsys.readouterr().err == ""
+    assert spans.longest("rollout", "take") >= 0.2
+
+
+def test_a_generator_that_works_in_the_background_is_no_wait(spans, tmp_path, capsys):
+    waits = looking(spans, tmp_path)
+    with spans.phase("generator", "generate"):
+        time.sleep(0.06)
+        waits.look()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, tmp_path, capsys):
+    refit = Refit(FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None)
+    given, began = threading.Event(), threading.Event()
+
+    def give(link: Link | None, proof: Proof | None = None) -> None:
+        began.set()
+        assert given.wait(10)
+
+    coming_back = threading.Thread(target=refit.again, args=(give,))
+    coming_back.start()
+    assert began.wait(10)
+    trainer = threading.Thread(target=refit, kwargs={"version": 1})
+    trainer.start()
+    waits = looking(spans, tmp_path)
+    time.sleep(0.1)
+    waits.look()
+    given.set()
+    for thread in (coming_back, trainer):
+        thread.join(10)
+    assert capsys.readouterr().err.startswith("waiting on backend.refit since 0 s")
+
+
+def test_the_age_of_a_wait_is_not_cut_by_the_end_of_a_step(spans):
+    with spans.phase("generator", "generate"):
+        before = spans.under_way()
+        spans.drain()
+        assert spans.under_way() == before
+    assert spans.under_way() == []
+
+
+def test_workers_that_owe_an_answer_are_named_with_what_they_do(spans, tmp_path, capsys):
+    with LocalCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        waits = looking(spans, tmp_path, processes=cluster)
+        with spans.phase("backend", "train"):
+            pending = workers.start("hang", phase="train")
+            time.sleep(0.3)
+            waits.look()
+        told = capsys.readouterr().err
+        assert "waiting on backend.train since 0 s: backend-0 train since 0 s (its process computes" in told
+        assert "scripted_worker.py" in (tmp_path / "waits.log").read_text()
+        assert not pending.done()
+
+
+def test_episodes_are_told_by_where_they_wait():
+    async def sandbox() -> None:
+        await asyncio.sleep(1000)
+
+    async def episode() -> None:
+        await sandbox()
+
+    async def play() -> None:
+        tasks = [asyncio.create_task(episode()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.wait(tasks)
+
+    loop = EpisodeLoop()
+    try:
+        asyncio.run_coroutine_threadsafe(play(), loop._loop)
+        deadline = time.monotonic() + 10
+        while not any("3 at test_stall_monitor.py" in place and "in sandbox" in place for place in loop.where()):
+            assert time.monotonic() < deadline, loop.where()
+            time.sleep(0.01)
+    finally:
+        loop.close()
+
+
+def test_the_thread_tells_by_itself_and_ends(spans, tmp_path, capfd):
+    waits = Waits(spans, tmp_path / "waits.log", 0.05)
+    with spans.phase("backend", "train"):
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "waits.log").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    waits.close()
+    waits.close()
+    assert "waiting on backend.train" in capfd.readouterr().err
+    assert not any(thread.name == "whet-waits" for thread in threading.enumerate())
+
+
+def test_switched_off_there_is_no_thread(spans, tmp_path):
+    waits = Waits(spans, tmp_path / "waits.log", 0)
+    assert not any(thread.name == "whet-waits" for thread in threading.enumerate())
+    waits.close()

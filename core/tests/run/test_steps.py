@@ -1,0 +1,236 @@
+"""Steps begin after the last checkpoint, write what happened, and end when asked."""
+
+import contextlib
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from whet.config.sections import RunSection
+from whet.data.batch import from_sequences
+from whet.data.files import read_rows
+from whet.data.metrics import largest, mean
+from whet.data.spans import Spans
+from whet.run.run_folder import RunFolder
+from whet.run.steps import Interrupted, Sinks, Steps
+
+BATCH = from_sequences([{"tokens": np.arange(3), "loss_mask": [False, True, True]}], prompt_lengths=[1])
+
+
+class Told:
+    """Notes what a run is told."""
+
+    def __init__(self):
+        self.saved, self.logged, self.evaluated, self.records = [], [], [], []
+
+    def sinks(self):
+        return Sinks(
+            records=lambda step, batch: self.records.append(step) or {},
+            evaluate=lambda step: self.evaluated.append(step) or {"evaluation/test/reward": mean(0.5)},
+            log=lambda step, numbers: self.logged.append((step, dict(numbers))),
+            save=self.saved.append,
+            gather=lambda: {"reward/mean": mean(3.0, 4.0)},
+        )
+
+
+def make(tmp_path, told, done=0, evaluate_every=0, **section):
+    section = RunSection(folder=str(tmp_path), **{"steps": 5, **section})
+    return Steps(RunFolder(tmp_path), section, done, evaluate_every, Spans(), told.sinks())
+
+
+def test_what_is_known_of_the_model_as_it_comes_is_one_row_of_step_0(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told, steps=1)
+    steps.log_start({"evaluation/test/reward": mean(0.25)})
+    steps.log_start({"validation/loss": mean(2.0)})
+    for step in steps:
+        step.finish(BATCH)
+    first, second = read_rows(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["evaluation/test/reward"], first["validation/loss"]) == (0, 0.25, 2.0)
+    assert second["step"] == 1
+    assert "validation/loss" not in second
+    assert [step for step, _ in told.logged] == [0, 1]
+
+
+def test_every_step_is_written_with_its_merged_metrics(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told, steps=2):
+        step.log({"loss": mean(2.0, 1.0), "gap": largest(1.0)})
+        step.log({"loss": mean(4.0, 2.0), "gap": largest(0.5)})
+        step.finish(BATCH)
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (rows[0]["loss"], rows[0]["gap"], rows[0]["reward/mean"], rows[0]["tokens"]) == (2.0, 1.0, 0.75, 3)
+    assert told.logged[1][0] == 2
+
+
+def test_it_goes_on_after_the_last_checkpoint(tmp_path):
+    numbers = []
+    for step in make(tmp_path, Told(), done=3):
+        numbers.append(step.number)
+        step.finish(BATCH)
+    assert numbers == [4, 5]
+
+
+def test_it_saves_and_evaluates_when_due_and_at_the_end(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told, save_every=2, evaluate_every=3):
+        step.finish(BATCH)
+    assert told.saved == [2, 4, 5]
+    assert told.evaluated == [3, 5]
+    assert told.records == [1, 2, 3, 4, 5]
+
+
+def test_without_an_interval_it_saves_once_at_the_end(tmp_path):
+    told = Told()
+    for step in make(tmp_path, told):
+        step.finish(BATCH)
+    assert told.saved == [5]
+
+
+def test_the_seed_of_a_step_depends_on_run_seed_and_number_alone(tmp_path):
+    def seeds(**section):
+        steps = make(tmp_path, Told(), **section)
+        found = []
+        for step in steps:
+            found.append(step.seed)
+            step.finish(BATCH)
+        return found
+
+    assert seeds(steps=5)[2:] == [*seeds(steps=5, done=2)]
+    assert seeds(seed=1) != seeds(seed=2)
+
+
+@pytest.fixture
+def hangups():
+    """Let this process hear of closed terminals, also under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_the_step_and_saves(tmp_path, hangups, number):
+    told = Told()
+    steps = make(tmp_path, told)
+    before = signal.getsignal(number)
+    for step in steps:
+        if step.number == 2:
+            os.kill(os.getpid(), number)
+        step.finish(BATCH)
+    assert (steps.done, steps.stopped_by, told.saved) == (2, number, [2])
+    assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_is_ignored_under_nohup(tmp_path, hangups):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    steps = make(tmp_path, Told())
+    for step in steps:
+        os.kill(os.getpid(), signal.SIGHUP)
+        step.finish(BATCH)
+    assert steps.stopped_by is None
+
+
+def test_ctrl_c_ends_the_run_in_order_when_what_reads_its_output_is_gone(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    told = Told()
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        for step in make(tmp_path, told):
+            os.kill(os.getpid(), signal.SIGINT)
+            step.finish(BATCH)
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()
+    assert told.saved == [1]
+
+
+def test_a_signal_ends_an_interruptible_wait_at_once(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told)
+    with pytest.raises(Interrupted):
+        for step in steps:
+            with steps.interruptible():
+                if step.number == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    raise AssertionError("the wait went on")
+            step.finish(BATCH)
+    steps.save_now()
+    assert told.saved == [2]
+
+
+def test_a_second_sigterm_does_not_cut_saving_short(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told)
+    with pytest.raises(Interrupted):
+        for step in steps:
+            with steps.interruptible():
+                if step.number == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            step.finish(BATCH)
+    steps._sinks = evolve(
+        steps._sinks, save=lambda step: (os.kill(os.getpid(), signal.SIGTERM), told.saved.append(step))
+    )
+    steps.save_now()
+    assert told.saved == [1]
+
+
+def test_a_step_that_is_not_finished_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"step 1 was not finished"):
+        for _ in make(tmp_path, Told()):
+            pass
+
+
+def test_spans_are_written_and_summed(tmp_path):
+    told = Told()
+    steps = make(tmp_path, told, steps=1)
+    for step in steps:
+        with steps._spans.phase("backend", "train"):
+            pass
+        with steps._spans.phase("backend", "train"):
+            pass
+        step.finish(BATCH)
+    spans = list(read_rows(tmp_path / "spans.jsonl"))
+    assert [(s["step"], s["role"], s["phase"]) for s in spans] == [(1, "backend", "train")] * 2
+    assert told.logged[0][1]["seconds/backend.train"] == pytest.approx(sum(s["seconds"] for s in spans), abs=1e-5)
+
+
+def test_a_loop_that_an_error_keeps_alive_takes_no_signals_once_steps_are_closed(tmp_path):
+    own = signal.getsignal(signal.SIGTERM)
+    first, second = make(tmp_path, Told()), make(tmp_path, Told())
+    left = iter(first)
+    next(left)
+    first.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+    loop = iter(second)
+    next(loop)
+    taken = signal.getsignal(signal.SIGTERM)
+    left.close()  # as the collector of garbage does, some time
+    assert signal.getsignal(signal.SIGTERM) is taken is not own
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_what_an_algorithm_carries_is_that_of_the_last_finished_step(tmp_path):
+    seen = []
+    told = Told()
+    section = RunSection(folder=str(tmp_path), steps=4, save_every=2)
+    sinks = evolve(told.sinks(), save=lambda step: seen.append((step, dict(steps.saved_state))))
+    steps = Steps(RunFolder(tmp_path), section, 1, 0, Spans(), sinks, state={"weight": 0.1, "seen": []})
+    assert steps.state == {"weight": 0.1, "seen": []}
+    for step in steps:
+        steps.state["weight"] *= 3
+        steps.state["seen"].append(step.number)
+        step.finish(BATCH)
+        steps.state["weight"] += 100  # of a step that is not finished
+        steps.state["weight"] -= 100
+    assert [(step, round(state["weight"], 6)) for step, state in seen] == [(2, 0.3), (4, 2.7)]
+    assert [state["seen"] for _, state in seen] == [[2], [2, 3, 4]]
+    steps.state["seen"].append(0)
+    assert steps.saved_state["seen"] == [2, 3, 4]
+    steps.state["weight"] = 0.0
+    assert round(steps.saved_state["weight"], 6) == 2.7

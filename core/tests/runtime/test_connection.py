@@ -1,0 +1,98 @@
+"""Many connections at once, each to a real process and over a real socket; the processes say nothing."""
+
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whet.errors import WorkerError
+from whet.runtime.channel import send
+from whet.runtime.connection import Call, Connection
+from whet.runtime.deadlines import Clock
+from whet.runtime.traffic import Traffic
+from whet.runtime.wire import encode
+
+
+class Silent:
+    """A `HostProcess` that has said once that it lives."""
+
+    def __init__(self, state: Callable[[], str]) -> None:
+        self.pid, self.state = 0, state
+
+    def start(self) -> socket.socket:
+        self._process = subprocess.Popen(["sleep", "60"])
+        self.pid = self._process.pid
+        mine, self._theirs = socket.socketpair()
+        send(self._theirs, encode({"number": 0, "say": "alive", "value": {"doing": "", "seconds": 0.0}}))
+        return mine
+
+    def wait(self) -> str:
+        code = self._process.wait()
+        self._theirs.close()
+        return f"its process exited with code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def show_stacks(self) -> None:
+        pass
+
+
+Connect = Callable[[str, Callable[[], str]], Connection]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    clock, traffic, made = Clock(), Traffic(), []
+
+    def one(name: str, state: Callable[[], str]) -> Connection:
+        connection = Connection(name, tmp_path / f"{name}.log", Silent(state), clock, traffic)
+        made.append(connection)
+        return connection
+
+    yield one
+    for connection in made:
+        connection.end(0.0)
+    clock.stop()
+    traffic.stop()
+
+
+def errors_of(connections: list[Connection], seconds: float, patience: float) -> list[WorkerError]:
+    """Ask all for something that none answers, and give the errors in the order in which they come."""
+    errors: list[WorkerError] = []
+    all_told = threading.Event()
+
+    def done(value: object, error: WorkerError | None) -> None:
+        assert error is not None
+        errors.append(error)
+        if len(errors) == len(connections):
+            all_told.set()
+
+    for connection in connections:
+        assert connection.pid
+    for rank, connection in enumerate(connections):
+        connection.ask(rank + 1, encode({"number": rank + 1}), Call("backend", rank, "train", seconds, done))
+    assert all_told.wait(seconds + patience), f"only {len(errors)} of {len(connections)} calls have failed by now"
+    return errors
+
+
+def test_a_hundred_ranks_that_miss_a_deadline_are_asked_at_once(connect: Connect) -> None:
+    def slow() -> str:
+        time.sleep(0.2)  # 20 s for all of them, one after another
+        return "S"
+
+    assert len(errors_of([connect(f"backend-{rank}", slow) for rank in range(100)], 1.0, 5.0)) == 100
+
+
+def test_a_process_of_which_nothing_can_be_known_holds_up_no_deadline(connect: Connect) -> None:
+    never = threading.Event()
+    stuck = connect("backend-0", lambda: str(never.wait(30.0)))
+    stopped = connect("backend-1", lambda: "T")
+    errors = errors_of([stuck, stopped], 0.3, 5.0)
+    never.set()
+    assert [error.rank for error in errors] == [1, 0]
+    assert "no answer within 0.3 s; its process is stopped" in str(errors[0])

@@ -1,0 +1,156 @@
+"""Ray clusters of one node and of two, on this machine. They take seconds to start, so tests share them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from whet.errors import WorkerError, WorkerLost
+from whet.interfaces.workers import Slice
+from whet.runtime.ray import RayCluster
+from whet.runtime.workers import ConnectedWorkers
+from whet.testing.contracts.workers import ProcessWorkersContract, alive, wait_until
+from whet.testing.environments import bare_environment, make_environment
+from whet.testing.processes import descendants
+from whet.testing.scripted_worker import TARGET
+
+
+class TestRay(ProcessWorkersContract):
+    @pytest.fixture(scope="class", autouse=True)
+    @staticmethod
+    def _ray(own_ray: None) -> None:
+        """Start Ray once."""
+
+    @contextmanager
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+        with RayCluster(folder) as cluster:
+            yield cluster.slice
+
+
+def stat(pid: int) -> list[str]:
+    """The kernel's letter, the parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: stat(pid)[0] == "T", "it is stopped")
+
+
+def test_a_late_answer_of_a_keeper_is_not_taken_for_that_to_another_question(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        assert isinstance(workers, ConnectedWorkers)
+        process, pid = workers.processes[0], workers.call("state")[0]["pid"]
+        keeper = int(stat(pid)[1])
+        stop(keeper)
+        try:
+            assert process.state() == ""
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+        time.sleep(1.0)  # by now the late answer is there: its process sleeps
+        stop(pid)
+        assert process.state() == "T"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_keeper_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        assert isinstance(workers, ConnectedWorkers)
+        stop(int(stat(workers.call("state")[0]["pid"])[1]))
+        hanging = workers.start("hang", timeout_seconds=0.5)
+        with pytest.raises(WorkerLost, match="no answer within"):
+            hanging.result()
+        with pytest.raises(WorkerLost, match="its process was ended because"):
+            workers.call("add", 1)
+
+
+def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray: None, tmp_path: Path) -> None:
+    import ray
+    from ray.util import placement_group_table
+
+    with RayCluster(tmp_path) as cluster:
+        cluster.slice("backend").spawn(TARGET, {})
+        assert "CREATED" in {group["state"] for group in placement_group_table().values()}
+    assert ray.is_initialized()
+    wait_until(
+        lambda: {group["state"] for group in placement_group_table().values()} == {"REMOVED"}, "all is given back"
+    )
+
+
+def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
+    assert "ray" not in os.environ.get("PYTHONBREAKPOINT", "")
+
+
+def test_a_process_forked_on_the_driver_s_machine_ends_with_its_keeper(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path, environment={"MARK": "x"}) as cluster:
+        part = cluster.slice("backend", threads=2)
+        cluster.warm({"backend": ["wave"]}, ["backend"])
+        workers = part.spawn(TARGET, {})
+        (pid,), (environment,) = [state["pid"] for state in workers.call("state")], workers.call("environment")
+        found = {process.pid: process.command for process in descendants()}
+        assert "whet.runtime.forkserver" in found[int(stat(pid)[1])]
+        assert [environment[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MARK")] == ["2", "2", "x"]
+        assert "RAY_AUTH_TOKEN" not in environment
+        with pytest.raises(WorkerError, match=r"backend-0\.log"):
+            workers.call("fail", (0,), "quoted in the log")
+        pending = workers.start("hang")
+        (keeper,) = [number for number, name in found.items() if name.startswith("ray::Keeper")]
+        os.kill(keeper, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"its keeper on node .* was lost"):
+            pending.result()
+        wait_until(lambda: not alive(pid), "the process is gone")
+    assert "quoted in the log" in (tmp_path / "backend-0.log").read_text()
+
+
+def test_a_fork_server_that_dies_while_it_forks_is_done_without(
+    own_ray: None, tmp_path: Path, dies_forking: str
+) -> None:
+    with RayCluster(tmp_path / "logs") as cluster:
+        part = cluster.slice("backend")
+        cluster.warm({"backend": [dies_forking]}, ["backend"])
+        workers = part.spawn(TARGET, {})
+        assert workers.call("add", 1) == [1]
+        ((path, _),) = workers.call("imported", dies_forking)
+        assert path.endswith(f"{dies_forking}.py")
+        found = {process.pid: process.command for process in descendants()}
+        assert found[int(stat(workers.call("state")[0]["pid"])[1])].startswith("ray::Keeper")
+
+
+def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> None:
+    """One that has no Ray: that is the business of who starts the process."""
+    python = str(make_environment(tmp_path / "other", without=["ray"]))
+    with RayCluster(tmp_path / "logs", python={"generator": python}) as cluster:
+        workers = cluster.slice("generator").spawn(TARGET, {})
+        assert workers.call("imported", "numpy")[0][1] == python
+        with pytest.raises(WorkerError, match="No module named 'ray'"):
+            workers.call("imported", "ray")
+
+
+def test_a_python_without_core_is_refused_by_the_node_before_anything_starts(own_ray: None, tmp_path: Path) -> None:
+    bare_environment(tmp_path / "bare")
+    python = f"{tmp_path}/bare/bin/python"
+    with (
+        RayCluster(tmp_path / "logs", python={"generator": python}) as cluster,
+        pytest.raises(WorkerError, match=f"generator rank 0 failed in start: .*: {python} has no whet"),
+    ):
+        cluster.slice("generator").spawn(TARGET, {})
+
+
+def test_ranks_of_a_node_are_called_through_leaders(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path, fan_out=2) as cluster:
+        workers = cluster.slice("actor", 4).spawn(TARGET, {})
+        pids = [state["pid"] for state in workers.call("state")]
+        assert [branch.ranks for branch in workers._groups.led[0]] == [(0, 1), (2, 3)]
+        assert len(set(pids)) == 4
+        pending = workers.start("hang", phase="train")
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="actor rank 2 failed in train: its process was killed by SIGKILL"):
+            pending.result()

@@ -1,0 +1,194 @@
+"""Sessions of one process that follow each other or overlap. In a module of its own, since each starts and ends Ray."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, WorkerError
+from whet.runtime import ray_life, ray_session
+from whet.runtime.ray import RayCluster
+from whet.runtime.ray_session import RaySession
+from whet.testing.processes import adopting_orphans, descendants, survivors
+from whet.testing.scripted_worker import TARGET
+
+
+@pytest.fixture
+def opened() -> Iterator[list[RaySession]]:
+    sessions: list[RaySession] = []
+    yield sessions
+    for session in sessions:
+        session.close()
+
+
+def test_ray_ends_with_the_last_session_that_uses_it(opened: list[RaySession]) -> None:
+    import ray
+
+    first, second = RaySession(), RaySession()
+    opened += first, second
+    for session in opened:
+        session.wait(120.0)
+        assert session.local
+        assert not session.ends_ray
+    with pytest.raises(ConfigError, match="this process uses Ray at 'this machine' already"):
+        RaySession("127.0.0.1:6379")
+    first.close()
+    first.close()
+    assert second.nodes
+    assert second.ends_ray
+    second.close()
+    assert not ray.is_initialized()
+
+
+def test_a_session_waits_for_the_end_of_the_ray_before(
+    opened: list[RaySession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RaySession()
+    opened.append(first)
+    first.wait(120.0)
+    before = first.nodes[0].id
+    monkeypatch.setattr(ray_session, "_END_SECONDS", 0.0)  # nobody waits until it has ended
+    first.close()
+    second = RaySession()
+    opened.append(second)
+    second.wait(120.0)
+    monkeypatch.undo()
+    time.sleep(2.0)
+    assert [node.id != before for node in second.nodes] == [True]
+    assert second.ends_ray
+
+
+@pytest.mark.parametrize(
+    ("what", "limit", "told"),
+    [
+        (resource.RLIMIT_FSIZE, 1 << 20, r"cannot grow to 83,886,080 bytes: .* 1,048,576 \(ulimit -f\)"),
+        (resource.RLIMIT_NOFILE, 100, r"Too many open files: a process may have 100 \(ulimit -n\)"),
+    ],
+)
+def test_a_limit_with_which_ray_cannot_start_is_told(
+    opened: list[RaySession], what: int, limit: int, told: str
+) -> None:
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, before[1]))
+    try:
+        session = RaySession()
+        opened.append(session)
+        with pytest.raises(WhetError, match=told):
+            session.wait(120.0)
+    finally:
+        resource.setrlimit(what, before)
+
+
+def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        session = RaySession()
+        opened.append(session)
+        session.wait(120.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        session.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM, signal.SIGTERM]
+
+
+STARTED = "from whet.runtime.ray_session import RaySession; s = RaySession(); s.wait(99); print(1, flush=True); input()"
+
+
+@pytest.mark.parametrize("victim", ["the driver", "raylet"])
+def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str) -> None:
+    with adopting_orphans():
+        before = descendants()
+        command = [sys.executable, "-c", f"{STARTED}; s.close()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+            assert driver.stdin is not None
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == b"1\n"
+            started = descendants() - before
+            assert any("Agent" in process.command for process in started)
+            if victim == "raylet":
+                (raylet,) = [process.pid for process in started if "/raylet/raylet" in process.command]
+                os.kill(raylet, signal.SIGKILL)
+                driver.stdin.write(b"\n")
+            else:
+                driver.kill()
+        assert not survivors(before, patience_seconds=8.0)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_ray_that_is_lost_is_named_at_once_and_the_next_cluster_starts_another(name: str, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        hanging = workers.start("hang", timeout_seconds=100.0)
+        (process,) = [p for p in descendants() if f"/{name} " in p.command]
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ClusterLost, match=rf"Ray's {name} on this machine is gone: .* killed by SIGKILL"):
+            hanging.result()
+        with pytest.raises(ClusterLost, match=name):
+            cluster.slice("generator").spawn(TARGET, {})
+    assert time.monotonic() - began < 20.0
+    with RayCluster(tmp_path) as cluster:
+        assert cluster.slice("backend").spawn(TARGET, {}).call("add", 1)
+
+
+def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(ray_life, "_MOST_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(ray_life.HeadSigns, "every", 0.5)
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+    nodes: Any = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        with RayCluster(tmp_path, address=nodes.address) as cluster:
+            hanging = cluster.slice("backend").spawn(TARGET, {}).start("hang", timeout_seconds=100.0)
+            nodes.head_node.all_processes["gcs_server"][0].process.kill()
+            with pytest.raises(ClusterLost, match=rf"Ray's gcs_server at {nodes.address} .* has not answered for"):
+                hanging.result()
+        with (
+            RayCluster(tmp_path, address=nodes.address) as cluster,
+            pytest.raises(WorkerError, match="nobody answers at"),
+        ):
+            cluster.slice("backend").spawn(TARGET, {})
+    finally:
+        nodes.shutdown()
+
+
+def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) -> None:
+    import ray
+
+    session, never = RaySession(), Future[None]()
+    opened.append(session)
+    session.wait(120.0)
+    for name, number in (("raylet", signal.SIGSTOP), ("gcs_server", signal.SIGKILL)):
+        (process,) = [p for p in descendants() if f"/{name} " in p.command]
+        os.kill(process.pid, number)
+    with pytest.raises(ClusterGone, match="gcs_server"):
+        session.life.ask(never.result)
+    never.set_result(None)
+    began = time.monotonic()
+    session.close()
+    assert not ray.is_initialized()
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_keeps_ray_from_being_there_is_told_of_the_role_that_wanted_it(ranks: int, tmp_path: Path) -> None:
+    told = r"backend rank 0 failed in start: .*nobody answers at 127\.0\.0\.1:1 "
+    with RayCluster(tmp_path, address="127.0.0.1:1") as cluster, pytest.raises(WorkerError, match=told):
+        cluster.slice("backend", ranks).spawn(TARGET, {})
