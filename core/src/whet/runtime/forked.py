@@ -193,7 +193,8 @@ class ForkServers:
             if len(alike) < self._least:
                 continue
             wanted = list(dict.fromkeys(module for host in alike for module in modules[host]))
-            title = "fork-server".ljust(max(len(host.name) for host in alike))  # room for the names they will show
+            # Room for the names that the forked processes will show, and for that of their module, which is longer.
+            title = "fork-server".ljust(max(len(host.name) for host in alike) + len("worker_process"))
             environment = {**self._environment(threads), **_ALONE}
             log = logs / f"fork-server-{threads}.log"
             server = ForkServer(title, wanted, folders, environment, log, patience_seconds)
