@@ -46,10 +46,14 @@ class Watchdog:
         """Guard it no longer, because it is gone."""
         with self._lock:
             self._guarded.discard(f"{kind} {name}")
-            if self._process is not None and self._guarded:
-                if not self._say(f"done {kind} {name}"):
-                    self._start()
-            elif self._process is not None:
+            if self._process is None:
+                return
+            # The last one too: the watchdog would take the end of its input for that of the driver, and kill whatever
+            # another thread has started and not guarded yet.
+            heard = self._say(f"done {kind} {name}")
+            if self._guarded and not heard:
+                self._start()
+            elif not self._guarded:
                 process, self._process = self._process, None
                 try:
                     process.communicate(timeout=_PATIENCE_SECONDS)
