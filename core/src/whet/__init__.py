@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     __version__: str
     """The version of core."""
 
+
 class _PathsOfBefore:
     """Finds modules by their paths of earlier versions."""
 

@@ -74,7 +74,8 @@ def test_a_bug_ends_the_run_before_anything_is_played_again_and_again(tasks: int
 def test_a_bug_that_shows_in_a_library_is_told_with_the_line_that_called_it() -> None:
     with pytest.raises(BrokenEnvironment) as raised:
         take(misused, FIRST_GROUPS)
-    assert re.search(r"re/__init__\.py:\d+, in .*, called from .*test_fail_fast\.py:\d+, in misused\)$", str(raised.value))
+    place = r"re/__init__\.py:\d+, in .*, called from .*test_fail_fast\.py:\d+, in misused\)$"
+    assert re.search(place, str(raised.value))
 
 
 def test_a_reward_that_is_never_a_number_is_the_same() -> None:
