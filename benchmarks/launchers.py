@@ -56,7 +56,7 @@ def measure(launcher: str, steps: int) -> tuple[list[dict[str, float]], float]:
     run(
         "whet", "run", "recipes/quickstart-grpo.yaml", f"run.folder={folder}", f"model.path={START}/model",
         f"run.steps={steps}", "run.save_every=0", "run.export=false", "evaluation.environments=[]", "loggers=[]",
-        f"cluster={{launcher: {launcher}, share: [], threads: {{backend: 1, generator: 1}}}}",
+        f"cluster={{launcher: {launcher}, colocate: [], threads: {{backend: 1, generator: 1}}}}",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, rows[0]["time"] - began

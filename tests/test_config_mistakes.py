@@ -49,6 +49,49 @@ def test_every_mistake_is_a_line_with_its_path_and_the_nearest_word(tmp_path, ti
     assert [file.name for file in tmp_path.iterdir()] == ["it.yaml"]
 
 
+OLD = """
+run: {folder: run, steps: 1}
+model: {path: MODEL}
+algorithm: {use: grpo, advantages: {use: gdpo, alone: reward, deviation_of: others}}
+backend: {use: fsdp2}
+generator: {use: hf}
+rollout: {order: completion, running: keep}
+refit: {probe: {every: 1}}
+environments: [arithmetic]
+cluster: {share: [[backend, generator]], sleep: always}
+"""
+NEW = {
+    "algorithm.advantages.alone": "was renamed; write singleton: reward",
+    "algorithm.advantages.deviation_of": "was renamed; write std_over: others",
+    "cluster.share": "was renamed; write colocate: [[backend, generator]]",
+    "cluster.sleep": "was renamed; write offload: always",
+    "refit": "was renamed; write weight_sync",
+    "rollout.order": "the value completion was renamed; write as_completed",
+    "rollout.running": "was renamed; write on_weight_update: continue",
+}
+
+
+def test_whoever_writes_an_old_key_or_value_is_told_the_new_one(tmp_path, tiny_model_folder, whet):
+    (tmp_path / "it.yaml").write_text(OLD.replace("MODEL", str(tiny_model_folder)))
+    found = problems_of(whet("check", "it.yaml", folder=tmp_path).error)
+    assert sorted(found) == [f"{path}: {words}" for path, words in NEW.items()]
+
+
+def test_whoever_writes_an_old_key_on_the_command_line_is_told_the_new_one(tmp_path, tiny_model_folder, whet):
+    old, new = "rollout: {order: completion, running: keep}", "rollout: {order: as_completed}"
+    text = OLD.replace("MODEL", str(tiny_model_folder)).replace(old, new).replace("refit", "weight_sync")
+    text = text.replace("alone: reward, deviation_of", "singleton: reward, std_over").replace("share", "colocate")
+    (tmp_path / "it.yaml").write_text(text.replace("sleep", "offload"))
+    overrides = ["refit.probe.every=2", "rollout.running=abort", "rollout.order=admission", "cluster.share=[]"]
+    found = problems_of(whet("check", "it.yaml", *overrides, folder=tmp_path).error)
+    assert sorted(found) == [
+        "cluster.share: was renamed; write colocate: []",
+        "refit: was renamed; write weight_sync",
+        "rollout.order: the value admission was renamed; write fifo",
+        "rollout.running: was renamed; write on_weight_update: abort",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

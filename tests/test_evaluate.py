@@ -28,7 +28,7 @@ def evaluation(small_run):
             environments=[{"use": "striking"}],
             evaluation={"environments": [environment or {"use": "striking", **(strike or {})}]},
             plugins=[str(HERE / "striking.py"), str(HERE / "witness.py")],
-            cluster={"threads": {"backend": 1, "generator": 1}, "share": [], **cluster},
+            cluster={"threads": {"backend": 1, "generator": 1}, "colocate": [], **cluster},
         )
 
     return write
@@ -88,7 +88,7 @@ def test_the_log_that_an_error_names_is_there_to_be_read(tmp_path, evaluation, w
 @pytest.mark.parametrize("share", [[], [["backend", "generator"]]], ids=["apart", "shared"])
 def test_no_process_is_started_for_the_backend(tmp_path, evaluation, whet, share):
     environment = {"use": "witness", "notes": str(tmp_path / "notes")}
-    done = whet("eval", evaluation(tmp_path, environment=environment, share=share, ranks={"backend": 2}))
+    done = whet("eval", evaluation(tmp_path, environment=environment, colocate=share, ranks={"backend": 2}))
     assert done.code == 0, done.errors
     assert (tmp_path / "notes").read_text().splitlines() == ["generator-0"]
 

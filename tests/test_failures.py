@@ -37,7 +37,7 @@ def trouble(kind: str, every: int = 1, **keys: object) -> dict:
 
 # A worker process that dies or hangs
 
-APART = {"share": []}
+APART = {"colocate": []}
 UNRECOVERED = {"recovery": {"enabled": False}}
 TWO_RANKS = {"ranks": {"backend": 2}}
 

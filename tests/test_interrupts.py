@@ -88,7 +88,7 @@ def start(tmp_path, small_run):
             "backend": {"use": "pausing", **pausing}, "generator": {"use": "letters"},
             "environments": [{"use": "letters", **pausing}],
             "evaluation": {"at_start": False, "every": 2, "environments": [{"use": "letters", **pausing}]},
-            "refit": {"probe": {"every": 0}},  # nothing is computed that could be compared
+            "weight_sync": {"probe": {"every": 0}},  # nothing is computed that could be compared
             "cluster": {"workers": "inline"}, "plugins": [str(PAUSING)], "loggers": ["console"], **sections,
         })  # fmt: skip
         reader, writer = pty.openpty() if terminal else os.pipe()

@@ -113,7 +113,7 @@ def recipe(small_run):
 
     def write(folder: Path, steps: int, machines: Sequence[Machine] = (), **cluster: object) -> Path:
         folder.mkdir()
-        said = {"threads": {"backend": 1, "generator": 1}, "share": [], **cluster}
+        said = {"threads": {"backend": 1, "generator": 1}, "colocate": [], **cluster}
         if machines:
             resources = {"backend": {"train": 1}, "generator": {"gen": 1}}
             said |= {"launcher": "ray", "address": f"{machines[0].address}:6379", "resources": resources}

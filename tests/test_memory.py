@@ -35,7 +35,7 @@ def test_eight_large_gpus_can_and_small_ones_cannot(recipe, whet):
     assert done.code == 0, done.errors
     assert "backend: fsdp2, 8 ranks x 1 thread on cuda:0" in done.output
     assert "memory: GPU 0 holds at least 32." in done.output
-    apart = whet("check", recipe, ON_EIGHT, "cluster.sleep=never", "--machine", LARGE)
+    apart = whet("check", recipe, ON_EIGHT, "cluster.offload=never", "--machine", LARGE)
     assert "memory: GPU 0 holds at least 5" in apart.output, "19 of the backend and 32 of the generator"
     small = whet("check", recipe, ON_EIGHT, "--machine", "8x24GB")
     assert small.code == 1

@@ -11,7 +11,7 @@ from whet.run import compose
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
 HERE = Path(__file__).parent
-APART = {"ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1}, "share": []}
+APART = {"ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1}, "colocate": []}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_of_several_replicas_the_one_that_is_wrong_is_named(run_of):
 
 @pytest.mark.parametrize(("probe", "probed"), [({"every": 0}, []), ({"bound": 100.0}, [1])], ids=["off", "wide"])
 def test_switched_off_or_with_a_wide_bound_it_refuses_nothing(run_of, probe, probed):
-    config = run_of(generator={"use": "deaf-hf"}, refit={"probe": probe})
+    config = run_of(generator={"use": "deaf-hf"}, weight_sync={"probe": probe})
     compose.run(config)
     found = rows(config)
     assert len(found) == 3
@@ -69,7 +69,7 @@ def computed(name):
 
 
 def test_ten_steps_are_bitwise_what_they_are_without_it(run_of):
-    without, with_ = (run_of(f"every-{every}", steps=10, refit={"probe": {"every": every}}) for every in (0, 1))
+    without, with_ = (run_of(f"every-{every}", steps=10, weight_sync={"probe": {"every": every}}) for every in (0, 1))
     for config in (without, with_):
         compose.run(config)
     assert len(rows(without)) == 10
@@ -83,8 +83,8 @@ def test_ten_steps_are_bitwise_what_they_are_without_it(run_of):
 
 
 def test_it_is_made_while_rollouts_run_ahead(run_of):
-    rollout = {"max_tokens": 8, "max_staleness": 1, "running": "keep"}
-    config = run_of(steps=6, rollout=rollout, refit={"probe": {"every": 1}}, cluster=APART)
+    rollout = {"max_tokens": 8, "max_staleness": 1, "on_weight_update": "continue"}
+    config = run_of(steps=6, rollout=rollout, weight_sync={"probe": {"every": 1}}, cluster=APART)
     compose.run(config)
     gaps = [row["probe/logprob_gap"] for row in rows(config)]
     assert len(gaps) == 6

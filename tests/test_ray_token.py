@@ -28,7 +28,7 @@ def test_programs_of_an_environment_do_not_see_it_also_after_a_worker_was_replac
             {"use": "striking", "victim": "generator-1", "answers": [6]},
         ],
         cluster={
-            "launcher": "ray", "share": [], "ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1},
+            "launcher": "ray", "colocate": [], "ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1},
         },
     )  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -32,7 +32,7 @@ def striking_run(small_run):
             rollout={"max_tokens": 48},
             environments=[{"use": "striking", **(strike or {})}],
             plugins=[str(HERE / "striking.py")],
-            cluster={"threads": {"backend": 1, "generator": 1}, "share": [], "ranks": {"generator": 2}, **cluster},
+            cluster={"threads": {"backend": 1, "generator": 1}, "colocate": [], "ranks": {"generator": 2}, **cluster},
             loggers=[{"use": "jsonl", "path": "log.jsonl"}],
         )
 
@@ -101,7 +101,7 @@ def test_the_only_replica_is_waited_for(tmp_path, striking_run, whet, undisturbe
 def test_a_process_that_holds_the_trainer_is_started_again_after_the_last_checkpoint(
     tmp_path, striking_run, whet, undisturbed, shared
 ):
-    placed = {"share": [["backend", "generator"]], "ranks": {}} if shared else {}
+    placed = {"colocate": [["backend", "generator"]], "ranks": {}} if shared else {}
     asked = {"questions": [2 * QUESTIONS + 1]} if shared else {"answers": [3 * QUESTIONS]}
     strike = {"victim": "backend-0", "delay_seconds": 0.02, **asked}
     done = whet("run", striking_run(tmp_path, strike, **placed))
@@ -143,7 +143,7 @@ def test_a_prompt_that_kills_the_engine_every_time_costs_its_group_and_not_the_r
         generator={"use": "fragile"},
         environments=[{"use": "sevens"}],
         plugins=[str(HERE / "fragile.py")],
-        cluster={"threads": {"backend": 1, "generator": 1}, **({} if shared else {"share": []})},
+        cluster={"threads": {"backend": 1, "generator": 1}, **({} if shared else {"colocate": []})},
         loggers=[{"use": "jsonl", "path": "log.jsonl"}],
     )
     done = whet("run", config)

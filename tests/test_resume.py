@@ -97,12 +97,18 @@ def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, unin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "staleness", "running"), [("admission", 1, "abort"), ("completion", 2, "keep")])
+@pytest.mark.parametrize(
+    ("order", "staleness", "on_weight_update"), [("fifo", 1, "abort"), ("as_completed", 2, "continue")]
+)
 def test_with_staleness_no_kill_loses_a_group_or_trains_one_twice(
-    tmp_path, tiny_model_folder, order, staleness, running
+    tmp_path, tiny_model_folder, order, staleness, on_weight_update
 ):
     config, draw, run = write_config(tmp_path, tiny_model_folder), random.Random(order), tmp_path / "run"
-    overrides = [f"rollout.order={order}", f"rollout.max_staleness={staleness}", f"rollout.running={running}"]
+    overrides = [
+        f"rollout.order={order}",
+        f"rollout.max_staleness={staleness}",
+        f"rollout.on_weight_update={on_weight_update}",
+    ]
     overrides.append("cluster.workers=inline")
     for _ in range(2):
         process = start(config, *overrides, "run.steps=30")

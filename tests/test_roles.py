@@ -68,7 +68,7 @@ def test_a_critic_is_trained_saved_and_goes_on_as_it_was(config, tmp_path, worke
 def test_all_of_them_take_turns_in_memory_and_no_number_changes(config, tmp_path):
     found, given = {}, set()
     for sleep in ("never", "always"):
-        chosen = [f"cluster.sleep={sleep}", f"run.folder={tmp_path / sleep}", "cluster.workers=inline"]
+        chosen = [f"cluster.offload={sleep}", f"run.folder={tmp_path / sleep}", "cluster.workers=inline"]
         run(config, *chosen, "evaluation.every=2")
         rows = list(read_rows(tmp_path / sleep / "metrics.jsonl"))
         given |= {name for row in rows for name in row if name.startswith("given_back_mib/")}
@@ -131,7 +131,7 @@ def test_every_role_shares_processes_unless_told(config):
     plan = prepare(config, ["rollout.max_staleness=1"]).plan
     assert plan.role("generator").processes == "generator"
     assert plan.role("critic").processes == "backend+critic+teacher+judge"
-    plan = prepare(config, ["cluster.share=[[backend, critic]]"]).plan
+    plan = prepare(config, ["cluster.colocate=[[backend, critic]]"]).plan
     assert plan.role("teacher").processes == "teacher"
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
 HERE = Path(__file__).parent
 STEPS = 10
-SLEEPING = "cluster.sleep=always"
+SLEEPING = "cluster.offload=always"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def sleeping_run(small_run):
                 },
                 "backend": {"use": "fsdp2", "optimizer": {"lr": 1.0e-3}, "reference": True},
                 "evaluation": {"every": 3, "environments": [{"use": "even", "split": "train", "limit": 8}]},
-                "refit": {"probe": {"every": 1}},
+                "weight_sync": {"probe": {"every": 1}},
                 **sections,
             },
         )
@@ -74,7 +74,7 @@ def same(run: Path, whole: Path) -> None:
         assert (run / name).read_text() == (whole / name).read_text()
 
 
-APART = ["cluster.share=[]"]
+APART = ["cluster.colocate=[]"]
 RAY = ["cluster.launcher=ray"]
 
 

@@ -32,7 +32,7 @@ def write_config(folder: Path, model: Path, *, steps: int = STEPS, **sections: d
         "rollout": {"max_tokens": 8, "retries": 0, "max_failed_groups": 1000, "max_filtered_groups": 1000},
         "environments": [{"use": "letters", "failing": 6}, {"use": "letters", "name": "more", "weight": 0.5}],
         "cluster": {"workers": "inline"},
-        "refit": {"probe": {"every": 0}},  # nothing is computed that could be compared
+        "weight_sync": {"probe": {"every": 0}},  # nothing is computed that could be compared
         "plugins": [str(INSTANT)],
         "loggers": [],
     }
@@ -110,7 +110,7 @@ def trained(run: Path) -> Trained:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "order"),
-    [(0, "admission"), (0, "completion"), (1, "admission"), (1, "completion"), (3, "admission"), (3, "completion")],
+    [(0, "fifo"), (0, "as_completed"), (1, "fifo"), (1, "as_completed"), (3, "fifo"), (3, "as_completed")],
 )
 def test_kills_at_any_moment_lose_no_group_and_train_none_twice(
     tmp_path: Path, tiny_model_folder: Path, runs: Runs, uninterrupted: Trained, staleness: int, order: str
@@ -182,7 +182,7 @@ def overlap(run: Path, one: str, other: str) -> tuple[float, float]:
     return both, sum(f - c for c, f in others)
 
 
-@pytest.mark.parametrize("order", ["admission", "completion"])
+@pytest.mark.parametrize("order", ["fifo", "as_completed"])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_answers_are_made_while_the_trainer_trains(
     tmp_path: Path, tiny_model_folder: Path, staleness: int, order: str

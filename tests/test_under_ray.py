@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_ray")]
 
 HERE = Path(__file__).parent
-APART = {"ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1}, "share": []}
+APART = {"ranks": {"generator": 2}, "threads": {"backend": 1, "generator": 1}, "colocate": []}
 RAY = {"launcher": "ray", **APART}
 STEPS = 3
 
@@ -36,7 +36,7 @@ def written(tmp_path, small_run):
             **{
                 "environments": [{"use": "foreign-turns"}],
                 "plugins": [str(HERE / name) for name in ("foreign_turns.py", "deaf.py")],
-                "refit": {"probe": {"every": 1}},
+                "weight_sync": {"probe": {"every": 1}},
                 "endpoint": {"serve": True},
                 **sections,
             },

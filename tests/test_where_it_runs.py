@@ -43,9 +43,9 @@ def inline(tmp_path_factory, tiny_model_folder):
 @pytest.mark.parametrize(
     ("cluster", "transport"),
     [
-        ({"share": [["backend", "generator"]]}, "shared"),
-        ({"share": []}, "shared-memory"),
-        ({"share": [], "transport": "broadcast"}, "broadcast"),
+        ({"colocate": [["backend", "generator"]]}, "shared"),
+        ({"colocate": []}, "shared-memory"),
+        ({"colocate": [], "transport": "broadcast"}, "broadcast"),
     ],
     ids=["one process", "two processes", "two processes, broadcast"],
 )
@@ -151,7 +151,7 @@ def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(
         nodes.add_node(num_cpus=1, resources={"gen": 1}, object_store_memory=80 << 20)
         resources = {"backend": {"train": 1}, "generator": {"gen": 1}}
         run = train(
-            tmp_path, tiny_model_folder, launcher="ray", address=nodes.address, share=[], resources=resources
+            tmp_path, tiny_model_folder, launcher="ray", address=nodes.address, colocate=[], resources=resources
         )  # fmt: skip
     finally:
         nodes.shutdown()
@@ -182,7 +182,7 @@ main()
 
 
 def test_a_receiver_by_tcp_asks_the_driver_once(tmp_path, small_run):
-    config = small_run(tmp_path, cluster={"share": [], "transport": "tcp"}, loggers=[])
+    config = small_run(tmp_path, cluster={"colocate": [], "transport": "tcp"}, loggers=[])
     done = subprocess.run(
         [sys.executable, "-c", NOTING, "run", str(config)], capture_output=True, text=True, timeout=240, check=False
     )

@@ -38,7 +38,7 @@ NAMES = {
 }
 FORKED = {"apart": [FORK_SERVER], "two": [FORK_SERVER]}
 """Where several processes of a machine are alike; under Ray one is enough."""
-STALE = {"order": ("admission", "completion"), "running": ("drain", "keep", "abort")}
+STALE = {"order": ("fifo", "as_completed"), "on_weight_update": ("drain", "continue", "abort")}
 """Keys of `rollout` that are drawn for runs with staleness."""
 RAY_NAMES = ["raylet", "gcs_server", "keeper"]
 

@@ -157,7 +157,7 @@ def group_faults(run: Path, subject: Subject) -> list[str]:
     if twice := sorted(group for group, count in seen.items() if count > 1):
         faults.append(f"groups {twice} were trained on twice")
     # Where groups may overtake each other, some before the last one may have been under way at the end.
-    overtaken = GROUPS * subject.staleness if subject.rollout.get("order") == "completion" else 0
+    overtaken = GROUPS * subject.staleness if subject.rollout.get("order") == "as_completed" else 0
     gone = overtaken + sum(row.get("groups/dropped", 0) + row.get("groups/filtered", 0) for row in metrics)
     missing = sorted(set(range(max(seen, default=0))) - seen.keys())
     if len(missing) > gone:

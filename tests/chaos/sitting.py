@@ -30,8 +30,8 @@ START_DEADLINE = 40.0 * SLOWNESS
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "shared": {},
-    "apart": {"share": []},
-    "two": {"share": [], "ranks": {"backend": 2, "generator": 2}},
+    "apart": {"colocate": []},
+    "two": {"colocate": [], "ranks": {"backend": 2, "generator": 2}},
 }
 """Sections `cluster` of the runs: roles in one process, apart, and with two ranks each."""
 

@@ -32,7 +32,7 @@ def metrics(run: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("cluster", "rollout"),
-    [({"share": []}, {"max_staleness": 1, "running": "keep"}), ({"launcher": "ray"}, {})],
+    [({"colocate": []}, {"max_staleness": 1, "on_weight_update": "continue"}), ({"launcher": "ray"}, {})],
     ids=["local, a step apart", "ray"],
 )
 def test_grpo_learns_and_sampler_and_trainer_agree_on_every_step(tmp_path, small_run, whet, cluster, rollout):
@@ -44,7 +44,7 @@ def test_grpo_learns_and_sampler_and_trainer_agree_on_every_step(tmp_path, small
         algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 8},
         generator=GENERATOR,
         rollout={"max_tokens": 12, **rollout},
-        refit={"probe": {"every": 1}},
+        weight_sync={"probe": {"every": 1}},
         cluster={"threads": {"backend": 1, "generator": 1}, **cluster},
     )
     done = whet("run", config, seconds=600)
@@ -105,7 +105,7 @@ def test_a_killed_engine_is_replaced_with_the_current_weights_and_none_outlives_
         run={"folder": str(tmp_path / "run"), "steps": 4000},
         generator=GENERATOR,
         rollout={"max_tokens": 64},
-        cluster={"threads": {"backend": 1, "generator": 1}, "share": []},
+        cluster={"threads": {"backend": 1, "generator": 1}, "colocate": []},
     )
     command, run = [sys.executable, "-m", "whet.cli", "run", str(config)], tmp_path / "run"
     with (tmp_path / "output").open("wb") as output:

@@ -62,7 +62,7 @@ def test_under_ray_sampler_and_trainer_agree_on_every_step(tmp_path, model, smal
     pytest.importorskip("ray")
     cluster = {"threads": {"backend": 1, "generator": 1}, "launcher": "ray"}
     probe = {"probe": {"every": 1}}
-    run(small_run(tmp_path, model={"path": str(model)}, generator=GENERATOR, refit=probe, cluster=cluster))
+    run(small_run(tmp_path, model={"path": str(model)}, generator=GENERATOR, weight_sync=probe, cluster=cluster))
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3
     assert all(row["probe/logprob_gap"] < 1e-4 for row in rows), [row["probe/logprob_gap"] for row in rows]
@@ -100,7 +100,7 @@ def test_with_an_engine_in_a_python_of_its_own_the_model_learns_as_with_plain_de
             algorithm={"use": "grpo", "prompts_per_step": 8, "group_size": 8},
             rollout={"max_tokens": 12},
             generator=generator,
-            refit={"probe": {"every": 1}},
+            weight_sync={"probe": {"every": 1}},
             cluster={"threads": threads, "python": pythons},
         )
         run(config, python)
@@ -155,7 +155,7 @@ def long_run(tmp_path, model, small_run):
 
 
 def test_a_killed_engine_is_replaced_with_the_current_weights_and_none_outlives_a_killed_driver(tmp_path, long_run):
-    process, run = long_run(share=[]), tmp_path / "run"
+    process, run = long_run(colocate=[]), tmp_path / "run"
     until(lambda: len(metrics(run)) > 1, "a step")
     os.kill(first := engine(), signal.SIGKILL)
     until(lambda: engine() not in (0, first), "another engine")

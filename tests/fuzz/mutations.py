@@ -144,7 +144,7 @@ def wrong_for(chance: random.Random, at: At, before: Any) -> tuple[Any, bool]:
         value = -chance.random()
     if kind is str and at[-1] == "use":
         value = chance.choice((5, True, ["a"]))
-    must = not (kind is list and at[-1] == "share") and not (kind is dict and at[-1] in ("component",))
+    must = not (kind is list and at[-1] == "colocate") and not (kind is dict and at[-1] in ("component",))
     must = must and not is_low(at, value)
     return value, must
 

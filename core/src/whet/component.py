@@ -143,8 +143,8 @@ class Facts:
     transports: tuple[str, ...] = ()
     """Of backends and generators: ways to hand weights over, best first, of `shared`, `cuda-ipc`, `broadcast`,
     `shared-memory`, `tcp`, `disk`."""
-    running: tuple[str, ...] = ("drain",)
-    """Of generators: what can happen to requests under way when new weights arrive, of `drain`, `keep`, `abort`."""
+    on_weight_update: tuple[str, ...] = ("drain",)
+    """Of generators: what can happen to requests under way when new weights arrive, of `drain`, `continue`, `abort`."""
     dtype: str = ""
     """Of generators: what they compute in, e.g. `bfloat16`, or a name of their own for anything coarser. Empty: in the
     dtype of the model."""

@@ -69,11 +69,11 @@ def test_a_group_of_one_gets_nothing() -> None:
 
 def test_a_sample_alone_may_keep_its_reward() -> None:
     rewards, group = array(5, 1, 0), np.array([7, 3, 3])
-    assert group_mean(rewards, group, epsilon=0.25, alone="reward")[0] == pytest.approx(5 / 1.25)
-    assert group_mean(rewards, group, scale="none", alone="reward").tolist() == [5, 0.5, -0.5]
-    by_batch = group_mean(rewards, group, scale="batch", epsilon=0.0, alone="reward")
+    assert group_mean(rewards, group, epsilon=0.25, singleton="reward")[0] == pytest.approx(5 / 1.25)
+    assert group_mean(rewards, group, scale="none", singleton="reward").tolist() == [5, 0.5, -0.5]
+    by_batch = group_mean(rewards, group, scale="batch", epsilon=0.0, singleton="reward")
     assert by_batch[0] == pytest.approx(5 / np.std([5, 1, 0], ddof=1))
-    assert group_mean(array(2, 2), np.array([0, 1]), scale="batch", epsilon=0.0, alone="reward").tolist() == [0, 0]
+    assert group_mean(array(2, 2), np.array([0, 1]), scale="batch", epsilon=0.0, singleton="reward").tolist() == [0, 0]
 
 
 @given(st.permutations(list(range(12))))
@@ -198,7 +198,7 @@ def nemo_rl(rewards: list[float]) -> list[float]:
 def test_against_the_others_it_is_what_nemo_rl_computes(rewards: list[float]) -> None:
     ours = group_mean(
         np.array(rewards), np.zeros(len(rewards), int),
-        leave_one_out=True, deviation_of="others", unbiased=False, epsilon=1e-6,
+        leave_one_out=True, std_over="others", unbiased=False, epsilon=1e-6,
     )  # fmt: skip
     np.testing.assert_allclose(ours, nemo_rl(rewards), rtol=1e-5, atol=1e-5)
 

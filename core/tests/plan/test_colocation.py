@@ -60,8 +60,8 @@ def refusals(config: Config, found: Mapping[str, Facts] | None = None) -> list[s
 @pytest.mark.parametrize(
     "cluster",
     [
-        {}, {"gpus": {"backend": 2}}, {"gpus": {"generator": 2}}, {"gpus": GPUS, "share": []},
-        {"gpus": GPUS, "sleep": "never"}, {"gpus": GPUS, "python": {"generator": "vllm"}},
+        {}, {"gpus": {"backend": 2}}, {"gpus": {"generator": 2}}, {"gpus": GPUS, "colocate": []},
+        {"gpus": GPUS, "offload": "never"}, {"gpus": GPUS, "python": {"generator": "vllm"}},
     ],
 )  # fmt: skip
 def test_by_themselves_only_roles_that_share_gpus_take_turns(cluster: dict[str, Any]) -> None:
@@ -70,30 +70,30 @@ def test_by_themselves_only_roles_that_share_gpus_take_turns(cluster: dict[str, 
 
 
 def test_where_generation_overlaps_training_nobody_sleeps() -> None:
-    assert turns(make_config(staleness=1, gpus=GPUS, share=[["backend", "generator"]])) == ()
-    (said,) = refusals(make_config(staleness=1, sleep="always"))
-    assert "cluster.sleep: is always, but with rollout.max_staleness 1 the generator works while the backend" in said
+    assert turns(make_config(staleness=1, gpus=GPUS, colocate=[["backend", "generator"]])) == ()
+    (said,) = refusals(make_config(staleness=1, offload="always"))
+    assert "cluster.offload: is always, but with rollout.max_staleness 1 the generator works while the backend" in said
 
 
 def test_always_is_on_cpus_and_of_roles_that_are_apart() -> None:
-    assert turns(make_config(sleep="always")) == (("backend",), ("generator",))
-    assert turns(make_config(sleep="always", share=[])) == (("backend",), ("generator",))
-    assert refusals(make_config(sleep="always")) == []
+    assert turns(make_config(offload="always")) == (("backend",), ("generator",))
+    assert turns(make_config(offload="always", colocate=[])) == (("backend",), ("generator",))
+    assert refusals(make_config(offload="always")) == []
 
 
 def test_without_a_generator_there_is_nobody_to_take_turns_with() -> None:
     assert turns(make_config(generator=False, gpus={"backend": 2})) == ()
-    assert "there is no generator" in refusals(make_config(generator=False, sleep="always"))[0]
+    assert "there is no generator" in refusals(make_config(generator=False, offload="always"))[0]
 
 
 def test_what_cannot_give_memory_back_is_named() -> None:
     found = facts(generator=ON_GPUS)
-    (said,) = refusals(make_config(sleep="always"), found)
+    (said,) = refusals(make_config(offload="always"), found)
     assert said == (
-        "cluster.sleep: is always, but sampler of the generator can give memory back on cuda alone, and runs on cpu; "
-        "set cluster.sleep: auto"
+        "cluster.offload: is always, but sampler of the generator can give memory back on cuda alone, and runs on cpu; "
+        "set cluster.offload: auto"
     )
-    assert refusals(make_config(sleep="always", gpus=GPUS), found) == []
+    assert refusals(make_config(offload="always", gpus=GPUS), found) == []
     chosen, (note,) = turns_and_notes(make_config(gpus=GPUS), facts(backend=Facts()))
     assert chosen == ()
     assert note == "all keep their memory while others work: trainer of the backend can give memory back nowhere"
@@ -107,7 +107,7 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
         "algorithm": Facts(roles={"critic": needs["critic"], "both": needs["both"]}),
         **{f"roles.{name}": BOTH for name in roles},
     }
-    assert turns(make_config(roles=roles, sleep="always"), found) == (("backend", "critic"), ("generator", "judge"))
+    assert turns(make_config(roles=roles, offload="always"), found) == (("backend", "critic"), ("generator", "judge"))
     some = make_config(roles=roles, gpus={**GPUS, "critic": 2})
     assert turns(some, found) == (("backend", "critic"), ("generator",)), "the judge is on no GPU"
 
@@ -123,5 +123,5 @@ def test_where_nothing_would_wake_the_generator_for_who_asks_at_the_endpoint_it_
     chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), facts())
     assert chosen == ()
     assert "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes" in note
-    (said,) = refusals(make_config(serve=True, sleep="always"))
-    assert said.endswith("remove endpoint.serve, or set cluster.sleep: auto")
+    (said,) = refusals(make_config(serve=True, offload="always"))
+    assert said.endswith("remove endpoint.serve, or set cluster.offload: auto")

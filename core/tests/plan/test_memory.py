@@ -74,7 +74,7 @@ def test_on_processors_all_ranks_of_all_roles_add_up_on_their_host() -> None:
 def test_weights_that_processes_share_wait_on_the_host() -> None:
     shape = {"hidden_size": 1 << 12, "num_attention_heads": 32, "num_hidden_layers": 16, "vocab_size": 1 << 15}
     model = ModelInfo("models/x", {**MODEL.config, **shape})
-    apart, together = (planned(Machine(4), model=model, share=share) for share in ([], [["backend", "generator"]]))
+    apart, together = (planned(Machine(4), model=model, colocate=share) for share in ([], [["backend", "generator"]]))
     assert apart.way is not None
     assert together.way is not None
     assert (apart.way.transport, together.way.transport) == ("shared-memory", "shared")
@@ -88,9 +88,9 @@ def test_what_every_rank_loads_whole_counts_where_it_is_more_than_all_hold_later
 
 
 def test_roles_that_take_turns_count_the_larger_side_and_not_the_sum() -> None:
-    assert needs(planned(Machine(8), sleep="always")) == {"0 the host": 12}
+    assert needs(planned(Machine(8), offload="always")) == {"0 the host": 12}
     small = {**FACTS, "backend": evolve(FACTS["backend"], memory=lambda ranks, trained: [MemoryTerm("w", GIB)])}
-    assert needs(planned(Machine(8), small, sleep="always")) == {"0 the host": 7}
+    assert needs(planned(Machine(8), small, offload="always")) == {"0 the host": 7}
 
 
 ON_GPUS = {"gpus": {"backend": 2, "generator": 2}}
@@ -106,7 +106,7 @@ def test_on_gpus_what_sleeps_waits_on_the_host_but_for_what_is_made_anew() -> No
 
 
 def test_on_gpus_roles_that_do_not_sleep_add_up() -> None:
-    plan = planned(TWO, **ON_GPUS, sleep="never")
+    plan = planned(TWO, **ON_GPUS, offload="never")
     assert needs(plan) == {"0 GPU 0": 12, "0 GPU 1": 12, "0 the host": 2 * 5}
     (refusal,) = plan.refusals
     assert refusal.startswith(
@@ -118,12 +118,12 @@ def test_on_gpus_roles_that_do_not_sleep_add_up() -> None:
 
 def test_a_share_of_a_gpu_is_taken_whatever_its_size() -> None:
     big = evolve(TWO, gpu_bytes=(80 * GIB, 80 * GIB))
-    assert needs(planned(big, **ON_GPUS, sleep="never"))["0 GPU 0"] == 6 + 40
+    assert needs(planned(big, **ON_GPUS, offload="never"))["0 GPU 0"] == 6 + 40
 
 
 def test_a_rank_on_several_gpus_spreads_its_memory_over_them() -> None:
     wide = {**FACTS, "generator": evolve(FACTS["generator"], processes=2)}
-    plan = planned(TWO, wide, gpus={"generator": 2}, share=[])
+    plan = planned(TWO, wide, gpus={"generator": 2}, colocate=[])
     assert needs(plan) == {"0 GPU 0": 5, "0 GPU 1": 5, "0 the host": 12}, "a half of 10 each"
 
 
@@ -147,7 +147,7 @@ def test_gpus_that_are_not_here_leave_the_memory_of_this_machine_out_of_it() -> 
     assert plan.warnings == ("cluster.gpus: asks for 2 GPUs; this machine has 0",)
 
 
-CLUSTER = {"launcher": "ray", "address": "10.0.0.1:6379", "share": [], "threads": {"backend": 1, "generator": 1}}
+CLUSTER = {"launcher": "ray", "address": "10.0.0.1:6379", "colocate": [], "threads": {"backend": 1, "generator": 1}}
 
 
 def test_on_a_cluster_each_machine_holds_what_lives_there() -> None:

@@ -116,7 +116,7 @@ def test_several_ranks_do_not_hand_over_by_reference():
 
 
 def test_gpus_apart_are_numbered_one_after_the_other():
-    config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, share=[]))
+    config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, colocate=[]))
     plan, found = make_plan(config, MODEL, FACTS, Machine(8, gpus=4))
     assert not found
     assert plan.role("backend").devices == ("cuda:0", "cuda:1")
@@ -134,12 +134,12 @@ ENGINE = {
 @pytest.mark.parametrize(
     ("cluster", "processes", "way"),
     [
-        ({"gpus": {"backend": 2, "generator": 4}, "share": []}, 2, ("broadcast", 1, 4)),
+        ({"gpus": {"backend": 2, "generator": 4}, "colocate": []}, 2, ("broadcast", 1, 4)),
         ({"gpus": {"backend": 2, "generator": 2}}, 1, ("cuda-ipc", 2, 1)),
         ({"gpus": {"backend": 2, "generator": 1}}, 1, ("shared-memory", 1, 1)),
-        ({"gpus": {"generator": 4}, "share": []}, 2, ("shared-memory", 1, 1)),
-        ({"share": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
-        ({"gpus": {"backend": 2, "generator": 4}, "share": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),
+        ({"gpus": {"generator": 4}, "colocate": []}, 2, ("shared-memory", 1, 1)),
+        ({"colocate": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
+        ({"gpus": {"backend": 2, "generator": 4}, "colocate": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),
     ],
     ids=str,
 )
@@ -151,7 +151,7 @@ def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
 
 
 def test_a_rank_that_spreads_over_two_gpus_is_given_both():
-    cluster = ClusterSection(gpus={"backend": 2, "generator": 4}, share=[])
+    cluster = ClusterSection(gpus={"backend": 2, "generator": 4}, colocate=[])
     plan, _ = make_plan(make_config(cluster=cluster), MODEL, ENGINE, Machine(8, gpus=6))
     assert plan.role("backend").devices == ("cuda:0", "cuda:1")
     assert plan.role("generator").devices == ("cuda:2,3", "cuda:4,5")
@@ -160,10 +160,10 @@ def test_a_rank_that_spreads_over_two_gpus_is_given_both():
 @pytest.mark.parametrize(
     ("cluster", "complaint"),
     [
-        ({"gpus": {"generator": 3}, "share": []}, "cluster.gpus.generator: is 3, and a rank takes 2"),
-        ({"gpus": {"backend": 2, "generator": 2}}, "cluster.share: .* a rank takes backend 1, generator 2"),
+        ({"gpus": {"generator": 3}, "colocate": []}, "cluster.gpus.generator: is 3, and a rank takes 2"),
+        ({"gpus": {"backend": 2, "generator": 2}}, "cluster.colocate: .* a rank takes backend 1, generator 2"),
         ({"transport": "broadcast"}, "cluster.transport: broadcast is no way .* `broadcast` processes of their own"),
-        ({"transport": "cuda-ipc", "share": []}, "cluster.transport: cuda-ipc is no way to hand weights over"),
+        ({"transport": "cuda-ipc", "colocate": []}, "cluster.transport: cuda-ipc is no way to hand weights over"),
     ],
     ids=str,
 )
@@ -188,7 +188,7 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         ({"rollout": RolloutSection(max_tokens=128)}, "rollout.max_tokens: is 128, which leaves no room"),
         ({"rollout": RolloutSection(max_tokens=8, max_context=256)}, "rollout.max_context: is 256, but the model's"),
         ({"cluster": ClusterSection(ranks={"bakcend": 2})}, "cluster.ranks.bakcend: there is no such role"),
-        ({"cluster": ClusterSection(share=[["backend", "x"]])}, "cluster.share.0: names the role 'x'"),
+        ({"cluster": ClusterSection(colocate=[["backend", "x"]])}, "cluster.colocate.0: names the role 'x'"),
         (
             {"cluster": ClusterSection(workers="inline", ranks={"backend": 2})},
             "cluster.ranks: inline workers are one rank each",
@@ -198,8 +198,8 @@ def test_facts_are_asked_of_every_component_at_any_depth():
             "cluster.ranks: inline workers are one rank each",
         ),
         (
-            {"cluster": ClusterSection(python={"generator": "vllm"}, share=[["backend", "generator"]])},
-            "cluster.share.0: has roles of different Pythons, which no process can be in at one time: backend in the ",
+            {"cluster": ClusterSection(python={"generator": "vllm"}, colocate=[["backend", "generator"]])},
+            "cluster.colocate.0: has roles of different Pythons, which no process can be in at one time: backend in ",
         ),
         (
             {"cluster": ClusterSection(python={"generator": "vllm"}, workers="inline")},
@@ -207,8 +207,8 @@ def test_facts_are_asked_of_every_component_at_any_depth():
         ),
         ({"cluster": ClusterSection(python={"genarator": "x"})}, "cluster.python.genarator: there is no such role"),
         (
-            {"cluster": ClusterSection(share=[["backend"], ["generator", "backend"]])},
-            "cluster.share: names backend more than once",
+            {"cluster": ClusterSection(colocate=[["backend"], ["generator", "backend"]])},
+            "cluster.colocate: names backend more than once",
         ),
         (
             {"environments": [EnvironmentSection(component=chosen("environments", "sums"), weight=0)]},
@@ -313,20 +313,20 @@ def test_the_plan_does_not_change_the_config():
 
 
 def test_what_the_generator_cannot_do_with_requests_under_way_is_refused():
-    rollout = RolloutSection(max_tokens=32, max_staleness=1, running="keep")
+    rollout = RolloutSection(max_tokens=32, max_staleness=1, on_weight_update="continue")
     assert problems(make_config(rollout=rollout)) == [
-        "rollout.running: is keep; of the generator sampler it can be drain"
+        "rollout.on_weight_update: is continue; of the generator sampler it can be drain"
     ]
     assert problems(make_config(rollout=attrs.evolve(rollout, max_staleness=0))) == []
-    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], on_weight_update=("drain", "continue"))}
     assert problems(make_config(rollout=rollout), able) == []
 
 
 def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_request():
-    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], running=("drain", "keep"))}
+    able = {**FACTS, "generator": attrs.evolve(FACTS["generator"], on_weight_update=("drain", "continue"))}
     config = make_config(
-        rollout=RolloutSection(max_tokens=32, max_staleness=1, running="keep"),
-        cluster=ClusterSection(share=[["backend", "generator"]]),
+        rollout=RolloutSection(max_tokens=32, max_staleness=1, on_weight_update="continue"),
+        cluster=ClusterSection(colocate=[["backend", "generator"]]),
     )
     (problem,) = problems(config, able)
     assert "take turns in one process" in problem
@@ -335,7 +335,7 @@ def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_re
 
 def test_an_order_that_cannot_differ_is_noted():
     plan, _ = make_plan(
-        make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="completion")),
+        make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="as_completed")),
         MODEL,
         FACTS,
         Machine(8),
@@ -362,13 +362,13 @@ JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
 @pytest.mark.parametrize(
     ("cluster", "transport", "reason"),
     [
-        ({"launcher": "ray", "share": []}, "shared-memory", "on one machine"),
-        ({**JOINED, "share": []}, "tcp", "on nodes that Ray will choose"),
+        ({"launcher": "ray", "colocate": []}, "shared-memory", "on one machine"),
+        ({**JOINED, "colocate": []}, "tcp", "on nodes that Ray will choose"),
         (JOINED, "shared", "in one process"),
         ({**JOINED, "ranks": {"backend": 2}}, "tcp", "on nodes that Ray will choose"),
         ({**JOINED, "ranks": {"backend": 2}, "placement": {"backend": "one-node"}}, "shared-memory", "on one machine"),
-        ({**JOINED, "share": [], "placement": {"backend": "one-node"}}, "tcp", "on nodes that Ray will choose"),
-        ({**JOINED, "share": [], "workers": "inline"}, "shared", "in one process"),
+        ({**JOINED, "colocate": [], "placement": {"backend": "one-node"}}, "tcp", "on nodes that Ray will choose"),
+        ({**JOINED, "colocate": [], "workers": "inline"}, "shared", "in one process"),
     ],
     ids=str,
 )
@@ -380,7 +380,7 @@ def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transpo
 
 
 def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
-    cluster = ClusterSection(**JOINED, gpus={"backend": 16}, share=[])
+    cluster = ClusterSection(**JOINED, gpus={"backend": 16}, colocate=[])
     plan, found = make_plan(make_config(cluster=cluster), MODEL, FACTS, Machine(8))
     assert not found
     assert (plan.role("backend").ranks, plan.role("backend").threads) == (16, 1)
@@ -425,7 +425,7 @@ def test_weights_that_the_backend_does_not_hold_are_refused():
     [
         ({"gpus": {"backend": 1}}, "cluster.gpus: asks for 1 GPUs; this machine has 0"),
         (
-            {"gpus": {"backend": 3, "generator": 2}, "share": [["backend"]]},
+            {"gpus": {"backend": 3, "generator": 2}, "colocate": [["backend"]]},
             "cluster.gpus: asks for 5 GPUs; this machine has 0",
         ),
     ],

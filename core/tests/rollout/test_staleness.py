@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from whet.rollout.staleness import Order, Pacing, Slot
 
-ORDERS = ("admission", "completion")
+ORDERS = ("fifo", "as_completed")
 
 
 def slots(*described: str, due: int = 9) -> list[Slot]:
@@ -33,13 +33,13 @@ def test_in_order_of_admission_the_oldest_are_waited_for() -> None:
 
 
 def test_in_order_of_completion_those_that_are_through_go_first() -> None:
-    pacing = Pacing(2, "completion")
+    pacing = Pacing(2, "as_completed")
     assert chosen(pacing, slots("kept 3", "playing", "kept 1", "kept 2"), 2) == [2, 3]
     assert chosen(pacing, slots("kept 1", "playing", "dropped 2", "playing"), 2) is None
 
 
 def test_a_group_that_is_due_is_waited_for_and_goes_before_earlier_ones() -> None:
-    pacing = Pacing(2, "completion")
+    pacing = Pacing(2, "as_completed")
     waiting = slots("playing", "kept 1", "kept 2", "kept 3")
     waiting[0].due = 4
     assert chosen(pacing, waiting, 2, take=4) is None
@@ -48,19 +48,17 @@ def test_a_group_that_is_due_is_waited_for_and_goes_before_earlier_ones() -> Non
 
 
 def test_groups_that_the_next_takes_have_no_room_for_go_now() -> None:
-    pacing = Pacing(2, "completion")
+    pacing = Pacing(2, "as_completed")
     waiting = slots("kept 1", "kept 2", "kept 3", "kept 4", "kept 5")
     for slot in waiting[2:]:
         slot.due = 5  # three groups for the takes 4 and 5, of two each
     assert chosen(pacing, waiting, 2, take=4) == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("staleness", "admission", "completion"), [(0, 0, 0), (1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 2)]
-)
-def test_completion_prepares_half_as_many_takes(staleness: int, admission: int, completion: int) -> None:
-    assert Pacing(staleness).depth == admission
-    assert Pacing(staleness, "completion").depth == completion
+@pytest.mark.parametrize(("staleness", "fifo", "as_completed"), [(0, 0, 0), (1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 2)])
+def test_completion_prepares_half_as_many_takes(staleness: int, fifo: int, as_completed: int) -> None:
+    assert Pacing(staleness).depth == fifo
+    assert Pacing(staleness, "as_completed").depth == as_completed
 
 
 @settings(max_examples=300, deadline=None)

@@ -100,7 +100,7 @@ class Unlucky(SingleTurn):
 
 @settings(max_examples=24, deadline=None)
 @given(
-    order=st.sampled_from(["admission", "completion"]),
+    order=st.sampled_from(["fifo", "as_completed"]),
     staleness=st.sampled_from([0, 1, 2, 3]),
     size=st.integers(1, 4),
     jitter=st.integers(0, 1000),
@@ -122,7 +122,7 @@ def test_every_group_ends_once_and_no_sequence_is_too_old(
             groups = [group.index for group in consumed.trained]
             assert list(dict.fromkeys(batch["group"].tolist())) == groups == sorted(groups)
             assert len(groups) == size
-            if order == "admission" and trained:
+            if order == "fifo" and trained:
                 assert groups[0] > trained[-1]
             trained += groups
             filtered_out += consumed.filtered
@@ -164,7 +164,7 @@ class OneSlow(Jittery):
 
 def test_in_order_of_completion_a_slow_group_is_overtaken_until_it_is_due() -> None:
     generator = OneSlow()
-    with stream(generator, max_staleness=2, order="completion") as made:
+    with stream(generator, max_staleness=2, order="as_completed") as made:
         taken = [sorted(set(batch["group"].tolist())) for batch in drive(made, generator, 2, 2)]
         assert 3 not in [*taken[0], *taken[1]]
         state = made.state()
@@ -182,7 +182,7 @@ def test_in_order_of_completion_a_slow_group_is_overtaken_until_it_is_due() -> N
 def test_what_was_consumed_beyond_a_slow_group_is_not_played_again(seed: int) -> None:
     generator = OneSlow()
     try:
-        with stream(generator, two_routes(), max_staleness=2, order="completion", filters=[some_dropped]) as made:
+        with stream(generator, two_routes(), max_staleness=2, order="as_completed", filters=[some_dropped]) as made:
             drive(made, generator, 2, 2)
             before, state = made.collect(), made.state()
     finally:
@@ -192,7 +192,7 @@ def test_what_was_consumed_beyond_a_slow_group_is_not_played_again(seed: int) ->
     assert ended == {*range(sum(state["groups"].values())), *state["beyond"]}
     assert state["beyond"]
     generator = Jittery(seed)
-    with stream(generator, two_routes(), max_staleness=2, order="completion", filters=[some_dropped]) as made:
+    with stream(generator, two_routes(), max_staleness=2, order="as_completed", filters=[some_dropped]) as made:
         made.restore(json.loads(json.dumps(state)))
         assert made.state() == state
         made.take(2)

@@ -9,7 +9,7 @@ import pytest
 from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import WorkerLost
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.run.closing import closing_all
 from whet.run.handles import TimedBackend, TimedGenerator
@@ -22,11 +22,11 @@ class Noting(FakeGenerator):
 
     def __init__(self) -> None:
         super().__init__("a", delay_seconds=0.02)
-        self.told: list[tuple[int, Running]] = []
+        self.told: list[tuple[int, OnWeightUpdate]] = []
 
-    def receive_weights(self, link: Link, version: int, running: Running = "drain") -> Done:
-        self.told.append((version, running))
-        return super().receive_weights(link, version, running)
+    def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+        self.told.append((version, on_weight_update))
+        return super().receive_weights(link, version, on_weight_update)
 
 
 def refit(generator: Any, backend: TimedBackend, spans: Spans, **options: Any) -> Refit:
@@ -37,11 +37,15 @@ def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
     generator, spans, versions = Noting(), Spans(), list[int]()
     backend = FakeBackend()
     hand_over = refit(
-        TimedGenerator(generator, spans), TimedBackend(backend, spans), spans, after=versions.append, running="keep"
+        TimedGenerator(generator, spans),
+        TimedBackend(backend, spans),
+        spans,
+        after=versions.append,
+        on_weight_update="continue",
     )
     hand_over(version=3)
     hand_over(version=4)
-    assert generator.told == [(3, "keep"), (4, "keep")]
+    assert generator.told == [(3, "continue"), (4, "continue")]
     assert versions == [link.version for link in backend.sent] == [3, 4]
     assert len({link.session for link in backend.sent}) == 2
     assert [span.phase for span in spans.drain()] == ["refit", "refit"]

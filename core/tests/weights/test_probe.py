@@ -80,7 +80,7 @@ class Halving:
         logprobs = np.full(len(tokens), np.log(0.5) - self.off[request.replica], np.float32)
         return Completion(request.id, tokens, logprobs, "length", ((0, 7),))
 
-    def receive_weights(self, link: Link, version: int, running: str = "drain") -> Done:
+    def receive_weights(self, link: Link, version: int, on_weight_update: str = "drain") -> Done:
         return Done()
 
 

@@ -4,7 +4,7 @@ Fields typed `Selection` hold a component chosen by `use:`; `selection(kind)` sa
 `off` is the value that switches its section off, `path: True` says that it may name a file or folder, `policy: True`
 that it is of the model that is trained alone: roles that are `like: backend` do not take it over, `infinite: True` that
 it takes infinity, `names_path: True` that it holds names or paths, `writes: True` that a component writes to this path,
-which is relative to the run folder.
+which is relative to the run folder. `renamed_key` and `renamed_values` are its names before (`whet.config.renamed`).
 """
 
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from whet.config.bounds import (
     between,
 )
 from whet.config.paths import absolute_paths
+from whet.config.renamed import renamed
 
 _SHARE: Any = optional(above(0, FACTOR))
 _EPOCHS: Any = optional(above(0, 1_000_000))
@@ -213,10 +214,10 @@ class ClusterSection:
     threads: dict[str, int] = field(factory=dict, validator=_RANKS)
     """Compute threads for each rank of a role; by default the machine's cores are shared out among the ranks that
     work at one time."""
-    share: list[list[str]] | None = None
+    colocate: list[list[str]] | None = field(default=None, metadata=renamed("share"))
     """Groups of roles that share their worker processes (and devices) and take turns. By default all of
     one Python do, but for the generator where `rollout.max_staleness` is above 0."""
-    sleep: Literal["auto", "always", "never"] = "auto"
+    offload: Literal["auto", "always", "never"] = field(default="auto", metadata=renamed("sleep"))
     """Whether backend and generator give their memory back while the other one works: on GPUs to the host, on CPUs to
     files. `auto`: where they share GPUs, `rollout.max_staleness` is 0 and both can. `always`: wherever they are; what
     cannot is an error."""
@@ -302,13 +303,17 @@ class RolloutSection:
     """Stop strings, beside the model's own end-of-turn tokens."""
     max_staleness: int = field(default=0, validator=between(0, PROCESSES))
     """How many versions behind the trainer the weights that made a training token may be. 0 is synchronous."""
-    order: Literal["admission", "completion"] = "admission"
+    order: Literal["fifo", "as_completed"] = field(
+        default="fifo", metadata=renamed(admission="fifo", completion="as_completed")
+    )
     """Which groups a step gets: the oldest, or those that are through first. From a `max_staleness` of 2 on,
-    `completion` lets a slow group be overtaken for some steps; below, both give the same groups."""
-    running: Literal["drain", "keep", "abort"] = "drain"
+    `as_completed` lets a slow group be overtaken for some steps; below, both give the same groups."""
+    on_weight_update: Literal["drain", "continue", "abort"] = field(
+        default="drain", metadata=renamed("running", keep="continue")
+    )
     """What happens to requests under way when new weights arrive. `drain`: they end with the old weights first.
-    `keep`: they go on with the new ones, at their next token. `abort`: they end at once, and their rest is asked for
-    anew. At `max_staleness` 0 none is under way."""
+    `continue`: they go on with the new ones, at their next token. `abort`: they end at once, and their rest is asked
+    for anew. At `max_staleness` 0 none is under way."""
     retries: int = field(default=2, validator=between(0, RETRIES))
     """How often an episode that failed is played again before its group is dropped."""
     infrastructure_retries: int = field(default=3, validator=between(0, RETRIES))
@@ -325,13 +330,13 @@ class RolloutSection:
 
 @frozen
 class ProbeSection:
-    """After a hand-over each replica of the generator samples a few tokens, and its logprobs of them are compared with
-    the trainer's. Where they differ by more than the bound, the run ends.
+    """After a weight sync each replica of the generator samples a few tokens, and its logprobs of them are compared
+    with the trainer's. Where they differ by more than the bound, the run ends.
     """
 
     every: int = field(default=10, validator=between(0, STEPS), metadata={"off": 0})
-    """Versions of the weights between those that are probed; the first two hand-overs of a sitting are, too, and one
-    after which a replica was restarted. 0: none."""
+    """Versions of the weights between those that are probed. The first two weight syncs of each attempt of the run are
+    probed too, and one after which a replica was restarted. 0: none."""
     prompts: int = field(default=4, validator=between(1, GROUP))
     """Prompts of random tokens that each replica continues."""
     tokens: int = field(default=8, validator=between(1, GROUP))
@@ -342,8 +347,8 @@ class ProbeSection:
 
 
 @frozen
-class RefitSection:
-    """How the trainer's weights come into the generator."""
+class WeightSyncSection:
+    """Weight sync: how the generator gets the trainer's weights."""
 
     probe: ProbeSection = attrs.Factory(ProbeSection)
     """Whether the generator computes with them."""
@@ -393,7 +398,8 @@ class EndpointSection:
     port: int = field(default=0, validator=[ge(0), le(65535)])
     """0: one that is free."""
     max_tokens: int = field(default=0, validator=between(0, TOKENS))
-    """Of `serve`: the longest answer; 0: as in `rollout`. With `rollout.running: drain` new weights wait for it."""
+    """Of `serve`: the longest answer; 0: as in `rollout`. With `rollout.on_weight_update: drain` new weights
+    wait for it."""
     max_body: int = field(default=8 << 20, validator=between(1, BYTES))
     """Largest request, in bytes."""
     max_connections: int = field(default=1024, validator=between(1, RETRIES))
@@ -463,8 +469,8 @@ class Config:
     """Samples from the model; needed by algorithms that are fed by rollouts, and for evaluation."""
     rollout: RolloutSection = attrs.Factory(RolloutSection)
     """How episodes are played."""
-    refit: RefitSection = attrs.Factory(RefitSection)
-    """How weights are handed over."""
+    weight_sync: WeightSyncSection = field(factory=WeightSyncSection, metadata=renamed("refit"))
+    """How the generator gets new weights."""
     environments: list[EnvironmentSection] = attrs.Factory(list)
     """What is trained on, of algorithms that are fed by rollouts."""
     evaluation: EvaluationSection = attrs.Factory(EvaluationSection)

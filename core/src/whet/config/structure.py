@@ -15,6 +15,7 @@ from whet.component import Component, Kind, Problem, Selection, import_path, res
 from whet.config.bounds import items_of
 from whet.config.document import to_line
 from whet.config.messages import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
+from whet.config.renamed import key_words, renamed_keys, value_words
 from whet.config.values import (
     PLAIN,
     StructureError,
@@ -210,10 +211,13 @@ class _Structurer:
             rest = {key: item for key, item in value.items() if key not in own}
             value = {key: item for key, item in value.items() if key in own} | {_key(inline): rest}
         problems, arguments = list[Problem](), dict[str, Any]()
-        known = [_key(field) for field in fields]
+        known, before = [_key(field) for field in fields], renamed_keys(fields)
         missing = [_key(f) for f in fields if _key(f) not in value and f.default is attrs.NOTHING and not _default(f)]
         for key in value:
-            if key not in known:
+            if key in before and key not in known:
+                missing = [name for name in missing if name != _key(before[key])]
+                problems.append(Problem(path_segment(key), key_words(before[key], value[key])))
+            elif key not in known:
                 meant = nearest(key, [*known, *also])
                 missing = [name for name in missing if name != meant]  # one mistake, one line
                 problems.append(Problem(path_segment(key), f"unknown key{choice_words(key, [*known, *also])}"))
@@ -229,6 +233,8 @@ class _Structurer:
 
     def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
         kind = field.metadata.get("kind")
+        if words := value_words(field, value):
+            raise refused(words)
         if kind is None or self.components is None:
             made = self.structure(value, field.type)
             _raise(list(impossible(made, infinite=bool(field.metadata.get("infinite")))))

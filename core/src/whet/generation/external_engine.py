@@ -112,7 +112,7 @@ class ForeignEngine:
         """Give the facts of a generator that hands weights to the engine whole and between two tokens."""
         return Facts(
             transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
-            running=("drain", "keep", "abort"),
+            on_weight_update=("drain", "continue", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
             processes=config.tensor_parallel,
             memory=functools.partial(engine_memory, config, model) if model.parameters else None,

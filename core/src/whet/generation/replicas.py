@@ -16,13 +16,13 @@ from whet.interfaces.workers import Pending, PendingEach, Replacing, Workers
 from whet.weights.probe import Proof
 
 if TYPE_CHECKING:
-    from whet.interfaces.generator import Running
+    from whet.interfaces.generator import OnWeightUpdate
     from whet.interfaces.workers import Site
 
 
 class Replicas:
     """One replica of the model for each rank. Workers have what `whet.generation.dispatcher` says, and
-    `receive_weights(link, version, running)`.
+    `receive_weights(link, version, on_weight_update)`.
     """
 
     def __init__(self, workers: Workers, replacing: Replacing | None) -> None:
@@ -38,13 +38,13 @@ class Replicas:
             raise WhetError(f"request {request.id} comes while the generator sleeps; wake it first")
         return await self._dispatcher.generate(request)
 
-    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> "HandOver":
+    def receive_weights(self, link: Link, version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "HandOver":
         """Start to take new weights on every replica that is there; the others get them when they come back.
 
         Each serves what is asked from now on when it has them.
         """
         seconds = link.timeout_seconds
-        taking = self._started("receive_weights", link, link.version, running, phase="refit", seconds=seconds)
+        taking = self._started("receive_weights", link, link.version, on_weight_update, phase="refit", seconds=seconds)
         self._dispatcher.hold(taking.pending, taking.lives)
         return taking
 
@@ -103,13 +103,13 @@ class ReplicatedGenerator:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
         return await self._replicas.generate(request)
 
-    def receive_weights(self, link: Link, version: int, running: "Running" = "drain") -> Pending:
+    def receive_weights(self, link: Link, version: int, on_weight_update: "OnWeightUpdate" = "drain") -> Pending:
         """Start to take new weights over a link. Requests that come from now on wait for them.
 
-        `drain` lets those that run end with the old ones; `keep` stops them between two tokens, and they go on with the
-        new ones; `abort` ends them with what they have and `stop="abort"`.
+        `drain` lets those that run end with the old ones; `continue` stops them between two tokens, and they go on with
+        the new ones; `abort` ends them with what they have and `stop="abort"`.
         """
-        return self._replicas.receive_weights(link, version, running)
+        return self._replicas.receive_weights(link, version, on_weight_update)
 
     def sleep(self) -> int | None:
         """Give memory back, weights and cache, where the engine can; how many bytes, None where it does not tell."""

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from whet.interfaces.weights import Link
     from whet.interfaces.workers import Pending
 
-Running = Literal["drain", "keep", "abort"]
+OnWeightUpdate = Literal["drain", "continue", "abort"]
 """What happens to requests under way when new weights arrive; a generator's facts say which it can."""
 
 
@@ -26,7 +26,7 @@ class Generator(Protocol):
         """
         ...
 
-    def receive_weights(self, link: "Link", version: int, running: Running = "drain") -> "Pending":
+    def receive_weights(self, link: "Link", version: int, on_weight_update: OnWeightUpdate = "drain") -> "Pending":
         """Start to take new weights over a link.
 
         Requests that run are drained: they end with the old weights first; kept: they go on with the new ones, and

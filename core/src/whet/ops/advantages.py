@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Scale = Literal["group", "batch", "none"]
-Alone = Literal["zero", "reward"]
+Singleton = Literal["zero", "reward"]
 """What a sample gets that is alone in its group: 0, or its reward, as in verl."""
 EpsilonAt = Literal["floor", "variance", "deviation"]
 """What becomes of an epsilon: the least variance, or added to the variance, or added to the deviation."""
@@ -21,8 +21,8 @@ def group_mean(
     unbiased: bool = True,
     epsilon: float = 1e-4,
     leave_one_out: bool = False,
-    deviation_of: Literal["group", "others"] = "group",
-    alone: Alone = "zero",
+    std_over: Literal["group", "others"] = "group",
+    singleton: Singleton = "zero",
 ) -> NDArray[np.float32]:
     """Centre rewards in their group, and scale them. rewards [B], group [B] -> [B] float32, computed in float64.
 
@@ -31,12 +31,12 @@ def group_mean(
     `scale` says of what the deviation is: of the sample's `group` (Shao et al. 2024, arXiv:2402.03300, section
     4.1), of all rewards of the `batch` (Liu et al. 2025, arXiv:2508.08221), or of nothing (`none`; Liu et al.
     2025, "Dr. GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean
-    of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `deviation_of` `others` the
+    of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others` the
     deviation of a group leaves the sample itself out, too, and a sample whose others are all equal is not divided; NeMo
     RL does so, with epsilon 1e-6.
 
     The defaults are those of TRL; verl has epsilon 1e-6. A group whose rewards are all equal gets exactly 0, so that
-    nobody computes a gradient from rounding errors, and so does a group of one, unless `alone` is `reward`: then it
+    nobody computes a gradient from rounding errors, and so does a group of one, unless `singleton` is `reward`: then it
     gets its reward, as if the baseline were 0 and the deviation 1 (verl).
     """
     rewards = np.asarray(rewards, np.float64)
@@ -47,32 +47,32 @@ def group_mean(
     advantages = centred * (size / np.maximum(size - 1, 1))[owner] if leave_one_out else centred
     if scale == "group":
         squares = np.bincount(owner, centred**2)
-        if deviation_of == "others":
+        if std_over == "others":
             of_others = _of_others(centred, squares[owner], size[owner] - 1, unbiased)
             advantages = _divide(advantages, np.where(of_others > 0, of_others + epsilon, 1.0))
         else:
             advantages = _divide(advantages, np.sqrt(squares / np.maximum(size - unbiased, 1))[owner] + epsilon)
     elif scale == "batch":
         advantages = _divide(advantages, np.full(len(rewards), deviation + epsilon))
-    if alone == "reward":
+    if singleton == "reward":
         by = {"none": 1.0, "group": 1.0 + epsilon}.get(scale, deviation + epsilon)
         single = (size == 1)[owner]
         advantages[single] = rewards[single] / by if by else 0.0
     return advantages.astype(np.float32)
 
 
-def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], alone: Alone = "zero") -> NDArray[np.float64]:
+def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], singleton: Singleton = "zero") -> NDArray[np.float64]:
     """Return rewards less the mean of their group. rewards [B], group [B] -> [B] float64.
 
-    Equal rewards of a group give exactly 0, and so does a group of one unless `alone` is `reward`.
+    Equal rewards of a group give exactly 0, and so does a group of one unless `singleton` is `reward`.
     """
     rewards = np.asarray(rewards, np.float64)
     centred, owner, size = _centred(rewards, group)
-    return np.where((size == 1)[owner], rewards, centred) if alone == "reward" and len(rewards) else centred
+    return np.where((size == 1)[owner], rewards, centred) if singleton == "reward" and len(rewards) else centred
 
 
 def length_weighted(
-    rewards: NDArray[Any], group: NDArray[Any], sizes: NDArray[Any], alone: Alone = "zero"
+    rewards: NDArray[Any], group: NDArray[Any], sizes: NDArray[Any], singleton: Singleton = "zero"
 ) -> NDArray[np.float32]:
     """Take the mean of the group weighted by length from rewards. rewards, group, sizes [B] -> [B] float32.
 
@@ -80,8 +80,8 @@ def length_weighted(
 
     OPO: Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance, where the squared norm of an answer's
     gradient is in proportion to its length. `sizes` are in tokens; a group without any has the plain mean. Nothing is
-    divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one unless `alone`
-    is `reward`, as in verl.
+    divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one unless
+    `singleton` is `reward`, as in verl.
     """
     rewards, sizes = np.asarray(rewards, np.float64), np.asarray(sizes, np.float64)
     centred, owner, size = _centred(rewards, group)
@@ -91,7 +91,7 @@ def length_weighted(
     # The weighted mean of what is left of rewards, rather than of rewards: equal ones leave exactly 0.
     beyond = np.divide(np.bincount(owner, sizes * centred), total, out=np.zeros(len(total)), where=total > 0)
     advantages = centred - beyond[owner]
-    if alone == "reward":
+    if singleton == "reward":
         advantages = np.where((size == 1)[owner], rewards, advantages)
     return np.asarray(advantages, np.float32)
 
@@ -166,8 +166,8 @@ def gdpo(
     unbiased: bool = True,
     epsilon: float = 1e-4,
     leave_one_out: bool = False,
-    deviation_of: Literal["group", "others"] = "group",
-    alone: Alone = "zero",
+    std_over: Literal["group", "others"] = "group",
+    singleton: Singleton = "zero",
     tokens: NDArray[Any] | None = None,
     centre: bool = False,
     batch_epsilon: float | None = None,
@@ -191,7 +191,7 @@ def gdpo(
         there = ~np.isnan(rewards[name])
         combined[there] += weight * group_mean(
             rewards[name][there], group[there], scale=scale, unbiased=unbiased, epsilon=epsilon,
-            leave_one_out=leave_one_out, deviation_of=deviation_of, alone=alone,
+            leave_one_out=leave_one_out, std_over=std_over, singleton=singleton,
         )  # fmt: skip
     return whiten(
         combined, np.ones(len(combined)) if tokens is None else tokens, centre=centre, unbiased=unbiased,

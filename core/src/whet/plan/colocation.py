@@ -6,13 +6,13 @@ from whet.component import Facts, Problem
 from whet.config.sections import Config
 from whet.plan.roles import groups, role_names, role_path, role_selection
 
-KEY = "cluster.sleep"
+KEY = "cluster.offload"
 _NEVER_AWAKE = "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes the generator to answer"
 
 
 def sleep_problems(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
     """Find out why nobody can take turns although it is asked for."""
-    if config.cluster.sleep != "always":
+    if config.cluster.offload != "always":
         return
     if config.generator is None:
         yield Problem(KEY, "is always, and there is no generator to take turns with; remove it")
@@ -21,12 +21,12 @@ def sleep_problems(config: Config, facts: Mapping[str, Facts]) -> Iterator[Probl
         yield Problem(
             KEY,
             f"is always, but with rollout.max_staleness {config.rollout.max_staleness} the generator works while the "
-            "backend trains; set rollout.max_staleness: 0, or cluster.sleep: auto",
+            "backend trains; set rollout.max_staleness: 0, or cluster.offload: auto",
         )
     if _never_awake(config, facts):
-        yield Problem(KEY, f"is always, but {_NEVER_AWAKE}; remove endpoint.serve, or set cluster.sleep: auto")
+        yield Problem(KEY, f"is always, but {_NEVER_AWAKE}; remove endpoint.serve, or set cluster.offload: auto")
     for words in _unable(config, facts, [role for side in _sides(config, facts) for role in side]):
-        yield Problem(KEY, f"is always, but {words}; set cluster.sleep: auto")
+        yield Problem(KEY, f"is always, but {words}; set cluster.offload: auto")
 
 
 def turns_and_notes(
@@ -50,7 +50,7 @@ def _never_awake(config: Config, facts: Mapping[str, Facts]) -> bool:
 
 def _chosen(config: Config, facts: Mapping[str, Facts]) -> tuple[tuple[str, ...], ...]:
     """Give those that should take turns."""
-    wanted = config.cluster.sleep
+    wanted = config.cluster.offload
     if wanted == "never" or config.generator is None or config.rollout.max_staleness:
         return ()
     sides = _sides(config, facts)

@@ -120,7 +120,7 @@ def gpus_apart(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
         taken = {name: facts[role_path(name)].processes for name in group if config.cluster.gpus.get(name)}
         if len(set(taken.values())) > 1:
             listed = ", ".join(f"{name} {each}" for name, each in taken.items())
-            yield Problem("cluster.share", f"roles that share processes share their GPUs, and a rank takes {listed}")
+            yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
 
 
 def way_of(config: Config, facts: Mapping[str, Facts]) -> Way:

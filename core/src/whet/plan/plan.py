@@ -177,8 +177,8 @@ def make_plan(
             problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
         if config.rollout.max_staleness and together:
             notes.append(f"generation does not overlap training: {_why_not_apart(config)}")
-        if config.rollout.max_staleness == 1 and config.rollout.order == "completion":
-            notes.append("rollout.order: completion gives what admission does below a rollout.max_staleness of 2")
+        if config.rollout.max_staleness == 1 and config.rollout.order == "as_completed":
+            notes.append("rollout.order: as_completed gives what fifo does below a rollout.max_staleness of 2")
     if config.cluster.workers == "inline" and config.cluster.launcher != "local":
         notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
@@ -224,7 +224,7 @@ def on_machine(plan: Plan, config: Config, machine: Machine) -> Plan:
 def _why_not_apart(config: Config) -> str:
     if config.cluster.workers == "inline":
         return "cluster.workers: inline keeps all in this process"
-    return "backend and generator share their processes; cluster.share: [] sets them apart"
+    return "backend and generator share their processes; cluster.colocate: [] sets them apart"
 
 
 def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterator[Problem]:
@@ -348,17 +348,19 @@ def _conversations(
 
 def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
     """Find out whether requests under way can meet new weights as wanted. Without staleness there are none."""
-    wanted = config.rollout.running
+    wanted = config.rollout.on_weight_update
     if config.generator is None or config.rollout.max_staleness == 0:
         return
-    if wanted not in facts["generator"].running:
-        can = ", ".join(facts["generator"].running)
-        yield Problem("rollout.running", f"is {wanted}; of the generator {config.generator.name} it can be {can}")
-    elif wanted == "keep" and config.cluster.workers == "process" and shares(config, "backend", "generator"):
+    if wanted not in facts["generator"].on_weight_update:
+        can = ", ".join(facts["generator"].on_weight_update)
         yield Problem(
-            "rollout.running",
+            "rollout.on_weight_update", f"is {wanted}; of the generator {config.generator.name} it can be {can}"
+        )
+    elif wanted == "continue" and config.cluster.workers == "process" and shares(config, "backend", "generator"):
+        yield Problem(
+            "rollout.on_weight_update",
             "is keep, but backend and generator take turns in one process, so weights cannot be sent while a request "
-            "runs; set them apart by cluster.share: []",
+            "runs; set them apart by cluster.colocate: []",
         )
 
 
@@ -370,13 +372,13 @@ def _shares(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
     yield from _nodes(config)
-    for i, group in enumerate(config.cluster.share or []):
+    for i, group in enumerate(config.cluster.colocate or []):
         for role in group:
             if role not in known:
-                yield Problem(f"cluster.share.{i}", f"names the role {role!r}; there are {', '.join(known)}")
-    named = [role for group in config.cluster.share or [] for role in group]
+                yield Problem(f"cluster.colocate.{i}", f"names the role {role!r}; there are {', '.join(known)}")
+    named = [role for group in config.cluster.colocate or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
-        yield Problem("cluster.share", f"names {role} more than once; a role lives in one group of processes")
+        yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
     yield from gpus_apart(config, facts)
     if config.cluster.workers == "inline" and any(ranks_of(config, role, facts) > 1 for role in role_names(config)):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")

@@ -13,8 +13,8 @@ def shares(config: Config, one: str, other: str) -> bool:
 
 def share_groups(config: Config) -> list[list[str]]:
     """Groups of roles that share processes, the default filled in."""
-    if config.cluster.share is not None:
-        return config.cluster.share
+    if config.cluster.colocate is not None:
+        return config.cluster.colocate
     together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
     pythons = dict.fromkeys(config.cluster.python.get(role, "") for role in together)
     parts = [[role for role in together if config.cluster.python.get(role, "") == python] for python in pythons]
@@ -85,14 +85,14 @@ def python_problems(config: Config) -> Iterator[Problem]:
                 f"cluster.python.{role}",
                 "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
             )
-    for i, group in enumerate(config.cluster.share or []):
+    for i, group in enumerate(config.cluster.colocate or []):
         found = {role: python.get(role, "") for role in group}
         if len(set(found.values())) > 1:
             listed = " and ".join(
                 f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()
             )
             yield Problem(
-                f"cluster.share.{i}",
+                f"cluster.colocate.{i}",
                 f"has roles of different Pythons, which no process can be in at one time: {listed}; set them apart, or "
                 "change cluster.python",
             )

@@ -37,7 +37,7 @@ def choose_transport(
     what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
     raise ConfigError(
         f"{what}: the backend offers {_list(sender)}, the generator takes {_list(receiver)}, and they are {place}; "
-        "`shared` needs one process (cluster.share), `cuda-ipc` shared GPUs, `broadcast` processes of their own, "
+        "`shared` needs one process (cluster.colocate), `cuda-ipc` shared GPUs, `broadcast` processes of their own, "
         "`shared-memory` one machine"
     )
 

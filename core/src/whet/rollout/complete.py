@@ -1,7 +1,8 @@
 """A completion to its end, whatever new weights do to it meanwhile.
 
-A generator may answer `abort` because weights arrived (`rollout.running: abort`). Then the rest is asked for, with the
-tokens so far as prompt, and the parts are joined: each token keeps the logprob and the version it was sampled with.
+A generator may end a completion with `abort` because weights arrived (`rollout.on_weight_update: abort`). Then the
+rest is asked for, with the tokens so far as prompt, and the parts are joined: each token keeps the logprob and the
+version it was sampled with.
 
     prompt  aaaa|            asked first: ended by an abort after 4 tokens, version 3
     prompt  aaaa bbbbbbb.    the rest: version 4

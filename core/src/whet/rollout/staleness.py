@@ -26,7 +26,7 @@ from attrs import define, field, frozen
 
 from whet.data.records import Group
 
-Order = Literal["admission", "completion"]
+Order = Literal["fifo", "as_completed"]
 
 
 @define(eq=False)
@@ -58,12 +58,12 @@ class Pacing:
     """The rules for one bound and one order."""
 
     max_staleness: int
-    order: Order = "admission"
+    order: Order = "fifo"
 
     @property
     def depth(self) -> int:
         """Takes that are prepared beyond the one that is waited for."""
-        return self.max_staleness if self.order == "admission" else (self.max_staleness + 1) // 2
+        return self.max_staleness if self.order == "fifo" else (self.max_staleness + 1) // 2
 
     def due(self, takes: int, taking: bool) -> int:
         """Give the last take for a group admitted now, after so many takes and perhaps while another waits."""
@@ -79,7 +79,7 @@ class Pacing:
         `slots` are all groups that were admitted and not given, in order of admission.
         """
         counting = [slot for slot in slots if slot.counts]
-        if self.order == "admission":
+        if self.order == "fifo":
             chosen = counting[:size]
             return chosen if len(chosen) == size and all(slot.outcome == "kept" for slot in chosen) else None
         through = sorted((slot for slot in counting if slot.outcome == "kept"), key=lambda slot: slot.finished)

@@ -2,8 +2,8 @@
 
     admitted     0 1 2 3 4 5 6 7 8 9          a position in this order is a position in the data
     outcome      k k f k k d k . k .          kept, filtered, dropped (failed), still playing
-                 |-- take --| |-- waiting for 7        with `order: admission`
-                 |-- take --|     ^ next               with `order: completion`
+                 |-- take --| |-- waiting for 7        with `order: fifo`
+                 |-- take --|     ^ next               with `order: as_completed`
 
 How many are admitted and which a take gives is decided in `pacing`, which keeps the bound of staleness.
 
@@ -350,7 +350,7 @@ class RolloutStream:
     def _progress(self) -> tuple[int, int]:
         """Return the finished episodes of the take that is waited for, and all of its episodes."""
         done = [slot.tally["done"] for slot in self._slots if slot.counts]
-        if self._section.order == "completion":
+        if self._section.order == "as_completed":
             done.sort(reverse=True)
         return sum(done[: self._size]), self._size * (self._group_size + self._greedy)
 

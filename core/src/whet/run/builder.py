@@ -516,7 +516,7 @@ class Builder:
         link, places = self._link()
         refit = Refit(
             backend, generator, link, self.spans, stream.set_version if stream else lambda version: None,
-            self.config.rollout.running, probe, places,
+            self.config.rollout.on_weight_update, probe, places,
         )  # fmt: skip
         if self.recovery is not None:
             self.recovery.hand_over_again = refit.again

@@ -24,7 +24,7 @@ from whet.run.handles import WrappedBackend, WrappedGenerator
 if TYPE_CHECKING:
     from whet.data.records import Completion, Request
     from whet.interfaces.backend import Backend
-    from whet.interfaces.generator import Generator, Running
+    from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.weights import Link
     from whet.interfaces.workers import Pending
     from whet.runtime.event_loop import EpisodeLoop
@@ -180,10 +180,10 @@ class GatedGenerator(WrappedGenerator):
         async with self._turns.gate:
             return await super().generate(request)
 
-    def receive_weights(self, link: "Link", version: int, running: "Running" = "drain") -> "Pending":
+    def receive_weights(self, link: "Link", version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "Pending":
         """See `Generator.receive_weights`."""
         self._turns.took_weights()
-        return super().receive_weights(link, version, running)
+        return super().receive_weights(link, version, on_weight_update)
 
 
 class TakingTurns(WrappedBackend):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.data.metrics import Metric
     from whet.data.records import Completion, Request
     from whet.interfaces.backend import Backend, Weights
-    from whet.interfaces.generator import Generator, Running
+    from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.weights import Link
     from whet.interfaces.workers import Pending
     from whet.rollout.stream import RolloutStream
@@ -89,9 +89,9 @@ class WrappedGenerator:
         """See `Generator.generate`."""
         return await self._generator.generate(request)
 
-    def receive_weights(self, link: "Link", version: int, running: "Running" = "drain") -> "Pending":
+    def receive_weights(self, link: "Link", version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "Pending":
         """See `Generator.receive_weights`."""
-        return self._generator.receive_weights(link, version, running)
+        return self._generator.receive_weights(link, version, on_weight_update)
 
     def sleep(self) -> int | None:
         """See `Generator.sleep`."""

@@ -174,10 +174,10 @@ def _alone(config: Path) -> list[str]:
     """Change a config so that its backend runs as one worker: in this process, unless it has a Python of its own."""
     python = load_config(config).config.cluster.python.get("backend")
     return [
-        f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.share=[]",
+        f"cluster.python={json.dumps({'backend': python} if python else {})}", "cluster.colocate=[]",
         f"cluster.workers={'process' if python else 'inline'}", "cluster.launcher=local", 'cluster.address=""',
         "cluster.placement={}", "cluster.resources={}", "cluster.ranks={}", "cluster.gpus={}",
-        "cluster.sleep=never", "cluster.memory=ignore",
+        "cluster.offload=never", "cluster.memory=ignore",
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from whet.weights.probe import Probe
 if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.interfaces.backend import Backend
-    from whet.interfaces.generator import Generator, Running
+    from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.workers import Give
     from whet.plan.prepare import Prepared
     from whet.runtime.event_loop import EpisodeLoop
@@ -31,12 +31,12 @@ class Refit:
 
     def __init__(
         self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
-        running: "Running" = "drain", probe: "Probe | None" = None,
+        on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
         """Take a link that says all but session, version, and the `places` of senders."""
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
-        self._template, self._running, self._count = link, running, itertools.count()
+        self._template, self._on_weight_update, self._count = link, on_weight_update, itertools.count()
         self._last: Link | None = None
         self._probe, self._places = probe, places
         self._proof: Proof | None = None
@@ -66,7 +66,10 @@ class Refit:
             give(self._last, self._proof)
 
     def _hand_over(self, link: Link) -> None:
-        ends = [self._backend.send_weights(link), self._generator.receive_weights(link, link.version, self._running)]
+        ends = [
+            self._backend.send_weights(link),
+            self._generator.receive_weights(link, link.version, self._on_weight_update),
+        ]
         for end in ends:
             end.result()
 
@@ -85,7 +88,7 @@ def make_probe(
     """
     config, model, facts = prepared.config, prepared.model, prepared.facts
     given = "logprobs" in facts["backend"].outputs_given
-    if generator is None or not config.refit.probe.every or not given:
+    if generator is None or not config.weight_sync.probe.every or not given:
         return None
     tokens = chat.plain_tokens
 
@@ -94,7 +97,7 @@ def make_probe(
         return loop().run(coroutine)
 
     return Probe(
-        config.refit.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
+        config.weight_sync.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
         room=prepared.plan.max_context, temperature=config.rollout.temperature,
         dtypes=(facts["generator"].dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
         generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"],

@@ -252,11 +252,13 @@ class Cluster:
         gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
         if len(gpus) > 1:
             listed = ", ".join(f"{role} {device}" for role, device in devices.items())
-            raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.share")
+            raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.colocate")
         pythons = {role: self._python.get(role, "") for role in devices}
         if len(set(pythons.values())) > 1:
             listed = ", ".join(f"{role} {python or 'the driver'}" for role, python in pythons.items())
-            raise ConfigError(f"roles that share a process must share its Python, found {listed}; change cluster.share")
+            raise ConfigError(
+                f"roles that share a process must share its Python, found {listed}; change cluster.colocate"
+            )
         threads = max((part.threads for part, _ in here), default=1)
         return Host(
             name,

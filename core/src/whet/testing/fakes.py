@@ -28,7 +28,7 @@ from whet.endpoint.listener import Listener
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
@@ -240,7 +240,7 @@ class FakeGenerator:
                 return whole[:end], "stop"
         return whole[: sampling.max_tokens], "length"
 
-    def receive_weights(self, link: Link, version: int, running: Running = "drain") -> Done:
+    def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
         """Pretend to take new weights."""
         self.version = version
         return Done()

@@ -101,7 +101,7 @@ class Proof:
             "wrong or old weights (a tensor that the engine did not take, a part of a fused module, a packed copy), or "
             "it computes the model in another way (temperature, attention, positions, quantisation). Take another "
             "version of the engine, or another generator. Where the difference is known and wanted, raise "
-            "refit.probe.bound; refit.probe.every: 0 compares nothing"
+            "weight_sync.probe.bound; weight_sync.probe.every: 0 compares nothing"
         )
 
 

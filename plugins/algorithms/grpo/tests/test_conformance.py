@@ -179,7 +179,7 @@ class TestGroupMeanOfTheBatch(AdvantagesContract):
 
 class TestGroupMeanOfTheOthers(AdvantagesContract):
     def make(self) -> GroupMean:
-        config = GroupMeanConfig(leave_one_out=True, deviation_of="others", unbiased=False, epsilon=1e-6)
+        config = GroupMeanConfig(leave_one_out=True, std_over="others", unbiased=False, epsilon=1e-6)
         return GroupMean(config)
 
 

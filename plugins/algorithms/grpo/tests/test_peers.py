@@ -83,7 +83,7 @@ def test_group_mean_of_verl(groups: list[int], by_deviation: bool) -> None:
         mine = own(REWARDS, groups, i)
         mean, deviation = (mine.mean(), mine.std(ddof=1)) if len(mine) > 1 else (0.0, 1.0)
         expected.append((reward - mean) / (deviation + 1e-6 if by_deviation else 1.0))
-    config = GroupMeanConfig(scale="group" if by_deviation else "none", epsilon=1e-6, alone="reward")
+    config = GroupMeanConfig(scale="group" if by_deviation else "none", epsilon=1e-6, singleton="reward")
     check(GroupMean(config)(batch(groups)), expected)
 
 
@@ -95,13 +95,13 @@ def test_group_mean_of_nemo_rl(groups: list[int]) -> None:
         deviation = rest.std(ddof=1) if len(rest) > 1 else 0.0
         ahead = reward - rest.mean() if len(rest) else 0.0
         expected.append(ahead / (deviation + 1e-6) if deviation > 0 else ahead)
-    check(GroupMean(GroupMeanConfig(leave_one_out=True, deviation_of="others", epsilon=1e-6))(batch(groups)), expected)
+    check(GroupMean(GroupMeanConfig(leave_one_out=True, std_over="others", epsilon=1e-6))(batch(groups)), expected)
 
 
 def test_leave_one_out_of_verl_keeps_the_reward_of_a_single_sample() -> None:
     rest = [others(REWARDS, ALONE, i) for i in range(7)]
     expected = [reward - (o.mean() if len(o) else 0.0) for reward, o in zip(REWARDS, rest, strict=True)]
-    check(Rloo(RlooConfig(alone="reward"))(batch(ALONE)), expected)
+    check(Rloo(RlooConfig(singleton="reward"))(batch(ALONE)), expected)
     check(Rloo(RlooConfig())(batch(ALONE)), [*expected[:-1], 0.0])
 
 
@@ -119,7 +119,7 @@ def test_reinforce_plus_plus_of_verl(gamma: float) -> None:
 def test_reinforce_plus_plus_with_baseline_of_verl() -> None:
     mean = [own(REWARDS, ALONE, i).mean() * (len(own(REWARDS, ALONE, i)) > 1) for i in range(7)]
     centred = (np.array(REWARDS) - mean)[:, None] * np.ones((1, LONGEST))
-    config = ReinforcePlusPlusConfig(baseline=True, unbiased=True, epsilon_at="variance", alone="reward")
+    config = ReinforcePlusPlusConfig(baseline=True, unbiased=True, epsilon_at="variance", singleton="reward")
     check(ReinforcePlusPlus(config)(batch(ALONE))[TRAINED], ragged(verl_whiten(centred))[TRAINED])
 
 
@@ -185,7 +185,7 @@ def test_opo_of_verl(groups: list[int]) -> None:
         mine = [(n, r) for n, r, g in zip(SIZES, REWARDS, groups, strict=True) if g == groups[i]]
         baseline = sum(n * r for n, r in mine) / sum(n for n, _ in mine) if len(mine) > 1 else 0.0
         expected.append(reward - baseline)
-    check(Opo(OpoConfig(alone="reward"))(batch(groups)), expected)
+    check(Opo(OpoConfig(singleton="reward"))(batch(groups)), expected)
 
 
 def test_opo_counts_tokens_that_are_masked() -> None:
@@ -246,7 +246,7 @@ def test_gdpo_of_nemo_rl_leaves_the_sample_itself_out() -> None:
         by = np.where(spread > 0, spread + 1e-6, 1.0)
         total += weight * (np.array(rewards) - [r.mean() for r in rest]) / by
     config = GdpoConfig(
-        weights=WEIGHTS, leave_one_out=True, deviation_of="others", epsilon=1e-6, centre=True, batch_epsilon=0.0
+        weights=WEIGHTS, leave_one_out=True, std_over="others", epsilon=1e-6, centre=True, batch_epsilon=0.0
     )
     check(Gdpo(config)(named()), (total - total.mean()) / total.std(ddof=1))
 

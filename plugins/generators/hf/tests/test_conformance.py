@@ -10,7 +10,7 @@ from whet_hf.generator import HfGenerator
 
 class TestInThisProcess(ModelGeneratorContract):
     transports = ("shared", "shared-memory", "disk")
-    running = ("drain", "keep", "abort")
+    on_weight_update = ("drain", "continue", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(), site)
@@ -18,7 +18,7 @@ class TestInThisProcess(ModelGeneratorContract):
 
 class TestWithTheModelsOwnCode(ModelGeneratorContract):
     transports = ("disk",)
-    running = ("drain", "keep", "abort")
+    on_weight_update = ("drain", "continue", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(decoder="plain"), site)
@@ -26,7 +26,7 @@ class TestWithTheModelsOwnCode(ModelGeneratorContract):
 
 class TestInSmallBatches(ModelGeneratorContract):
     transports = ("shared-memory",)
-    running = ("drain", "keep", "abort")
+    on_weight_update = ("drain", "continue", "abort")
 
     def make(self, site: Site) -> HfGenerator:
         return HfGenerator(HfConfig(max_batch=3), site)
@@ -35,7 +35,7 @@ class TestInSmallBatches(ModelGeneratorContract):
 @pytest.mark.slow
 class TestOnTwoReplicas(ModelGeneratorContract):
     transports = ("shared-memory", "broadcast", "tcp", "disk")
-    running = ("drain", "keep", "abort")
+    on_weight_update = ("drain", "continue", "abort")
     processes = 2
 
     def make(self, site: Site) -> HfGenerator:

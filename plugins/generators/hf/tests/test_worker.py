@@ -245,7 +245,7 @@ def test_kept_a_batch_goes_on_with_the_new_weights_at_its_next_token(
         requests = requests_of(40, max_tokens=20)
         (expected,) = run(ask(worker, requests))
         gate, link = Gate(worker, monkeypatch), hand_over(worker, tmp_path, 5, factor=-1.0)
-        kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), link, "keep"))
+        kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), link, "continue"))
     finally:
         worker.close()
         torch.set_num_threads(set_threads)
@@ -268,7 +268,7 @@ def test_the_same_weights_between_two_tokens_change_nothing(
     requests = requests_of(6, max_tokens=20)
     (expected,) = run(ask(own_worker, requests))
     gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 1, factor=1.0)
-    kept, _ = run(during(own_worker, gate, requests, requests_of(1), link, "keep"))
+    kept, _ = run(during(own_worker, gate, requests, requests_of(1), link, "continue"))
     for completion, whole in zip(kept, expected, strict=True):
         assert len(completion.versions) == 2
         assert np.array_equal(completion.tokens, whole.tokens)
@@ -289,7 +289,7 @@ def test_aborted_a_batch_comes_back_with_what_it_has(
     assert {c.stop for c in after} <= {"stop", "length"}
 
 
-@pytest.mark.parametrize("how", ["drain", "keep", "abort"])
+@pytest.mark.parametrize("how", ["drain", "continue", "abort"])
 def test_where_nothing_runs_weights_are_taken_at_once(
     own_worker: Worker, tmp_path: Path, requests_of: Any, how: Any
 ) -> None:
@@ -307,7 +307,7 @@ def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reaso
     async def failing() -> None:
         running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=20)))
         await gate.held()
-        taking = asyncio.create_task(own_worker.receive_weights(link, 5, "keep"))
+        taking = asyncio.create_task(own_worker.receive_weights(link, 5, "continue"))
         await asyncio.sleep(0.01)
         gate.opened.set()
         with pytest.raises(RefitError, match="1 parameters were not sent"):

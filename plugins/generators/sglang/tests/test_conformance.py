@@ -28,7 +28,7 @@ class Contract(ModelGeneratorContract):
     """All rules on one engine, for they take long to start."""
 
     transports = ("shared-memory", "broadcast", "disk")
-    running = ("drain", "keep", "abort")
+    on_weight_update = ("drain", "continue", "abort")
     deadline_seconds = 120.0
     survives_refusals = True
 

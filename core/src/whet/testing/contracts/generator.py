@@ -22,7 +22,7 @@ from attrs import evolve
 
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
-from whet.interfaces.generator import Generator, Running
+from whet.interfaces.generator import Generator, OnWeightUpdate
 from whet.interfaces.workers import Site
 from whet.testing.contracts.placed import Placed, Slices, on_gpu
 from whet.testing.contracts.weights import WeightRules
@@ -193,7 +193,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
 
     transports: tuple[str, ...] = ("disk",)
     """Ways to hand weights over, as in its facts, that work where `site` puts it."""
-    running: tuple[Running, ...] = ("drain",)
+    on_weight_update: tuple[OnWeightUpdate, ...] = ("drain",)
     """What can happen to requests under way when new weights arrive, as in its facts."""
     gpu_tolerance: float = 0.2
     """Of logprobs on a GPU, where an engine may have to compute in bfloat16, in nats."""

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.testing.deadline import deadline
 from whet.testing.reference import Reference
@@ -25,7 +25,7 @@ class WeightRules:
     """Of a contract that says how its generator can be reached, and has the fixtures."""
 
     transports: tuple[str, ...]
-    running: tuple[Running, ...]
+    on_weight_update: tuple[OnWeightUpdate, ...]
     processes: int
     receivers: int = 0
     """Processes that take weights, where these are others than `processes`; 0: they are the same."""
@@ -57,15 +57,15 @@ class WeightRules:
             assert completion.versions == ((0, version),)
             assert gap(model, request, completion, 1.0) < TOLERANCE
 
-    @pytest.mark.parametrize("how", ["drain", "keep", "abort"])
+    @pytest.mark.parametrize("how", ["drain", "continue", "abort"])
     def test_what_is_under_way_when_weights_arrive_says_which_made_it(
-        self, subject: Subject, reference: Reference, other: Reference, how: Running
+        self, subject: Subject, reference: Reference, other: Reference, how: OnWeightUpdate
     ) -> None:
-        if how not in self.running:
+        if how not in self.on_weight_update:
             pytest.skip(f"its facts do not name {how}")
         seen = 0
         for attempt in range(20):
-            version = 1000 * (1 + self.running.index(how)) + 2 * attempt
+            version = 1000 * (1 + self.on_weight_update.index(how)) + 2 * attempt
             self._hand_over(subject, self._link(subject, self.transports[0], version), reference.weights())
             link = self._link(subject, self.transports[0], version + 1)
             requests = [subject.request(PROMPTS[i], i, max_tokens=60 * (i + 1)) for i in range(4)]
@@ -79,7 +79,7 @@ class WeightRules:
         assert seen, "in twenty attempts no request was under way when weights arrived"
 
     def _hand_over_meanwhile(
-        self, subject: Subject, link: Link, model: Reference, requests: list[Request], how: Running
+        self, subject: Subject, link: Link, model: Reference, requests: list[Request], how: OnWeightUpdate
     ) -> tuple[list[Completion], Completion]:
         """Hand weights over while requests run -> (their completions, that of a request made afterwards)."""
 
@@ -97,7 +97,7 @@ class WeightRules:
         self,
         request: Request,
         completion: Completion,
-        how: Running,
+        how: OnWeightUpdate,
         old: tuple[int, Reference],
         new: tuple[int, Reference],
     ) -> bool:
@@ -108,13 +108,13 @@ class WeightRules:
         (_, first), *rest = completion.versions
         assert {version for _, version in completion.versions} <= set(models), "it names a version that never was"
         switch = rest[0][0] if rest else len(completion.tokens)
-        assert how == "keep" or not rest, "only a request that is kept may be of two versions"
+        assert how == "continue" or not rest, "only a request that is kept may be of two versions"
         assert how == "abort" or completion.stop != "abort", "nothing was to be aborted"
         # After a switch keys and values are of both models, so no full forward gives the same logprobs.
         expected = models[first].logprobs(np.concatenate([request.tokens, completion.tokens]), 1.0)
         apart = np.abs(expected[len(request.tokens) :] - completion.logprobs)[:switch].max()
         assert apart < TOLERANCE, f"tokens that name version {first} were not made by it"
-        return {"drain": first == old[0], "keep": bool(rest), "abort": completion.stop == "abort"}[how]
+        return {"drain": first == old[0], "continue": bool(rest), "abort": completion.stop == "abort"}[how]
 
     def test_a_hand_over_that_lacks_a_weight_is_refused(
         self, own: Subject, reference: Reference, other: Reference

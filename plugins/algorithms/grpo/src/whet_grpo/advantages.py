@@ -60,8 +60,8 @@ class GroupMean:
             unbiased=config.unbiased,
             epsilon=config.epsilon,
             leave_one_out=config.leave_one_out,
-            deviation_of=config.deviation_of,
-            alone=config.alone,
+            std_over=config.std_over,
+            singleton=config.singleton,
         )
         return np.asarray(advantages[episodes.owner])
 
@@ -73,7 +73,7 @@ class Rloo:
 
     Ahmadian et al. 2024 (arXiv:2402.14740). TRL's `normalize_advantages` is `whiten`, but for the mean
     over the batch, which is 0. A group whose rewards are all equal gets exactly 0; so does a group of one, unless
-    `alone` says otherwise.
+    `singleton` says otherwise.
     """
 
     def __init__(self, config: RlooConfig) -> None:
@@ -83,7 +83,7 @@ class Rloo:
         """Give the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
         config, episodes = self.config, episodes_of(batch)
         rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
-        advantages = group_mean(rewards, group, scale="none", leave_one_out=True, alone=config.alone)
+        advantages = group_mean(rewards, group, scale="none", leave_one_out=True, singleton=config.singleton)
         if config.whiten and len(advantages) > 1:
             deviation = advantages.std(ddof=1 if config.unbiased else 0, dtype=np.float64) + config.epsilon
             advantages = np.divide(advantages, deviation, out=np.zeros_like(advantages), where=deviation > 0)
@@ -113,9 +113,9 @@ class ReinforcePlusPlus:
         own = config.kl_of == "own" and config.per_token
         if config.baseline:
             group = batch["group"][episodes.first]
-            rewards = less_group_mean(rewards[episodes.first], group, config.alone)[episodes.owner]
+            rewards = less_group_mean(rewards[episodes.first], group, config.singleton)[episodes.owner]
             if config.baseline_of == "total" and not own:
-                penalties = less_group_mean(penalties[episodes.first], group, config.alone)[episodes.owner]
+                penalties = less_group_mean(penalties[episodes.first], group, config.singleton)[episodes.owner]
         lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
         trained = segment_sum(mask.astype(np.int64), lengths)
         share = 1.0 / episodes.sizes[episodes.owner]
@@ -176,7 +176,7 @@ class Opo:
         tokens = segment_sum(produced.astype(np.int64), batch["lengths"])
         sizes = np.bincount(episodes.owner, tokens, len(episodes.sizes)) / episodes.sizes
         rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
-        return np.asarray(length_weighted(rewards, group, sizes, self.config.alone)[episodes.owner])
+        return np.asarray(length_weighted(rewards, group, sizes, self.config.singleton)[episodes.owner])
 
 
 class Remax:
@@ -236,8 +236,8 @@ class Gdpo:
             unbiased=config.unbiased,
             epsilon=config.epsilon,
             leave_one_out=config.leave_one_out,
-            deviation_of=config.deviation_of,
-            alone=config.alone,
+            std_over=config.std_over,
+            singleton=config.singleton,
             tokens=trained / episodes.sizes if config.over == "tokens" else None,
             centre=config.centre,
             batch_epsilon=config.batch_epsilon,

@@ -16,6 +16,7 @@ from whet.config.policy import (
     OverlongSection,
     TopEntropySection,
 )
+from whet.config.renamed import renamed
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
@@ -174,9 +175,9 @@ class GroupMeanConfig:
     """Added to the standard deviation."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""
-    deviation_of: Literal["group", "others"] = "group"
+    std_over: Literal["group", "others"] = field(default="group", metadata=renamed("deviation_of"))
     """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
-    alone: Literal["zero", "reward"] = "zero"
+    singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
     """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
@@ -190,7 +191,7 @@ class RlooConfig:
     """That deviation with n - 1 rather than n in the denominator."""
     epsilon: float = field(default=1.0e-4, validator=between(0, 1))
     """Added to it."""
-    alone: Literal["zero", "reward"] = "zero"
+    singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
     """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
@@ -220,7 +221,7 @@ class ReinforcePlusPlusConfig:
     epsilon_at: Literal["floor", "variance", "deviation"] = "floor"
     """`floor`: it is the smallest variance, as in OpenRLHF and NeMo RL. `variance`: it is added to the variance, as in
     verl. `deviation`: it is added to the deviation."""
-    alone: Literal["zero", "reward"] = "zero"
+    singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
     """With a baseline, what a sample counts for that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
@@ -228,7 +229,7 @@ class ReinforcePlusPlusConfig:
 class OpoConfig:
     """OPO: rewards less the mean of their group weighted by length, which is the baseline of least variance."""
 
-    alone: Literal["zero", "reward"] = "zero"
+    singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
     """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
 
 
@@ -256,9 +257,9 @@ class GdpoConfig:
     """Added to the standard deviations."""
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as NeMo RL does."""
-    deviation_of: Literal["group", "others"] = "group"
+    std_over: Literal["group", "others"] = field(default="group", metadata=renamed("deviation_of"))
     """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
-    alone: Literal["zero", "reward"] = "zero"
+    singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
     """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
     over: Literal["sequences", "tokens"] = "sequences"
     """What the deviation over the batch is taken over: its episodes, or all trained tokens, as in verl."""
@@ -318,12 +319,12 @@ def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
 
 def group_facts(config: object, model: ModelInfo) -> Facts:
     """Say that an estimator or a filter compares samples of one task, unless it knows what to do with a single one."""
-    return Facts(least_group_size=1 if getattr(config, "alone", "zero") == "reward" else 2)
+    return Facts(least_group_size=1 if getattr(config, "singleton", "zero") == "reward" else 2)
 
 
 def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> Facts:
     """Say what planning needs to know of the estimator."""
-    compares = config.baseline and config.alone == "zero"
+    compares = config.baseline and config.singleton == "zero"
     return Facts(least_group_size=2 if compares else 1, token_advantages=config.per_token)
 
 

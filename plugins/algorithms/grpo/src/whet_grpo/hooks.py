@@ -95,8 +95,8 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
             )
     if isinstance(found, sections.ReinforcePlusPlusConfig) and found.baseline_of == "reward" and not found.baseline:
         yield Problem("algorithm.advantages.baseline_of", "has no effect without a baseline; set baseline: true")
-    if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.deviation_of == "others":
-        yield Problem("algorithm.advantages.deviation_of", "has no effect with scale: none, which divides by nothing")
+    if isinstance(found, sections.GdpoConfig) and found.scale == "none" and found.std_over == "others":
+        yield Problem("algorithm.advantages.std_over", "has no effect with scale: none, which divides by nothing")
 
 
 def _of_loss(loss: PolicyLossConfig, config: "Config") -> Iterable[Problem]:

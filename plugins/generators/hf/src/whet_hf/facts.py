@@ -12,7 +12,7 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
     """Say how weights can come in, and how much memory weights and cache take at most."""
     return Facts(
         transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
-        running=("drain", "keep", "abort"),
+        on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_hf.worker", *model.code),

@@ -13,8 +13,8 @@ class HfGenerator(ReplicatedGenerator):
     """One replica of the model for each rank of the slice; see `whet.interfaces.generator.Generator`.
 
     Logprobs are of `log_softmax(logits / temperature)` of the whole vocabulary, also where top-p or top-k restrict
-    what is drawn. A completion ends at the model's last position even if it may be longer. With `keep`, requests that
-    run when weights come go on with the keys and values that the old ones made. While it
+    what is drawn. A completion ends at the model's last position even if it may be longer. With `continue`, requests
+    that run when weights come go on with the keys and values that the old ones made. While it
     sleeps its weights wait in the host's memory, or in a file where it runs on a CPU, and it has no cache.
     """
 

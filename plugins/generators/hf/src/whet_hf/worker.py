@@ -17,7 +17,7 @@ from attrs import define
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.generation.offload import Offload
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
@@ -121,17 +121,17 @@ class Worker:
         self._aborts.add([q.id for q in self._running if q.id in chosen])
         yield None
 
-    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. Until one is complete after a failed one, nothing is generated.
 
         The batch that runs is drained, goes on with the new weights, or is aborted; what waits gets them in any case.
         """
-        if running == "keep":
+        if on_weight_update == "continue":
             taken = self._weights.in_running_batch(lambda: self._take(link, version))
             if taken is not None:
                 await asyncio.wrap_future(taken)
                 return
-        if running == "abort":
+        if on_weight_update == "abort":
             self._aborts.add_running()
         loop = asyncio.get_running_loop()
         # Now, so that it comes before the next batch.

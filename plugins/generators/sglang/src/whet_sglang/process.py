@@ -16,7 +16,7 @@ from attrs import asdict, define
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError
 from whet.generation.completeness import nothing_yet
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.rollout.limits import completion_limit
 from whet.weights.manifest import await_manifests
@@ -93,7 +93,7 @@ class Process:
         inside = [id_ for id_ in ids if id_ in self._asked and self._asked[id_].inside]
         await asyncio.gather(*map(self._abort, inside))
 
-    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         async with self._arriving:
             self._gate.clear()
@@ -102,10 +102,10 @@ class Process:
                     # Those that run need not stand still until the senders are done.
                     await asyncio.to_thread(await_manifests, link)
                 await self._resume(self._released & {"weights"})
-                if running == "keep":
+                if on_weight_update == "continue":
                     await self._while_all_stand_still(link, version)
                 else:
-                    await self._until_all_have_ended(running)
+                    await self._until_all_have_ended(on_weight_update)
                     await self._take(link, version)
             finally:
                 self._admit()
@@ -186,9 +186,9 @@ class Process:
                 return
             await asyncio.sleep(0.001)
 
-    async def _until_all_have_ended(self, running: Running) -> None:
+    async def _until_all_have_ended(self, on_weight_update: OnWeightUpdate) -> None:
         while inside := {id_: asked.task for id_, asked in self._asked.items() if asked.inside}:
-            if running == "abort":
+            if on_weight_update == "abort":
                 await asyncio.gather(*map(self._abort, inside))
             await asyncio.wait(inside.values())
 

@@ -17,7 +17,7 @@ from typing import Any
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
@@ -87,10 +87,10 @@ class Worker:
         await self._ask("abort", ids)
         yield None
 
-    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         try:
-            await self._ask("receive_weights", link, version, running)
+            await self._ask("receive_weights", link, version, on_weight_update)
         except WhetError as error:
             raise RefitError(str(error)) from error
 

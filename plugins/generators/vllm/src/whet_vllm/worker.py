@@ -23,7 +23,7 @@ from attrs import asdict
 from whet.data.records import Completion, Request
 from whet.errors import RefitError, WhetError
 from whet.generation.completeness import nothing_yet
-from whet.interfaces.generator import Running
+from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.interfaces.workers import WorkerRank
 from whet.rollout.limits import completion_limit
@@ -39,7 +39,7 @@ T = TypeVar("T")
 Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 POLL_SECONDS = 0.5
-PAUSES: dict[Running, str] = {"drain": "wait", "keep": "keep", "abort": "abort"}
+PAUSES: dict[OnWeightUpdate, str] = {"drain": "wait", "continue": "keep", "abort": "abort"}
 
 
 class Worker:
@@ -90,9 +90,9 @@ class Worker:
         await asyncio.wrap_future(self._there(self._abort(ids)))
         yield None
 
-    async def receive_weights(self, link: Link, version: int, running: Running) -> None:
+    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
-        await asyncio.wrap_future(self._there(self._receive(link, version, running)))
+        await asyncio.wrap_future(self._there(self._receive(link, version, on_weight_update)))
 
     def sleep(self) -> int | None:
         """Give a GPU's memory back, weights to the host; how many bytes became free. On a CPU vLLM cannot."""
@@ -187,11 +187,11 @@ class Worker:
             return request.id, str(error)
         return error
 
-    async def _receive(self, link: Link, version: int, running: Running) -> None:
+    async def _receive(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         async with self._arriving:
             self._gate.clear()
             try:
-                await self._while_it_lives(self._change(link, version, running))
+                await self._while_it_lives(self._change(link, version, on_weight_update))
             finally:
                 self._gate.set()
 
@@ -226,7 +226,7 @@ class Worker:
         """Say what is free on the GPUs of the engine's processes, together."""
         return sum(await self._engine.llm.collective_rpc("whet_free_bytes"))
 
-    async def _change(self, link: Link, version: int, running: Running) -> None:
+    async def _change(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
         if link.transport in ("shared-memory", "disk"):
             # Those that run need not stand still until the senders are done.
             await asyncio.to_thread(await_manifests, link)
@@ -234,7 +234,7 @@ class Worker:
             self._asleep = "but for weights"
             await self._engine.llm.wake_up(tags=["weights"])
             return await self._take(link, version)
-        await self._engine.llm.pause_generation(mode=PAUSES[running])
+        await self._engine.llm.pause_generation(mode=PAUSES[on_weight_update])
         try:
             await self._take(link, version)
         finally:

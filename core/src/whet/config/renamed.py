@@ -1,0 +1,42 @@
+"""Keys and values of a config that have new names: whoever writes an old one is told the new one.
+
+A field states its old names in its metadata, so that the config classes of plugins can do the same:
+
+    on_weight_update: Literal["drain", "continue"] = field(metadata=renamed("running", keep="continue"))
+
+A config is never changed by this table. An old key or value is a problem of the config, with its path.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from whet.config.document import to_line
+
+
+def renamed(key: str = "", /, **values: str) -> dict[str, Any]:
+    """Return metadata of a field whose key was `key` before, or which had other values: new ones by the old ones."""
+    return {"renamed_key": key, "renamed_values": values}
+
+
+def renamed_keys(fields: "Sequence[attrs.Attribute[Any]]") -> "dict[str, attrs.Attribute[Any]]":
+    """Return the fields that had another key before, by this key."""
+    return {field.metadata["renamed_key"]: field for field in fields if field.metadata.get("renamed_key")}
+
+
+def key_words(field: "attrs.Attribute[Any]", value: object) -> str:
+    """Return what is wrong with an old key, and the line to write instead; of a section only its key."""
+    new = _new_value(field, value)
+    key = field.alias or field.name
+    return f"was renamed; write {key}" + ("" if isinstance(new, Mapping) else f": {to_line(new)}")
+
+
+def value_words(field: "attrs.Attribute[Any]", value: object) -> str:
+    """Return what is wrong with an old value, and the value to write instead; empty where it is none."""
+    new = _new_value(field, value)
+    return "" if new is value else f"the value {value} was renamed; write {new}"
+
+
+def _new_value(field: "attrs.Attribute[Any]", value: object) -> object:
+    return field.metadata.get("renamed_values", {}).get(value, value) if isinstance(value, str) else value
