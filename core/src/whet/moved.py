@@ -38,7 +38,7 @@ MOVED = {
     "stages": "algorithms.policy_steps",
     "steps": "interfaces.algorithm",
     "undecided": "interfaces.undecided",
-    "validation": "run.validation",
+    "validation": "algorithms.offline_loop",
 }
 """Module of today, by the path of before; both without the leading `whet.`."""
 

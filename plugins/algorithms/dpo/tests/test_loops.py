@@ -20,7 +20,6 @@ from whet_dpo.dpo import Dpo
 from whet_dpo.hooks import whet_losses
 from whet_dpo.kto import Kto, with_margins
 from whet_dpo.records import labelled_encoder, pair_encoder
-from whet_dpo.validation import validate
 
 MODEL = ModelInfo("model", {})
 
@@ -155,16 +154,6 @@ def test_validation_comes_before_the_first_step_when_due_and_after_the_last(run)
     assert ["validation/loss" in metrics for metrics in found.start] == [True]
     assert run(Dpo(DpoConfig(batch_size=4, loss=loss("simpo"))), steps=5, done=2).start == []
     assert ["validation/loss" in metrics for metrics in found.metrics] == [False, True, False, True, True]
-
-
-def test_the_validation_loss_is_the_mean_over_pairs_of_all_batches():
-    class Uneven(FakeBackend):
-        def evaluate(self, batch, loss):
-            return {"loss": mean(float(batch.sequences)), "rewards/accuracies": mean(1.0, batch.sequences / 2)}
-
-    batches = [SimpleNamespace(sequences=6), SimpleNamespace(sequences=2)]
-    found = plain(validate(Uneven(), batches, Spec(""), lambda batch: batch))
-    assert found == pytest.approx({"validation/loss": (36 + 4) / 8, "validation/rewards/accuracies": 2 / 4})
 
 
 def test_margins_of_single_answers_are_the_difference_of_means():

@@ -12,7 +12,7 @@ from whet.data.metrics import mean, plain
 from whet.data.offline import OfflineData
 from whet.testing.fakes import FakeBackend
 from whet_sft.config import SftConfig
-from whet_sft.sft import Sft, encoder, validate, with_perplexity
+from whet_sft.sft import Sft, encoder, with_perplexity
 
 
 class Recorded:
@@ -45,7 +45,7 @@ class Listed(list):
 
 @pytest.fixture
 def run(tmp_path, tiny_model_folder):
-    def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0):
+    def run(count: int, config: SftConfig, begin: int = 1, end: int = 6, evaluate_every: int = 0, backend=None):
         for name, size in (("train", count), ("validation", 5)):
             rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in range(size)]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,7 +53,7 @@ def run(tmp_path, tiny_model_folder):
         events: list[str] = []
         steps = Listed([Recorded(n, end, events) for n in range(begin, end + 1)], begin - 1)
         parts = SimpleNamespace(
-            backend=FakeBackend(),
+            backend=backend or FakeBackend(),
             data=OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0, encode=encoder(config, None)),
             steps=steps,
             loss=Spec("whet_sft.losses:Nll"),
@@ -96,15 +96,18 @@ def test_the_generator_gets_the_weights_before_it_is_evaluated(run):
     assert sum("refit" in event for event in found.events) == 2
 
 
-def test_the_validation_loss_is_the_mean_over_tokens_of_all_batches():
+def test_the_validation_loss_is_the_mean_over_tokens_of_all_batches_and_names_no_nll(run):
     class Backend(FakeBackend):
         def evaluate(self, batch, loss):
-            number = float(batch["value"][0])
-            return {"loss": mean(number), "nll": mean(number * batch["loss_mask"].sum(), batch["loss_mask"].sum())}
+            number, count = float(batch.sequences), float(batch["loss_mask"].sum())
+            tokens.append((number, count))
+            return {"loss": mean(number), "nll": mean(number * count, count)}
 
-    batches = [{"loss_mask": np.ones(30, bool), "value": [1.0]}, {"loss_mask": np.ones(10, bool), "value": [3.0]}]
-    found = plain(validate(Backend(), batches, Spec("")))
-    assert found == pytest.approx({"validation/loss": 1.5, "validation/perplexity": math.exp(1.5)})
+    tokens: list[tuple[float, float]] = []
+    found = run(20, SftConfig(batch_size=4), backend=Backend()).steps.start
+    mean_loss = sum(number * count for number, count in tokens[:2]) / sum(count for _, count in tokens[:2])
+    assert len({number for number, _ in tokens}) == 2  # batches of four records and of one
+    assert found == pytest.approx({"validation/loss": mean_loss, "validation/perplexity": math.exp(mean_loss)})
 
 
 def test_perplexity_is_given_only_of_a_likelihood_and_never_overflows():

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whet.algorithms.offline_loop import offline_loop, read_data
 from whet.data.metrics import Metric, mean
 from whet.data.model_info import read_model
 from whet_dpo.baseline import kl_baseline
 from whet_dpo.config import KtoConfig, reads_baseline, source
 from whet_dpo.loss_config import BASELINE, REFERENCE
 from whet_dpo.reference import precomputed
-from whet_dpo.validation import validate
 from whet_dpo.whole import WholeBatch
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Kto:
-    """The loop: read answers, estimate what they are compared with, learn, and now and then validate.
+    """The loop: read answers, estimate the baseline, train, and validate when due.
 
     The baseline is a number of the whole batch, so it is computed here and not in the loss, which sees a part.
     """
@@ -34,17 +34,14 @@ class Kto:
     def run(self, parts: "Parts") -> None:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
-        assert parts.data is not None  # what feeds on data gets it
-        data = parts.data.prepare()
+        data = read_data(parts)
         model = read_model(parts.chat.folder)
         reference, compared = source(config, model), reads_baseline(config, model)
         if reference == "precomputed":
             data = precomputed(parts, data, config.batch_size)
-        validation = data.validation(config.batch_size)
-
         whole = WholeBatch(parts, config.loss)
 
-        def prepare(batch: "Batch", step: int = 0) -> "Batch":
+        def prepare(batch: "Batch", step: int) -> "Batch":
             zeros = np.zeros(batch.sequences, np.float32)
             batch = batch.with_columns(**{BASELINE: kl_baseline(backend, batch) if compared else zeros})
             if reference == "on-the-fly":
@@ -52,22 +49,12 @@ class Kto:
                 batch = batch.with_columns(**{REFERENCE: scores})
             return whole(batch, step)
 
-        if validation and parts.steps.done == 0:
-            parts.steps.log_start(with_margins(validate(backend, validation, parts.loss, prepare), "validation/"))
-        for step in parts.steps:
-            batch = prepare(data.batch(step.number, config.batch_size), step.number)
-            step.log(with_margins(backend.train(batch, parts.loss)))
-            step.log({"epoch": mean(data.epoch(step.number, config.batch_size))})
-            if validation and step.due(config.validate_every):
-                step.log(with_margins(validate(backend, validation, parts.loss, prepare), "validation/"))
-            if step.due(parts.config.evaluation.every):
-                parts.refit(version=step.number)  # the generator plays the evaluation's episodes
-            step.finish(batch)
+        offline_loop(parts, data, config, prepare=prepare, derive=with_margins)
 
 
-def with_margins(metrics: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
-    """Add the difference of the mean rewards, where there are both; it cannot be merged, so it comes last."""
-    chosen, rejected = (metrics.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
+def with_margins(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics with the difference of the mean rewards, where there are both."""
+    chosen, rejected = (metrics.get(f"rewards/{name}") for name in ("chosen", "rejected"))
     if chosen is None or rejected is None or not (float(chosen.count) and float(rejected.count)):
         return dict(metrics)
-    return {**metrics, f"{prefix}rewards/margins": mean(chosen.number() - rejected.number())}
+    return {**metrics, "rewards/margins": mean(chosen.number() - rejected.number())}
