@@ -64,10 +64,13 @@ def test_structuring_and_planning_a_recipe_loads_nothing_heavy(recipe: Path) -> 
 from whet.plan.load import load_config
 from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
+from whet.plan.roles import make_roles
 from whet.data.model_info import ModelInfo
 MODEL = ModelInfo("somewhere", {"max_position_embeddings": 4096, "vocab_size": 1000})
 loaded = load_config(sys.argv[1])
-plan, problems = make_plan(loaded.config, MODEL, gather_facts(loaded.config, MODEL), Machine(cores=2))
+plan, problems = make_plan(
+    loaded.config, MODEL, make_roles(loaded.config, gather_facts(loaded.config, MODEL)), Machine(cores=2)
+)
 assert plan is not None, problems
 """
     assert heavy_after(code, str(recipe)) == []

@@ -17,6 +17,7 @@ from whet.config.sections import (
     RunSection,
 )
 from whet.plan.colocation import sleep_problems, turns_and_notes
+from whet.plan.roles import make_roles
 
 BOTH = Facts(sleeps=("cpu", "cuda"))
 ON_GPUS = Facts(sleeps=("cuda",))
@@ -50,11 +51,11 @@ def facts(backend: Facts = BOTH, generator: Facts = BOTH, **others: Facts) -> Ma
 
 
 def turns(config: Config, found: Mapping[str, Facts] | None = None) -> tuple[tuple[str, ...], ...]:
-    return turns_and_notes(config, found or facts())[0]
+    return turns_and_notes(config, make_roles(config, found or facts()))[0]
 
 
 def refusals(config: Config, found: Mapping[str, Facts] | None = None) -> list[str]:
-    return [str(problem) for problem in sleep_problems(config, found or facts())]
+    return [str(problem) for problem in sleep_problems(config, make_roles(config, found or facts()))]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,8 @@ def test_what_cannot_give_memory_back_is_named() -> None:
         "set cluster.offload: auto"
     )
     assert refusals(make_config(offload="always", gpus=GPUS), found) == []
-    chosen, (note,) = turns_and_notes(make_config(gpus=GPUS), facts(backend=Facts()))
+    config = make_config(gpus=GPUS)
+    chosen, (note,) = turns_and_notes(config, make_roles(config, facts(backend=Facts())))
     assert chosen == ()
     assert note == "all keep their memory while others work: trainer of the backend can give memory back nowhere"
 
@@ -114,13 +116,15 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
 
 def test_who_asks_at_the_endpoint_is_told_of_the_wait() -> None:
     rollouts = {**facts(), "algorithm": Facts(inputs=("rollouts",))}
-    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), rollouts)
+    config = make_config(serve=True, gpus=GPUS)
+    chosen, (note,) = turns_and_notes(config, make_roles(config, rollouts))
     assert chosen
     assert "who asks while the backend trains waits" in note
 
 
 def test_where_nothing_would_wake_the_generator_for_who_asks_at_the_endpoint_it_stays_awake() -> None:
-    chosen, (note,) = turns_and_notes(make_config(serve=True, gpus=GPUS), facts())
+    config = make_config(serve=True, gpus=GPUS)
+    chosen, (note,) = turns_and_notes(config, make_roles(config, facts()))
     assert chosen == ()
     assert "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes" in note
     (said,) = refusals(make_config(serve=True, offload="always"))

@@ -12,6 +12,7 @@ from whet.data.model_info import ModelInfo
 from whet.plan.memory import fullest
 from whet.plan.placement import Machine
 from whet.plan.plan import Plan, make_plan
+from whet.plan.roles import make_roles
 
 GIB = 2**30
 MODEL = ModelInfo("models/x", {"max_position_embeddings": 128})
@@ -54,7 +55,7 @@ def planned(machine: Machine, facts: Mapping[str, Facts] = FACTS, model: ModelIn
         environments=[EnvironmentSection(component=chosen("environments", "sums"))],
         rollout=RolloutSection(max_tokens=32), cluster=ClusterSection(**cluster),
     )  # fmt: skip
-    plan, problems = make_plan(config, model, facts, machine)
+    plan, problems = make_plan(config, model, make_roles(config, facts), machine)
     assert plan is not None, problems
     return plan
 

@@ -1,13 +1,14 @@
 """The plan is a pure function of config, model and facts, and refuses whatever it can know."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import pytest
 from attrs import evolve, frozen
 
-from whet.component import Component, Facts, Selection
+from whet.component import Component, Facts, Problem, Selection
 from whet.config.sections import (
     ClusterSection,
     Config,
@@ -22,7 +23,8 @@ from whet.config.sections import (
 )
 from whet.data.model_info import ModelInfo
 from whet.plan.placement import Machine
-from whet.plan.plan import gather_facts, make_plan, selections
+from whet.plan.plan import Plan, gather_facts, make_plan, selections
+from whet.plan.roles import make_roles
 
 MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
 
@@ -65,14 +67,18 @@ FACTS = {
 }
 
 
+def plan_of(config: Config, facts: Mapping[str, Facts], machine: Machine) -> tuple[Plan | None, list[Problem]]:
+    return make_plan(config, MODEL, make_roles(config, facts), machine)
+
+
 def problems(config: Config, facts: dict[str, Facts] = FACTS) -> list[str]:
-    plan, found = make_plan(config, MODEL, facts, Machine(8))
+    plan, found = plan_of(config, facts, Machine(8))
     assert (plan is None) == bool(found)
     return [str(problem) for problem in found]
 
 
 def test_a_sound_config_gives_a_plan_that_can_be_read():
-    plan, found = make_plan(make_config(), MODEL, FACTS, Machine(8))
+    plan, found = plan_of(make_config(), FACTS, Machine(8))
     assert not found
     assert (plan.way.transport, plan.feeds_on, plan.max_context) == ("shared", "rollouts", 128)
     assert plan.role("backend").threads == 8
@@ -83,21 +89,21 @@ def test_a_sound_config_gives_a_plan_that_can_be_read():
 
 def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
     config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1))
-    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    plan, _ = plan_of(config, FACTS, Machine(8))
     assert plan.role("backend").processes != plan.role("generator").processes
     assert (plan.role("backend").threads, plan.role("generator").threads) == (4, 4)
     assert plan.way.transport == "shared-memory"
 
 
 def test_roles_of_different_pythons_are_apart_and_hand_over_by_memory_that_they_share():
-    plan, found = make_plan(make_config(cluster=ClusterSection(python={"generator": "x"})), MODEL, FACTS, Machine(8))
+    plan, found = plan_of(make_config(cluster=ClusterSection(python={"generator": "x"})), FACTS, Machine(8))
     assert not found
     assert plan.role("backend").processes != plan.role("generator").processes
     assert plan.way.transport == "shared-memory"
     assert plan.role("backend").threads == plan.role("generator").threads == 8, "they take turns"
     assert "in processes 'generator' of the Python 'x'" in plan.describe()
     both = ClusterSection(python={"generator": "x", "backend": "x"})
-    plan, _ = make_plan(make_config(cluster=both), MODEL, FACTS, Machine(8))
+    plan, _ = plan_of(make_config(cluster=both), FACTS, Machine(8))
     assert plan.way.transport == "shared"
 
 
@@ -110,14 +116,14 @@ def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkey
 
 def test_several_ranks_do_not_hand_over_by_reference():
     config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
-    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    plan, _ = plan_of(config, FACTS, Machine(8))
     assert plan.way.transport == "shared-memory"
     assert plan.role("backend").threads == 4
 
 
 def test_gpus_apart_are_numbered_one_after_the_other():
     config = make_config(cluster=ClusterSection(gpus={"backend": 2, "generator": 2}, colocate=[]))
-    plan, found = make_plan(config, MODEL, FACTS, Machine(8, gpus=4))
+    plan, found = plan_of(config, FACTS, Machine(8, gpus=4))
     assert not found
     assert plan.role("backend").devices == ("cuda:0", "cuda:1")
     assert plan.role("generator").devices == ("cuda:2", "cuda:3")
@@ -145,14 +151,14 @@ ENGINE = {
 )
 def test_between_gpus_weights_stay_on_gpus(cluster, processes, way):
     facts = {**ENGINE, "generator": evolve(ENGINE["generator"], processes=processes)}
-    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, facts, Machine(8, gpus=8))
+    plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), facts, Machine(8, gpus=8))
     assert not found
     assert (plan.way.transport, plan.way.senders, plan.way.receivers) == way
 
 
 def test_a_rank_that_spreads_over_two_gpus_is_given_both():
     cluster = ClusterSection(gpus={"backend": 2, "generator": 4}, colocate=[])
-    plan, _ = make_plan(make_config(cluster=cluster), MODEL, ENGINE, Machine(8, gpus=6))
+    plan, _ = plan_of(make_config(cluster=cluster), ENGINE, Machine(8, gpus=6))
     assert plan.role("backend").devices == ("cuda:0", "cuda:1")
     assert plan.role("generator").devices == ("cuda:2,3", "cuda:4,5")
 
@@ -168,7 +174,7 @@ def test_a_rank_that_spreads_over_two_gpus_is_given_both():
     ids=str,
 )
 def test_gpus_that_cannot_be_dealt_out_and_ways_that_lead_nowhere_are_refused(cluster, complaint):
-    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, ENGINE, Machine(8, gpus=8))
+    plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), ENGINE, Machine(8, gpus=8))
     assert plan is None
     assert any(re.match(complaint, str(problem)) for problem in found), found
 
@@ -308,7 +314,7 @@ def test_all_problems_are_reported_at_once():
 def test_the_plan_does_not_change_the_config():
     config = make_config()
     before = attrs.asdict(config, recurse=False)
-    make_plan(config, MODEL, FACTS, Machine(2))
+    plan_of(config, FACTS, Machine(2))
     assert attrs.asdict(config, recurse=False) == before
 
 
@@ -334,12 +340,8 @@ def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_re
 
 
 def test_an_order_that_cannot_differ_is_noted():
-    plan, _ = make_plan(
-        make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="as_completed")),
-        MODEL,
-        FACTS,
-        Machine(8),
-    )
+    config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="completion"))
+    plan, _ = plan_of(config, FACTS, Machine(8))
     assert "below a rollout.max_staleness of 2" in plan.describe()
 
 
@@ -348,7 +350,7 @@ def test_what_a_run_in_this_process_has_no_use_for_is_noted():
         rollout=RolloutSection(max_tokens=32, max_staleness=1),
         cluster=ClusterSection(launcher="ray", workers="inline"),
     )
-    plan, _ = make_plan(config, MODEL, FACTS, Machine(8))
+    plan, _ = plan_of(config, FACTS, Machine(8))
     assert plan.notes == (
         "generation does not overlap training: cluster.workers: inline keeps all in this process",
         "cluster.launcher: ray is not used, as cluster.workers is inline",
@@ -373,7 +375,7 @@ JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
     ids=str,
 )
 def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transport, reason):
-    plan, found = make_plan(make_config(cluster=ClusterSection(**cluster)), MODEL, FACTS, Machine(8))
+    plan, found = plan_of(make_config(cluster=ClusterSection(**cluster)), FACTS, Machine(8))
     assert not found
     assert plan.way.transport == transport
     assert f"by {transport}, as they are {reason}" in plan.describe()
@@ -381,7 +383,7 @@ def test_how_weights_travel_follows_from_where_the_roles_can_be(cluster, transpo
 
 def test_what_the_nodes_of_a_cluster_have_is_not_known_here():
     cluster = ClusterSection(**JOINED, gpus={"backend": 16}, colocate=[])
-    plan, found = make_plan(make_config(cluster=cluster), MODEL, FACTS, Machine(8))
+    plan, found = plan_of(make_config(cluster=cluster), FACTS, Machine(8))
     assert not found
     assert (plan.role("backend").ranks, plan.role("backend").threads) == (16, 1)
 
@@ -432,9 +434,9 @@ def test_weights_that_the_backend_does_not_hold_are_refused():
 )
 def test_gpus_that_this_machine_lacks_are_a_warning_and_those_that_a_given_one_lacks_a_refusal(cluster, told):
     config = make_config(cluster=ClusterSection(**cluster))
-    plan, found = make_plan(config, MODEL, FACTS, Machine(8))
+    plan, found = plan_of(config, FACTS, Machine(8))
     assert (found, plan.warnings, plan.refusals) == ([], (told,), ())
     assert plan.role("backend").devices[0] == "cuda:0", "the plan is there all the same"
-    plan, found = make_plan(config, MODEL, FACTS, Machine(8, given=True))
+    plan, found = plan_of(config, FACTS, Machine(8, given=True))
     assert (found, plan.warnings) == ([], ())
     assert plan.refusals == (told.replace("this machine", "the given machine"),)

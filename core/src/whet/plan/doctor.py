@@ -158,7 +158,7 @@ def _interpreter(role: str, found: Interpreter, seconds: float) -> Iterator[Chec
 
 def _packages(plan: Prepared) -> Iterator[Check]:
     """Look for what workers stand on in this Python; in others that was checked with the config."""
-    for role, package in packages_here(plan.config, plan.facts):
+    for role, package in packages_here(plan.config, plan.roles):
         name = f"{package.name} of {role}"
         if package.is_here:
             yield Check(
@@ -247,7 +247,7 @@ def _gpus(plan: Prepared | None) -> Iterator[Check]:
     count = machine.gpu_count()
     sizes = [size(known) for known in machine.gpu_memory(count) if known]
     found = f"{count}" + (f": {', '.join(f'{sizes.count(one)} x {one}' for one in dict.fromkeys(sizes))}" * bool(sizes))
-    problems = gpu_problems(plan.config, plan.plan.roles, plan.machine) if plan else []
+    problems = gpu_problems(plan.config, plan.roles, plan.plan.roles, plan.machine) if plan else []
     for problem in problems:
         change = "run it where they are, or lower cluster.gpus; `whet check --machine` plans for another machine"
         yield Check("gpus", "fail", str(problem), change)

@@ -14,6 +14,7 @@ from whet.component import MemoryTerm, Problem
 from whet.config.sections import Config
 from whet.plan.placement import Machine, RolePlan
 from whet.plan.rank_placement import RankPlacement, place_ranks
+from whet.plan.roles import Roles
 
 KEY = "cluster.memory"
 HOST = "the host"
@@ -46,10 +47,10 @@ class Room:
 
 
 def rooms(
-    config: Config, roles: Sequence[RolePlan], turns: Sequence[Sequence[str]], machine: Machine
+    config: Config, table: Roles, roles: Sequence[RolePlan], turns: Sequence[Sequence[str]], machine: Machine
 ) -> list[Room]:  # fmt: skip
     """Return what every host and GPU must hold at the least. Empty where it is not known who lives where."""
-    placed = place_ranks(config, roles, machine)
+    placed = place_ranks(config, table, roles, machine)
     found = list[Room]()
     for number, node in enumerate(machine.nodes):
         here = [one for one in placed if one.node == number]

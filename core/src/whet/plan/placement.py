@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from attrs import field, frozen
 
-from whet.component import Facts, MemoryTerm, Problem
+from whet.component import MemoryTerm, Problem
 from whet.config.sections import Config
-from whet.plan.roles import groups, is_trained, role_names, role_path, role_selection, shares
+from whet.plan.roles import Roles
 from whet.plan.transport import choose_transport
 from whet.runtime.ray_address import address_to_join
 from whet.weights.transfer import STREAMED
@@ -75,29 +75,20 @@ def joins(config: Config) -> bool:
     return bool(address_to_join(cluster)) and cluster.workers != "inline"
 
 
-def ranks_of(config: Config, name: str, facts: Mapping[str, Facts]) -> int:
-    """Give the ranks of a role: those asked for, else as many as its GPUs allow, else what it wants."""
-    found = facts[role_path(name)]
-    return config.cluster.ranks.get(name, config.cluster.gpus.get(name, 0) // found.processes or found.ranks)
-
-
-def plan_role(config: Config, name: str, facts: Mapping[str, Facts], machine: Machine) -> RolePlan:
-    """Give a role its ranks, threads and devices."""
-    cluster, ranks = config.cluster, ranks_of(config, name, facts)
-    all_groups = groups(config)
-    group = next(g for g in all_groups if name in g)
+def plan_role(config: Config, roles: Roles, name: str, machine: Machine) -> RolePlan:
+    """Return the ranks, threads, devices and memory of a role."""
+    cluster, role, groups = config.cluster, roles[name], roles.groups
     # Roles that share take turns; roles apart work at one time.
-    others = sum(max(ranks_of(config, r, facts) for r in g) for g in all_groups if g is not group)
-    busy = ranks + others if config.rollout.max_staleness else ranks
+    others = sum(max(roles[other].ranks for other in group) for group in groups if group != role.group)
+    busy = role.ranks + others if config.rollout.max_staleness else role.ranks
     # What cores the nodes of a cluster have is not known here.
     threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
-    first = sum(max(cluster.gpus.get(r, 0) for r in g) for g in all_groups[: all_groups.index(group)])
-    found = facts[role_path(name)]
-    devices = _devices(first, cluster.gpus.get(name, 0), ranks, found.processes)
-    component, python = role_selection(config, name).name, cluster.python.get(name, "")
-    terms = tuple(found.memory(ranks, is_trained(facts, name))) if found.memory else ()
+    first = sum(max(roles[other].gpus for other in group) for group in groups[: groups.index(role.group)])
+    devices = _devices(first, role.gpus, role.ranks, role.facts.processes)
+    component, python = role.selection.name, cluster.python.get(name, "")
+    terms = tuple(role.facts.memory(role.ranks, role.trained)) if role.facts.memory else ()
     each = sum(term.bytes for term in terms if term.when == "working" and _computing(term, devices[0])) or None
-    return RolePlan(name, component, ranks, threads, devices, "+".join(group), terms, each, python)
+    return RolePlan(name, component, role.ranks, threads, devices, "+".join(role.group), terms, each, python)
 
 
 def _computing(term: MemoryTerm, device: str) -> bool:
@@ -110,35 +101,35 @@ def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:
     return tuple("cuda:" + ",".join(str(place + i) for i in range(each)) if gpus else "cpu" for place in places)
 
 
-def gpus_apart(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+def gpus_apart(roles: Roles) -> Iterator[Problem]:
     """Find roles whose GPUs cannot be dealt out to their ranks."""
-    for name in role_names(config):
-        gpus, each = config.cluster.gpus.get(name, 0), facts[role_path(name)].processes
+    for role in roles:
+        gpus, each = role.gpus, role.facts.processes
         if gpus % each:
-            yield Problem(f"cluster.gpus.{name}", f"is {gpus}, and a rank takes {each}; wanted a multiple of that")
-    for group in groups(config):
-        taken = {name: facts[role_path(name)].processes for name in group if config.cluster.gpus.get(name)}
+            yield Problem(f"cluster.gpus.{role.name}", f"is {gpus}, and a rank takes {each}; wanted a multiple of that")
+    for group in roles.groups:
+        taken = {name: roles[name].facts.processes for name in group if roles[name].gpus}
         if len(set(taken.values())) > 1:
             listed = ", ".join(f"{name} {each}" for name, each in taken.items())
             yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
 
 
-def way_of(config: Config, facts: Mapping[str, Facts]) -> Way:
+def way_of(config: Config, roles: Roles) -> Way:
     """Choose how weights travel. Raises `ConfigError`."""
-    inline = config.cluster.workers == "inline"
-    together = inline or shares(config, "backend", "generator")
-    ranks = {name: ranks_of(config, name, facts) for name in ("backend", "generator")}
+    backend, generator, inline = roles["backend"], roles["generator"], config.cluster.workers == "inline"
+    together = inline or roles.share("backend", "generator")
+    ranks = (backend.ranks, generator.ranks)
     # Of several ranks one sends, and reaches by reference only who shares its own process.
-    same_process = together and set(ranks.values()) == {1}
+    same_process = together and set(ranks) == {1}
     one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
     same_host = same_process or not joins(config) or one_node == "one-node"
-    gpus = [config.cluster.gpus.get(name, 0) for name in ranks]
+    gpus = (backend.gpus, generator.gpus)
     transport = choose_transport(
-        facts["backend"].transports,
-        facts["generator"].transports,
+        backend.facts.transports,
+        generator.facts.transports,
         same_process=same_process,
         same_host=same_host,
-        same_gpu=all(gpus) and len({*gpus, *ranks.values()}) == 1 and together and not inline,
+        same_gpu=all(gpus) and len({*gpus, *ranks}) == 1 and together and not inline,
         own_gpus=all(gpus) and not together,
         wanted=config.cluster.transport,
         together=together,
@@ -147,7 +138,5 @@ def way_of(config: Config, facts: Mapping[str, Facts]) -> Way:
     reason = "as cluster.transport says" if config.cluster.transport else f"as they are {where}"
     if transport not in STREAMED:
         return Way(transport, reason)
-    receivers = ranks["generator"] * facts["generator"].processes
-    return (
-        Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, ranks["backend"])
-    )
+    receivers = generator.ranks * generator.facts.processes
+    return Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, backend.ranks)

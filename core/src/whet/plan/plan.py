@@ -19,17 +19,9 @@ from whet.plan.colocation import sleep_problems, turns_and_notes
 from whet.plan.compatibility import misfits
 from whet.plan.evaluation import evaluation_problems
 from whet.plan.memory import Room, fullest, memory_problems, rooms, size
-from whet.plan.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, ranks_of, way_of
+from whet.plan.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
-from whet.plan.roles import (
-    known_roles,
-    needed_roles,
-    python_problems,
-    role_names,
-    role_path,
-    share_groups,
-    shares,
-)
+from whet.plan.roles import Roles, python_problems, role_path
 from whet.runtime.ray_address import address_problem
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
@@ -148,31 +140,31 @@ def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
 def make_plan(
     config: Config,
     model: ModelInfo,
-    facts: Mapping[str, Facts],
+    roles: Roles,
     machine: Machine,
     models: Mapping[str, ModelInfo] | None = None,
 ) -> tuple[Plan | None, list[Problem]]:
     """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
-    algorithm = facts["algorithm"]
+    facts, algorithm = roles.facts, roles.facts["algorithm"]
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
         *_inputs(config, facts, feeds_on),
         *_epochs(config, algorithm, feeds_on),
-        *_needs(config, facts),
-        *_losses(facts, feeds_on, algorithm),
+        *_needs(config, roles),
+        *_losses(roles, feeds_on),
         *_weights(config, facts),
         *misfits(config, facts),
         *_lengths(config, model),
-        *_conversations(config, model, facts, models or {}),
-        *_shares(config, facts),
-        *_updates(config, facts),
-        *sleep_problems(config, facts),
+        *_conversations(config, model, roles, models or {}),
+        *_shares(config, roles),
+        *_updates(config, roles),
+        *sleep_problems(config, roles),
     ]
     way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
-        together = config.cluster.workers == "inline" or shares(config, "backend", "generator")
+        together = config.cluster.workers == "inline" or roles.share("backend", "generator")
         try:
-            way = way_of(config, facts)
+            way = way_of(config, roles)
         except ConfigError as error:
             problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
         if config.rollout.max_staleness and together:
@@ -183,16 +175,16 @@ def make_plan(
         notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
         return None, problems
-    roles = tuple(plan_role(config, name, facts, machine) for name in role_names(config))
-    turns, of_turns = turns_and_notes(config, facts)
+    turns, of_turns = turns_and_notes(config, roles)
     notes += of_turns
     context = config.rollout.max_context or model.max_positions
     inline = config.cluster.workers == "inline"
-    imports = tuple(dict.fromkeys(m for name in role_names(config) for m in facts[role_path(name)].imports))
+    imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
     launcher = config.cluster.launcher
-    roles = tuple(_with_handed_over(role, way, model) for role in roles)
-    plan = Plan(launcher, inline, roles, way, feeds_on, turns, context, imports, tuple(notes))
-    return on_machine(plan, config, machine), []
+    planned = (plan_role(config, roles, name, machine) for name in roles.names)
+    placed = tuple(_with_handed_over(role, way, model) for role in planned)
+    plan = Plan(launcher, inline, placed, way, feeds_on, turns, context, imports, tuple(notes))
+    return on_machine(plan, config, roles, machine), []
 
 
 def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
@@ -206,14 +198,14 @@ def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> Role
     return attrs.evolve(role, memory=(*role.memory, shared))
 
 
-def on_machine(plan: Plan, config: Config, machine: Machine) -> Plan:
+def on_machine(plan: Plan, config: Config, roles: Roles, machine: Machine) -> Plan:
     """Add to a plan what a machine has for it and what it lacks.
 
     GPUs that this machine lacks are a warning, for the run may be meant for another one; that a given one lacks them
     is a refusal, as is too little memory.
     """
-    gpus = [str(problem) for problem in gpu_problems(config, plan.roles, machine)]
-    found = rooms(config, plan.roles, plan.turns, machine)
+    gpus = [str(problem) for problem in gpu_problems(config, roles, plan.roles, machine)]
+    found = rooms(config, roles, plan.roles, plan.turns, machine)
     full = [str(problem) for problem in memory_problems(config, found, machine)]
     return attrs.evolve(
         plan, memory=tuple(found), machines=len(machine.nodes), warnings=() if machine.given else tuple(gpus),
@@ -276,15 +268,15 @@ def _epochs(config: Config, algorithm: Facts, feeds_on: str) -> Iterator[Problem
             yield Problem(f"data.validation.{i}.weight", "validation reads every record once; remove the weight")
 
 
-def _needs(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
     """Match the further models that are asked for with those that there are."""
-    needs = needed_roles(facts)
+    needs = roles.needs
     for name, need in needs.items():
         if name not in config.roles:
             wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
             yield Problem(f"roles.{name}", f"is missing: {config.algorithm.name} or an environment asks for it{wanted}")
             continue
-        given = facts[role_path(name)].outputs_given
+        given = roles[name].facts.outputs_given
         for output in sorted(need.outputs - given):
             yield Problem(
                 f"roles.{name}", f"must give the model output {output!r}; it gives {', '.join(sorted(given))}"
@@ -297,9 +289,9 @@ def _needs(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
             yield Problem(f"roles.{name}", f"nobody asks for this role{asked}; remove it")
 
 
-def _losses(facts: Mapping[str, Facts], feeds_on: str, algorithm: Facts) -> Iterator[Problem]:
-    columns = ALWAYS | algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
-    needs = needed_roles(facts)
+def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
+    facts, needs = roles.facts, roles.needs
+    columns = ALWAYS | facts["algorithm"].columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
     for path, found in facts.items():
         given = facts[role_path(found.role)].outputs_given if role_path(found.role) in facts else found.outputs_needed
         told = needs[found.role].outputs if found.role in needs else frozenset()
@@ -332,11 +324,11 @@ def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
 
 
 def _conversations(
-    config: Config, model: ModelInfo, facts: Mapping[str, Facts], models: Mapping[str, ModelInfo]
+    config: Config, model: ModelInfo, roles: Roles, models: Mapping[str, ModelInfo]
 ) -> Iterator[Problem]:
     """Find models that read whole conversations and have fewer positions than those may have."""
     longest = config.rollout.max_context or model.max_positions
-    for name, need in needed_roles(facts).items():
+    for name, need in roles.needs.items():
         most = models.get(name, model).max_positions
         if need.conversations and name in config.roles and 0 < most < longest:
             yield Problem(
@@ -346,32 +338,32 @@ def _conversations(
             )
 
 
-def _updates(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
+def _updates(config: Config, roles: Roles) -> Iterator[Problem]:
     """Find out whether requests under way can meet new weights as wanted. Without staleness there are none."""
     wanted = config.rollout.on_weight_update
     if config.generator is None or config.rollout.max_staleness == 0:
         return
-    if wanted not in facts["generator"].on_weight_update:
-        can = ", ".join(facts["generator"].on_weight_update)
+    if wanted not in roles["generator"].facts.on_weight_update:
+        can = ", ".join(roles["generator"].facts.on_weight_update)
         yield Problem(
             "rollout.on_weight_update", f"is {wanted}; of the generator {config.generator.name} it can be {can}"
         )
-    elif wanted == "continue" and config.cluster.workers == "process" and shares(config, "backend", "generator"):
+    elif wanted == "continue" and config.cluster.workers == "process" and roles.share("backend", "generator"):
         yield Problem(
             "rollout.on_weight_update",
-            "is keep, but backend and generator take turns in one process, so weights cannot be sent while a request "
-            "runs; set them apart by cluster.colocate: []",
+            "is continue, but backend and generator take turns in one process, so weights cannot be sent while a "
+            "request runs; set them apart by cluster.colocate: []",
         )
 
 
-def _shares(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
-    known = known_roles(config)
-    yield from python_problems(config)
+def _shares(config: Config, roles: Roles) -> Iterator[Problem]:
+    known = roles.known
+    yield from python_problems(config, known)
     for key in ("ranks", "gpus", "threads"):
         for role in getattr(config.cluster, key):
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
-    yield from _nodes(config)
+    yield from _nodes(config, roles)
     for i, group in enumerate(config.cluster.colocate or []):
         for role in group:
             if role not in known:
@@ -379,13 +371,13 @@ def _shares(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
     named = [role for group in config.cluster.colocate or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
-    yield from gpus_apart(config, facts)
-    if config.cluster.workers == "inline" and any(ranks_of(config, role, facts) > 1 for role in role_names(config)):
+    yield from gpus_apart(roles)
+    if config.cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 
-def _nodes(config: Config) -> Iterator[Problem]:
-    cluster, known = config.cluster, known_roles(config)
+def _nodes(config: Config, roles: Roles) -> Iterator[Problem]:
+    cluster, known = config.cluster, roles.known
     for key in ("placement", "resources"):
         for role in getattr(cluster, key):
             if role not in known:
@@ -401,6 +393,6 @@ def _nodes(config: Config) -> Iterator[Problem]:
             if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):
                 where = f"cluster.resources.{role}.{name}"
                 yield Problem(where, f"is {amount:g}, wanted a number above 0 of a custom resource; GPUs: cluster.gpus")
-    for group in share_groups(config):
+    for group in roles.sharing:
         if len({cluster.placement[role] for role in group if role in cluster.placement}) > 1:
             yield Problem("cluster.placement", f"differs between {' and '.join(group)}, which share their processes")

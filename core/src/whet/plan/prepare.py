@@ -17,7 +17,7 @@ from whet.plan.evaluation import evaluation_notes, with_answers
 from whet.plan.load import Loaded, load_config
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
-from whet.plan.roles import role_names, role_path
+from whet.plan.roles import Roles, make_roles
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores, without_ray
 from whet.runtime.process import extra_folders
@@ -35,12 +35,12 @@ class Prepared:
     loaded: Loaded
     model: ModelInfo
     plan: Plan
+    roles: Roles
+    """The roles, with the facts of every chosen component."""
     models: Mapping[str, ModelInfo] = field(factory=dict)
     """Of roles that have a model of their own."""
     machine: Machine = field(factory=lambda: Machine(1))
     """What it was planned for."""
-    facts: Mapping[str, Facts] = field(factory=dict)
-    """Of every chosen component, by path into the config."""
     interpreters: Mapping[str, Interpreter] = field(factory=dict)
     """Of roles that do not run in the driver's, as far as this machine has them."""
     spans: tuple[Span, ...] = field(default=(), eq=False)
@@ -51,6 +51,11 @@ class Prepared:
         """The structured config."""
         return self.loaded.config
 
+    @property
+    def facts(self) -> Mapping[str, Facts]:
+        """Return the facts of every chosen component, by path into the config."""
+        return self.roles.facts
+
     def refuse_elsewhere(self, *only: str) -> None:
         """Raise `ConfigError` where another machine might run it, and this one cannot.
 
@@ -59,7 +64,7 @@ class Prepared:
         plan = self.plan
         if only:
             roles = tuple(role for role in plan.roles if role.role in only)
-            plan = on_machine(evolve(plan, roles=roles), self.config, self.machine)
+            plan = on_machine(evolve(plan, roles=roles), self.config, self.roles, self.machine)
         if problems := [*dict.fromkeys((*self.plan.warnings, *plan.refusals))]:
             raise ConfigError(problems)
 
@@ -87,9 +92,10 @@ def prepare(
     loaded = evolve(loaded, config=_on_nodes(loaded.config, target))
     model, models = _models(loaded.config, config_only=True)
     facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
-    plan, problems = make_plan(loaded.config, model, facts, target, models)
+    roles = make_roles(loaded.config, facts)
+    plan, problems = make_plan(loaded.config, model, roles, target, models)
     problems += missing_launcher(loaded.config)
-    interpreters, unfit = find_interpreters(loaded.config, facts)
+    interpreters, unfit = find_interpreters(loaded.config, roles)
     problems += unfit
     if trains:
         found, recognised = look_at_data(loaded.config, facts["algorithm"].record_fields)
@@ -97,13 +103,13 @@ def prepare(
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     said = (*_unsaid(loaded.config, target), *_outside(loaded.config), *(recognised if trains else ()))
-    notes = (*evaluation_notes(loaded.config, facts), *_packages(facts, interpreters), *said)
-    warnings = (*plan.warnings, *_not_here(loaded.config, facts))
+    notes = (*evaluation_notes(loaded.config, facts), *_packages(roles, interpreters), *said)
+    warnings = (*plan.warnings, *_not_here(loaded.config, roles))
     plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = _models(loaded.config, config_only=False)
     spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
-    return Prepared(loaded, model, plan, models, target, facts, interpreters, spans)
+    return Prepared(loaded, model, plan, roles, models, target, interpreters, spans)
 
 
 def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str, ModelInfo]]:
@@ -165,19 +171,19 @@ def missing_launcher(config: "Config") -> list[Problem]:
 
 
 def find_interpreters(
-    config: "Config", facts: Mapping[str, Facts]
+    config: "Config", roles: Roles
 ) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
     """Look into the Pythons of roles that do not run in the driver's, and say why their workers could not run there.
 
     On a cluster of other machines those that are not here are left to the nodes.
     """
     found, problems = dict[str, Interpreter](), list[Problem]()
-    roles = role_names(config) if config.cluster.workers == "process" else []
+    apart = roles.names if config.cluster.workers == "process" else ()
     for role, named in config.cluster.python.items():
-        if role not in roles or (joins(config) and not located(named).exists()):
+        if role not in apart or (joins(config) and not located(named).exists()):
             continue
-        modules, distributions = _wanted(config, facts, role)
-        packages = facts[role_path(role)].packages
+        modules, distributions = _wanted(config, roles, role)
+        packages = roles[role].facts.packages
         offering = [name for package in packages for name in package.distributions]
         try:
             found[role] = probe(find(named), modules, [*distributions, *offering], extra_folders())
@@ -188,31 +194,31 @@ def find_interpreters(
     return found, problems
 
 
-def _wanted(config: "Config", facts: Mapping[str, Facts], role: str) -> tuple[list[str], dict[str, str]]:
+def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[str, str]]:
     """Give the modules that a role's workers import, and who offers them with the versions that the driver has."""
-    own = role_path(role)
+    own = roles[role]
     parts = [
         selection for path, selection in selections(config)
-        if path == own or (selection.kind == "losses" and facts[path].role == role)
+        if path == own.path or (selection.kind == "losses" and roles.facts[path].role == role)
     ]  # fmt: skip
     targets = [selection.component.target for selection in parts]
     modules = [target.partition(":")[0] for target in targets if not target.startswith("file:")]
     held = versions(selection.distribution for selection in parts)
     distributions = {name: held[normal(name)] for s in parts if normal(name := s.distribution) in held}
-    return [*modules, *facts[own].imports, *(package.module for package in facts[own].packages)], distributions
+    return [*modules, *own.facts.imports, *(package.module for package in own.facts.packages)], distributions
 
 
-def packages_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[tuple[str, Package]]:
+def packages_here(config: "Config", roles: Roles) -> Iterator[tuple[str, Package]]:
     """Give each role with what its workers will look for in this very interpreter, as far as that can be known."""
-    for role in () if joins(config) else role_names(config):
-        if config.cluster.workers == "inline" or role not in config.cluster.python:
-            yield from ((role, package) for package in facts[role_path(role)].packages)
+    for role in () if joins(config) else roles:
+        if config.cluster.workers == "inline" or role.name not in config.cluster.python:
+            yield from ((role.name, package) for package in role.facts.packages)
 
 
-def _packages(facts: Mapping[str, Facts], interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
+def _packages(roles: Roles, interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
     """Say what a role's own Python has of what its workers stand on."""
     for role, found in interpreters.items():
-        for package in facts[role_path(role)].packages:
+        for package in roles[role].facts.packages:
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
 
 
@@ -227,9 +233,9 @@ def _outside(config: "Config") -> Iterator[str]:
                     yield f"{path}.{field_.alias}: {selection.name} writes to {target}, outside the run folder {folder}"
 
 
-def _not_here(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+def _not_here(config: "Config", roles: Roles) -> Iterator[str]:
     """Say what workers stand on that this Python does not have."""
-    for role, package in packages_here(config, facts):
+    for role, package in packages_here(config, roles):
         if not package.is_here:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
 

@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from whet.component import Problem
 from whet.config.sections import Config
 from whet.plan.placement import Machine, RolePlan, joins
-from whet.plan.roles import groups
+from whet.plan.roles import Roles
 
 _NO_MACHINE: Final = -1
 
@@ -26,9 +26,9 @@ class RankPlacement:
     """Those of the machine that it computes on; empty: its processor."""
 
 
-def place_ranks(config: Config, roles: Sequence[RolePlan], machine: Machine) -> list[RankPlacement]:
+def place_ranks(config: Config, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[RankPlacement]:
     """Return the placement of every rank; empty where the machines are not known or cannot hold all ranks."""
-    if gpu_problems(config, roles, machine) or (joins(config) and not machine.given):
+    if gpu_problems(config, table, roles, machine) or (joins(config) and not machine.given):
         return []
     if joins(config):
         return _spread_out(config, roles, machine)[0]
@@ -39,9 +39,9 @@ def place_ranks(config: Config, roles: Sequence[RolePlan], machine: Machine) -> 
     ]
 
 
-def gpu_problems(config: Config, roles: Sequence[RolePlan], machine: Machine) -> list[Problem]:
+def gpu_problems(config: Config, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[Problem]:
     """Return what is asked for of GPUs, cores and resources and is not there, as far as the machines are known."""
-    wanted = sum(max(config.cluster.gpus.get(role, 0) for role in group) for group in groups(config))
+    wanted = sum(max(table[role].gpus for role in group) for group in table.groups)
     who, nodes = ("the given machine", [machine]) if machine.given else ("this machine", [machine])
     if joins(config):
         if not machine.given:

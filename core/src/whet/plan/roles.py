@@ -1,57 +1,99 @@
-"""The roles of a run: backend, generator and further models; which share processes, and what is wanted of them."""
+"""The roles of a run: backend, generator and further models. One table, made once, after facts are gathered.
+
+config + facts  ->  Roles: by name a Role(path, selection, facts, ranks, gpus, trained, group)
+"""
 
 from collections.abc import Iterator, Mapping
+
+from attrs import frozen
 
 from whet.component import Facts, Problem, RoleNeed, Selection
 from whet.config.sections import Config
 
 
-def shares(config: Config, one: str, other: str) -> bool:
-    """Whether two roles share their processes."""
-    return any(one in group and other in group for group in share_groups(config))
+@frozen
+class Role:
+    """One role of a run."""
+
+    name: str
+    path: str
+    """Where its component stands in the config."""
+    selection: Selection
+    """Its component."""
+    facts: Facts
+    """Of its component."""
+    ranks: int
+    """Those that the config asks for, else as many as its GPUs allow, else what its component wants."""
+    gpus: int
+    """Of all its ranks."""
+    trained: bool
+    """Whether it is trained: the backend is, and further models that a component wants trained."""
+    group: tuple[str, ...]
+    """Names of the roles that share its processes, this one included."""
 
 
-def share_groups(config: Config) -> list[list[str]]:
-    """Groups of roles that share processes, the default filled in."""
-    if config.cluster.colocate is not None:
-        return config.cluster.colocate
-    together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
-    pythons = dict.fromkeys(config.cluster.python.get(role, "") for role in together)
-    parts = [[role for role in together if config.cluster.python.get(role, "") == python] for python in pythons]
-    return [part for part in parts if len(part) > 1]
+@frozen
+class Roles:
+    """The roles of a run, in order: backend, generator, further models."""
+
+    facts: Mapping[str, Facts]
+    """Of every chosen component, by path into the config."""
+    by_name: Mapping[str, Role]
+    needs: Mapping[str, RoleNeed]
+    """What is wanted of each further model, whether there is such a role or not."""
+    sharing: tuple[tuple[str, ...], ...]
+    """Groups of roles that are to share processes, the default filled in."""
+    known: tuple[str, ...]
+    """Names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
+
+    def __getitem__(self, name: str) -> Role:
+        return self.by_name[name]
+
+    def __iter__(self) -> Iterator[Role]:
+        return iter(self.by_name.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all roles."""
+        return tuple(self.by_name)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Return the roles of each group of processes, in order of its first; a role alone is a group, too."""
+        return tuple(dict.fromkeys(role.group for role in self))
+
+    def share(self, one: str, other: str) -> bool:
+        """Return whether two roles share their processes."""
+        return any(one in group and other in group for group in self.sharing)
 
 
-def groups(config: Config) -> list[list[str]]:
-    """Give the roles of each group of processes, in order of its first; a role alone is a group, too."""
-    found: list[list[str]] = []
-    roles = role_names(config)
-    for role in roles:
-        sharing = next((group for group in share_groups(config) if role in group), [role])
-        group = [other for other in sharing if other in roles]
-        if group not in found:
-            found.append(group)
-    return found
-
-
-def role_names(config: Config) -> list[str]:
-    """Give all roles of a run."""
-    return ["backend", *(["generator"] if config.generator is not None else []), *config.roles]
+def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
+    """Return the table of roles. `facts` are by path into the config."""
+    cluster, needs, sharing = config.cluster, _needs(facts), _sharing(config)
+    generator = ["generator"] if config.generator is not None else []
+    names = list(dict.fromkeys(["backend", *generator, *config.roles]))
+    roles = {}
+    for name in names:
+        path = role_path(name)
+        selection = config.roles[name].component if name in config.roles else getattr(config, name)
+        assert isinstance(selection, Selection)
+        found, gpus = facts[path], cluster.gpus.get(name, 0)
+        ranks = cluster.ranks.get(name, gpus // found.processes or found.ranks)
+        trained = name == "backend" or needs.get(name, RoleNeed()).trained
+        shared = next((group for group in sharing if name in group), (name,))
+        group = tuple(role for role in shared if role in names)
+        roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group)
+    known = tuple(dict.fromkeys(["backend", "generator", *config.roles]))
+    return Roles(facts, roles, needs, sharing, known)
 
 
 def role_path(name: str) -> str:
-    """Give the path into the config at which a role's component stands."""
+    """Return the path into the config at which a role's component stands."""
     return name if name in ("backend", "generator") else f"roles.{name}"
 
 
-def role_selection(config: Config, name: str) -> Selection:
-    """Give the component of a role."""
-    chosen = config.roles[name].component if name in config.roles else getattr(config, name)
-    assert isinstance(chosen, Selection)
-    return chosen
-
-
-def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
-    """Give what is wanted of each further model, by whoever asks for it."""
+def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
+    """Return what is wanted of each further model, by all components that ask for it."""
     needs: dict[str, RoleNeed] = {}
     for found in facts.values():
         for name, need in found.roles.items():
@@ -64,19 +106,21 @@ def needed_roles(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
     return needs
 
 
-def is_trained(facts: Mapping[str, Facts], name: str) -> bool:
-    """Return whether a role is trained: the backend is, and further models that a component wants trained."""
-    return name == "backend" or needed_roles(facts).get(name, RoleNeed()).trained
+def _sharing(config: Config) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of `cluster.colocate`. By default all roles of one Python share; with staleness, all but the
+    generator.
+    """
+    if config.cluster.colocate is not None:
+        return tuple(map(tuple, config.cluster.colocate))
+    together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
+    pythons = dict.fromkeys(config.cluster.python.get(role, "") for role in together)
+    parts = [tuple(role for role in together if config.cluster.python.get(role, "") == python) for python in pythons]
+    return tuple(part for part in parts if len(part) > 1)
 
 
-def known_roles(config: Config) -> list[str]:
-    """Give the names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
-    return list(dict.fromkeys(["backend", "generator", *config.roles]))
-
-
-def python_problems(config: Config) -> Iterator[Problem]:
-    """Match the Python environments of roles with where these live; what is in them is looked at later."""
-    python, known = config.cluster.python, known_roles(config)
+def python_problems(config: Config, known: tuple[str, ...]) -> Iterator[Problem]:
+    """Find Python environments of roles that their processes cannot have; what is in them is looked at later."""
+    python = config.cluster.python
     for role in python:
         if role not in known:
             yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")

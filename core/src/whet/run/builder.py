@@ -26,7 +26,6 @@ from whet.interfaces.workers import Site
 from whet.plan.evaluation import passes, scoring
 from whet.plan.plan import facts_of
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plan.roles import needed_roles, role_path, role_selection
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.fingerprint import identity_of, versions_of
@@ -89,7 +88,6 @@ class Builder:
         """Those that environments ask for."""
         self.total = self.config.run.steps or 0
         """Steps of the run in all; where it states epochs, known once the data has been read."""
-        self._needs = needed_roles(prepared.facts)
         self.spans = Spans()
         self._startup = Startup(time.time())
         self._turns = Turns((), self.spans, self._loop)
@@ -308,17 +306,19 @@ class Builder:
             at = self.plan.role
             return lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0])
         roles = [place for place in self.plan.roles if place.role in only or not only]
-        self._cluster = cluster = make_cluster(self.config, [place.role for place in roles], self.folder.logs)
+        wanted = {place.role for place in roles}
+        groups = [[role for role in group if role in wanted] for group in self.prepared.roles.groups]
+        self._cluster = cluster = make_cluster(self.config, groups, self.folder.logs)
         self.closers.append(cluster.close)
         slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
-        facts = {role: self.prepared.facts[role_path(role)] for role in slices}
+        facts = {role: self.prepared.roles[role].facts for role in slices}
         forkable = [role for role, found in facts.items() if found.forkable]
         cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
         return slices.__getitem__
 
     def _saved(self, backend: "Backend") -> "dict[str, Backend]":
         """Give the models that a checkpoint holds, by the names of their folders in it."""
-        trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self._needs[name].trained}
+        trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self.prepared.roles[name].trained}
         return {"backend": backend, **trained}
 
     def handles(self, roles: Sequence[str], slice_of: "Callable[[str], Slice]") -> dict[str, Any]:
@@ -347,12 +347,12 @@ class Builder:
             status=self.watchers.status,
             # What is read by another template or tokenizer may be longer than what the policy sees.
             max_context=0 if role in self.asked else self.plan.max_context,
-            trained=role not in self._needs or self._needs[role].trained,
+            trained=role in ("backend", "generator") or self.prepared.roles[role].trained,
             replacing=self.recovery if self.recovery and self.recovery.enabled else None,
         )
         self.watchers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
-            handle = build_selection(role_selection(self.config, role), site)
+            handle = build_selection(self.prepared.roles[role].selection, site)
         self._turns.join(role, handle)
         return handle
 

@@ -1,10 +1,9 @@
-"""Makes the cluster that a config asks for; launchers are imported only where they are used."""
+"""The cluster that a config asks for; launchers are imported only where they are used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whet.plan.roles import share_groups
 from whet.runtime.interpreters import located
 from whet.runtime.ray_address import address_to_join
 
@@ -13,10 +12,9 @@ if TYPE_CHECKING:
     from whet.runtime.launcher import Cluster
 
 
-def make_cluster(config: "Config", roles: Sequence[str], logs: Path) -> "Cluster":
-    """Make a cluster for some roles; what takes time begins in the background."""
-    groups = ([role for role in group if role in roles] for group in share_groups(config))
-    section, share = config.cluster, [group for group in groups if group]
+def make_cluster(config: "Config", groups: Iterable[Sequence[str]], logs: Path) -> "Cluster":
+    """Return a cluster for groups of roles that share processes; what takes time begins in the background."""
+    section, share = config.cluster, [list(group) for group in groups if group]
     python = {role: str(located(named)) for role, named in section.python.items()}
     if section.launcher == "ray":
         from whet.runtime.ray import RayCluster

@@ -18,6 +18,7 @@ from whet.config.structure import structure
 from whet.errors import ConfigError
 from whet.plan.placement import Machine
 from whet.plan.plan import gather_facts, make_plan
+from whet.plan.roles import make_roles
 from whet.plugins.registry import Registry
 from whet.testing.contracts.component import MODEL
 
@@ -79,7 +80,7 @@ def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **alg
     facts = gather_facts(config, MODEL)
     fed = "rollouts" in facts["algorithm"].inputs
     config = attrs.evolve(config, data=None) if fed else attrs.evolve(config, environments=[])
-    _, problems = make_plan(config, MODEL, facts, Machine(cores=8))
+    _, problems = make_plan(config, MODEL, make_roles(config, facts), Machine(cores=8))
     return [str(problem) for problem in (*registry.problems(config), *problems)]
 
 
