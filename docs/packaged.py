@@ -64,6 +64,10 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
         for folder, project in plugins.items() if (file := package(folder) / "demos.toml").is_file()
         for demo, table in tomllib.loads(file.read_text(encoding="utf-8")).items()
     }  # fmt: skip
+    commands = {
+        command: name for name, project in named.items()
+        for command in project["project"].get("entry-points", {}).get("whet.commands", ())
+    }  # fmt: skip
     document = {
         "distributions": {name: named[name]["project"]["description"] for name in sorted(named)},
         "components": {
@@ -75,6 +79,7 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
         },
         "recipes": dict(sorted(recipes.items())),
         "demos": dict(sorted(demos.items())),
+        "commands": dict(sorted(commands.items())),
         "bundles": bundles,
     }  # fmt: skip
     return json.dumps(document, indent=1) + "\n"

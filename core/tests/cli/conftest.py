@@ -15,8 +15,9 @@ def command(site: Path, tmp_path: Path) -> Any:
     """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others."""
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     alone = (
-        "import importlib.metadata, whet.plugins.registry; from whet.cli import main;"
-        f"whet.plugins.registry.distributions = lambda: importlib.metadata.distributions(path=[{str(site)!r}]); main()"
+        "import importlib.metadata, whet.cli.commands, whet.plugins.registry; from whet.cli import main;"
+        f"found = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
+        "whet.cli.commands.distributions = whet.plugins.registry.distributions = found; main()"
     )
 
     def run(*arguments: str, code: str = alone) -> "subprocess.CompletedProcess[str]":
@@ -41,3 +42,17 @@ def config(offers: Any, tmp_path: Path) -> Path:
     path = tmp_path / "it.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+@pytest.fixture
+def install_command(site: Path, install: Any) -> Any:
+    """Install a distribution with one command, whose source must make a click command of the command's name."""
+
+    def install_one(distribution: str, name: str, source: str, *, summary: str = "", requires: str = "") -> None:
+        info, module = install(distribution, {}, requires=requires), f"{distribution.replace('-', '_')}_cli"
+        if summary:
+            (info / "METADATA").write_text((info / "METADATA").read_text() + f"Summary: {summary}\n")
+        (info / "entry_points.txt").write_text(f"[whet.commands]\n{name} = {module}:{name}\n")
+        (site / f"{module}.py").write_text(source)
+
+    return install_one

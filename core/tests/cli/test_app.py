@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 
-def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any) -> None:
+def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any, install_command: Any) -> None:
+    install_command("whet-shine", "shine", "raise SystemExit('it is imported')", summary="Make it shine.")
     code = (
         "import sys; before = set(sys.modules);"
         "from whet.cli.app import group; group.main(['--help'], standalone_mode=False);"
@@ -22,6 +23,7 @@ def test_help_answers_at_once_for_it_imports_next_to_nothing(command: Any) -> No
     assert ours == "whet.errors"
     for name in ("run", "check", "config", "doctor", "eval", "export", "plugins", "schema", "new"):
         assert any(line.startswith(f"  {name} ") for line in said)
+    assert ["shine", "Make", "it", "shine."] in [line.split() for line in said]
 
 
 def test_that_nobody_reads_any_more_does_not_change_the_code(tmp_path: Path) -> None:

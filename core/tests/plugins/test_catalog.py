@@ -22,6 +22,7 @@ CATALOG = {
     },
     "recipes": {"spiral-small": "whet-far"},
     "demos": {"sums": ["whet-far", "whet-offers"]},
+    "commands": {"shine": "whet-far"},
     "bundles": {"one": ["whet-far", "whet-other"], "two": ["whet-far", "whet-other", "whet-third"], "more": ["a", "b"]},
 }
 

@@ -8,7 +8,8 @@ import click
 
 from whet.cli import BY_CTRL_C
 from whet.cli.check import check
-from whet.cli.command import Commands, say
+from whet.cli.command import say
+from whet.cli.commands import Commands
 from whet.cli.config import config
 from whet.cli.data import data
 from whet.cli.demo import demo

@@ -27,10 +27,6 @@ class Utf8(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
-class Commands(Utf8, click.Group):
-    """The list of commands."""
-
-
 class PlainErrors(Utf8):
     """Prints what whet reports in plain words; `--traceback` shows where it came from as well."""
 

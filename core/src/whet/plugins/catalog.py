@@ -27,6 +27,8 @@ class Catalog:
     """The distribution that ships a recipe, by the name of the recipe."""
     demos: Mapping[str, tuple[str, ...]]
     """The distributions that a demo needs, by the name of the demo; the first one ships it."""
+    commands: Mapping[str, str]
+    """The distribution that offers a command of `whet`, by the command."""
     bundles: Mapping[str, tuple[str, ...]]
     """Distributions that are installed together, by the extra of core that names them."""
 
@@ -63,7 +65,7 @@ def catalog() -> Catalog:
     """Read the catalog, once."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
     demos, bundles = ({name: tuple(held) for name, held in found[key].items()} for key in ("demos", "bundles"))
-    return Catalog(found["distributions"], found["components"], found["recipes"], demos, bundles)
+    return Catalog(found["distributions"], found["components"], found["recipes"], demos, found["commands"], bundles)
 
 
 def install_words(distributions: Iterable[str]) -> str:

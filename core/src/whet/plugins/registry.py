@@ -225,7 +225,7 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
             if not entries or canonicalize_name(name) in seen:  # the first on the path is the one that is imported
                 continue
             seen.add(canonicalize_name(name))
-            reason = _other_core(distribution)
+            reason = other_core(distribution)
         except Exception as error:
             broken.append(Broken("?", name, f"its metadata cannot be read: {_reason(error)}"))
             continue
@@ -236,7 +236,8 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
     yield from sorted(found, key=lambda pair: (pair[1].distribution, pair[1].name))
 
 
-def _other_core(distribution: Distribution) -> str | None:
+def other_core(distribution: Distribution) -> str | None:
+    """Return for which whet a distribution is made, where that is not this one."""
     for line in distribution.requires or []:
         requirement = Requirement(line)
         if canonicalize_name(requirement.name) != "whet" or (

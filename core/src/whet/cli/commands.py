@@ -1,0 +1,131 @@
+"""The commands of `whet`: core's own, and those that distributions name in the entry-point group `whet.commands`.
+
+    [project.entry-points."whet.commands"]
+    shine = "whet_shine.cli:shine"     # the name of a command, and a click command
+
+A command is imported when it is used. `whet --help` imports none: beside a distribution's command stands the summary of
+the distribution, so that a distribution with a command describes itself by what its command does. A click command made
+with `cls=whet.cli.command.Command` reports errors as core's own do.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import NamedTuple
+
+import click
+
+from whet.cli.command import Utf8
+from whet.errors import in_words
+
+GROUP = "whet.commands"
+
+
+class Offer(NamedTuple):
+    """A command of a distribution."""
+
+    entry: EntryPoint
+    distribution: Distribution
+
+    @property
+    def owner(self) -> str:
+        """Name of the distribution."""
+        return self.distribution.name
+
+    @property
+    def about(self) -> str:
+        """The line on the distribution."""
+        return self.distribution.metadata["Summary"] or f"Offered by {self.owner}."
+
+
+class Commands(Utf8, click.Group):
+    """The list of commands: those that were added, which are core's own, and those of installed distributions."""
+
+    @functools.cached_property
+    def offers(self) -> Mapping[str, Sequence[Offer]]:
+        """The commands of installed distributions by name."""
+        found: dict[str, list[Offer]] = {}
+        for offer in sorted(installed(), key=lambda offer: offer.owner):
+            found.setdefault(offer.entry.name, []).append(offer)
+        return found
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, sorted."""
+        return sorted({*self.commands, *self.offers})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Return a command, imported. Raises `ClickException` for one that is offered twice or cannot be used."""
+        if refusal := self.contested(name):
+            raise click.ClickException(refusal)
+        return load(self.offers[name][0]) if name in self.offers else self.commands.get(name)
+
+    def contested(self, name: str) -> str | None:
+        """Return who offers the same command and what to do about it; None: at most one offers it."""
+        own, others = name in self.commands, [offer.owner for offer in self.offers.get(name, ())]
+        if len(others) + own < 2:
+            return None
+        remedy = f"uninstall {' and '.join(others)}" if own else "uninstall all but one of them"
+        return f"the command {name!r} is offered by {' and '.join(['whet'] * own + others)}; {remedy}"
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a line on each command; no command of a distribution is imported for it."""
+        names = self.list_commands(ctx)
+        limit = formatter.width - 6 - max(map(len, names))
+        own = {name: command.get_short_help_str(limit) for name, command in self.commands.items()}
+        lines = {name: self.contested(name) or own.get(name) or self.offers[name][0].about for name in names}
+        with formatter.section("Commands"):
+            formatter.write_dl(list(lines.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the arguments name. Raises `UsageError` that leads to the name that was meant."""
+        name = args[0]
+        if name in self.list_commands(ctx) or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(_no_command(name, self.list_commands(ctx)), ctx)
+
+
+def installed() -> Iterator[Offer]:
+    """Yield the commands of installed distributions. Of two that have one name the first on the path is imported."""
+    seen = set()
+    for distribution in distributions():
+        try:
+            if GROUP not in (distribution.read_text("entry_points.txt") or ""):  # most: reading a name is slow
+                continue
+            name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception:  # its metadata cannot be read: it offers nothing
+            continue
+        if name not in seen:
+            yield from (Offer(entry, distribution) for entry in entries)
+        seen.add(name)
+
+
+def load(offer: Offer) -> click.Command:
+    """Import a command. Raises `ClickException` with the distribution and what is wrong with it."""
+    from whet.plugins.registry import other_core
+
+    try:
+        reason = other_core(offer.distribution)
+        command = None if reason else offer.entry.load()
+    except (Exception, SystemExit) as error:
+        reason, command = in_words(error), None
+    if isinstance(command, click.Command):
+        return command
+    reason = reason or f"{offer.entry.value} is {command!r:.80}, wanted a click command"
+    raise click.ClickException(f"the command {offer.entry.name!r} of {offer.owner} cannot be used: {reason}")
+
+
+def _no_command(name: str, known: Sequence[str]) -> str:
+    """Return that a command is not there, and which was meant, or which distribution offers it."""
+    from whet.config.messages import choice_words, nearest
+    from whet.plugins.catalog import catalog, offered_words
+
+    elsewhere = catalog().commands
+    if name in elsewhere:
+        return f"there is no command {name!r} here; {offered_words(elsewhere[name])}"
+    meant = None if nearest(name, known) else nearest(name, elsewhere)
+    choice = f" (did you mean {meant!r}? {offered_words(elsewhere[meant])})" if meant else choice_words(name, known)
+    return f"there is no command {name!r:.80}{choice}"
