@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whet.report.page import write_page
-from whet.report.run import read_run
 from whet.run.run_folder import RunFolder
+from whet_report.page import write_page
+from whet_report.run import read_run
 
 METRICS, SEQUENCES, SEQUENCE_TOKENS = 60, 8, 128
 PHASES = (("rollout", "take", 0.0, 2.0), ("backend", "score", 2.0, 0.4), ("backend", "train", 2.4, 1.0),

@@ -213,13 +213,13 @@ def contract(cls: type) -> str:
 def cli() -> str:
     """Write every command with its arguments and options."""
     context = click.Context(group, info_name="whet")
-    commands = [group.get_command(context, name) for name in group.list_commands(context) if _ours(name)]
-    head = ["# Command line", inspect.cleandoc(group.help or "")]
-    return "\n\n".join([*head, *(_command(command) for command in commands if command and not command.hidden)])
-
-
-def _ours(command: str) -> bool:
-    return command in group.commands or group.offers[command][0].owner in distributions()
+    parts = ["# Command line", inspect.cleandoc(group.help or "")]
+    for name in group.list_commands(context):
+        owners = [offer.owner for offer in group.offers.get(name, ())]
+        command = group.get_command(context, name) if set(owners) <= distributions() else None
+        if command and not command.hidden:
+            parts += [_command(command), *(f"The command comes with `{owner}`." for owner in owners)]
+    return "\n\n".join(parts)
 
 
 def _command(command: click.Command, before: str = "whet") -> str:

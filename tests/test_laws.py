@@ -16,11 +16,17 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
+TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name == "tools"]
+"""Plugins that offer commands and no component."""
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
 
 
 def project(plugin: Path) -> dict[str, Any]:
     return dict(tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
+def entry_points(plugin: Path, group: str) -> dict[str, str]:
+    return dict(project(plugin).get("entry-points", {}).get(group, {}))
 
 
 def package(plugin: Path) -> str:
@@ -148,9 +154,11 @@ def test_the_import_contracts_know_every_plugin() -> None:
 @every_plugin
 def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
     source = plugin / "src" / package(plugin)
-    wanted = [plugin / name for name in ("README.md", "CHANGELOG.md", "tests/test_conformance.py")]
-    wanted += [source / name for name in ("__init__.py", "hooks.py", "config.py", "py.typed")]
-    missing = [str(path.relative_to(ROOT)) for path in wanted if not path.is_file()]
+    wanted = [plugin / name for name in ("README.md", "CHANGELOG.md", "tests")]
+    wanted += [source / name for name in ("__init__.py", "py.typed")]
+    if plugin not in TOOLS:
+        wanted += [plugin / "tests" / "test_conformance.py", source / "hooks.py", source / "config.py"]
+    missing = [str(path.relative_to(ROOT)) for path in wanted if not path.exists()]
     assert not missing, f"missing: {', '.join(missing)}"
 
 
@@ -158,7 +166,9 @@ def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
 def test_a_plugin_is_named_after_its_thing(plugin: Path) -> None:
     found = project(plugin)
     assert found["name"].replace("-", "_") == package(plugin)
-    assert list(found["entry-points"]["whet"].values()) == [f"{package(plugin)}.hooks"]
+    assert list(entry_points(plugin, "whet").values()) == [f"{package(plugin)}.hooks"] * (plugin not in TOOLS)
+    assert (plugin in TOOLS) == bool(commands := entry_points(plugin, "whet.commands"))
+    assert {target.partition(".")[0] for target in commands.values()} <= {package(plugin)}
     assert (ROOT / "plugins" / "environments" in plugin.parents) == found["name"].startswith("whet-env-")
 
 
@@ -167,13 +177,16 @@ def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
     name, version = project(plugin)["name"], project(plugin)["version"]
     readme = (plugin / "README.md").read_text(encoding="utf-8")
     assert readme.startswith(f"# {name}\n"), "the README begins with the distribution's name"
-    assert "use: " in readme, "the README shows what to write into a config"
+    assert "use: " in readme or plugin in TOOLS, "the README shows what to write into a config"
+    assert all(f"whet {command}" in readme for command in entry_points(plugin, "whet.commands"))
     assert version in (plugin / "CHANGELOG.md").read_text(encoding="utf-8"), "the CHANGELOG knows this version"
 
 
 @every_plugin
 def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
-    code = f"import os\nbefore = dict(os.environ)\nimport {package(plugin)}.hooks\nassert dict(os.environ) == before"
+    targets = [*entry_points(plugin, "whet").values(), *entry_points(plugin, "whet.commands").values()]
+    modules = ", ".join({target.partition(":")[0] for target in targets})
+    code = f"import os\nbefore = dict(os.environ)\nimport {modules}\nassert dict(os.environ) == before"
     assert heavy_after(code) == []
 
 

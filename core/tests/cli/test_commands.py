@@ -1,5 +1,6 @@
 """Commands of distributions beside core's own."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,20 @@ def test_a_command_that_is_almost_right_is_named(command: Any, install_command: 
     for word, meant in (("chekc", "check"), ("shiny", "shine")):
         said = command(word).stderr
         assert said.endswith(f"Error: there is no command {word!r} (did you mean {meant!r}?)\n"), said
+
+
+def test_the_end_of_a_run_names_a_command_only_where_it_is_installed(
+    site: Path, install_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.cli import commands
+    from whet.cli.run import nothing_left
+    from whet.run.compose import Outcome
+
+    monkeypatch.setattr(commands, "distributions", lambda: importlib.metadata.distributions(path=[str(site)]))
+    outcome = Outcome(site, 3, finished=True, before=True)
+    assert f"\nresults: {site}\n" in nothing_left("it.yaml", (), outcome)
+    install_command("whet-shine", "report", SHINE)
+    assert f"\nresults: `whet report {site}` makes a page of the run\n" in nothing_left("it.yaml", (), outcome)
+    (site / "model").mkdir()
+    wanted = f"\nresults: the model is in {site}/model, and `whet report {site}` makes a page of the run\n"
+    assert wanted in nothing_left("it.yaml", (), outcome)

@@ -22,8 +22,12 @@ CATALOG = {
     },
     "recipes": {"spiral-small": "whet-far"},
     "demos": {"sums": ["whet-far", "whet-offers"]},
-    "commands": {"shine": "whet-far"},
-    "bundles": {"one": ["whet-far", "whet-other"], "two": ["whet-far", "whet-other", "whet-third"], "more": ["a", "b"]},
+    "commands": {"shine": "whet-far", "polish": "whet-tool"},
+    "bundles": {
+        "one": ["whet-far", "whet-other"],
+        "two": ["whet-far", "whet-other", "whet-third"],
+        "more": ["a", "b", "c", "whet-tool"],
+    },
 }
 
 
@@ -93,6 +97,8 @@ def test_a_config_that_lacks_several_ends_with_one_command_for_all(offers: Any, 
         (["whet-far", "whet-other"], "pip install 'whet[one]'"),
         (["whet-far", "whet-third"], "pip install 'whet[two]'"),
         (["whet-far"], "pip install 'whet[one]'"),
+        (["a", "b"], "pip install 'whet[more]'"),
+        (["a"], "pip install a"),
         (["whet-far", "whet-absent"], "pip install whet-far whet-absent"),
     ],
 )

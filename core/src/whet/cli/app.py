@@ -19,7 +19,6 @@ from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.new import new
 from whet.cli.plugins import plugins
-from whet.cli.report import report
 from whet.cli.run import run
 from whet.cli.schema import schema
 
@@ -30,7 +29,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (demo, run, check, config, data, doctor, evaluate, report, export, plugins, schema, new, env):
+for _command in (demo, run, check, config, data, doctor, evaluate, export, plugins, schema, new, env):
     group.add_command(_command)
 
 

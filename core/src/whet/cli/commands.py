@@ -103,6 +103,11 @@ def installed() -> Iterator[Offer]:
         seen.add(name)
 
 
+def is_installed(name: str) -> bool:
+    """Return whether a distribution offers a command, so that it can be recommended."""
+    return any(offer.entry.name == name for offer in installed())
+
+
 def load(offer: Offer) -> click.Command:
     """Import a command. Raises `ClickException` with the distribution and what is wrong with it."""
     from whet.plugins.registry import other_core

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whet.cli.command import Command, say, warn_of_broken
+from whet.cli.commands import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -123,7 +124,8 @@ def _show(runs: "Sequence[Stage]", seconds: float) -> None:
 def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
     """Yield commands that lead on from a finished demo, and what each is for."""
     again = last.folder.with_name(f"{last.folder.name}-again")
-    yield f"whet report {last.folder}", "one page of curves, phases and answers, token by token"
+    if is_installed("report"):
+        yield f"whet report {last.folder}", "one page of curves, phases and answers, token by token"
     yield f"whet config explain {last.recipe}", "every key of the recipe, its value and its meaning"
     yield f"whet run {last.recipe} run.folder={again} run.seed=1", "any key can be changed on the command line"
     yield "whet new recipe", "recipes to start from"

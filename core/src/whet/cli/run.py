@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whet.cli.command import Command, config_arguments, say, warn_of_broken
+from whet.cli.commands import is_installed
 
 if TYPE_CHECKING:
     from whet.run.compose import Outcome
@@ -32,25 +33,27 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
         say("ended at once; `whet run` with the same config continues after its last checkpoint, if it has one")
         return 128 + signal.SIGINT
     if outcome.before:
-        say(_nothing_left(config, overrides, outcome))
+        say(nothing_left(config, overrides, outcome))
         return 0
     if outcome.finished:
-        say(f"finished {outcome.steps} steps in {outcome.folder}; `whet report {outcome.folder}` makes a page of them")
+        page = f"; `whet report {outcome.folder}` makes a page of them" if is_installed("report") else ""
+        say(f"finished {outcome.steps} steps in {outcome.folder}{page}")
         return 0
     say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1
 
 
-def _nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") -> str:
-    """Say that a run is finished, where its results are, and how to go on."""
+def nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") -> str:
+    """Return that a run is finished, where its results are, and how to go on."""
     folder, steps = outcome.folder, outcome.steps
     others = [override for override in overrides if not override.startswith(("run.steps=", "run.epochs="))]
     further = f"run.epochs={2 * outcome.epochs:g}" if outcome.epochs else f"run.steps={2 * steps}"
     longer = shlex.join(["whet", "run", config, *others, further])
-    model = f"the model is in {folder / 'model'}, and " if (folder / "model").is_dir() else ""
+    results = [f"the model is in {folder / 'model'}"] if (folder / "model").is_dir() else []
+    results += [f"`whet report {folder}` makes a page of the run"] if is_installed("report") else []
     return (
         f"this run is finished, all {steps} steps of it; nothing was started\n"
-        f"results: {model}`whet report {folder}` makes a page of the run\n"
+        f"results: {', and '.join(results) or folder}\n"
         f"to go on: {longer}\n"
         "to start afresh: another run.folder"
     )

@@ -49,9 +49,9 @@ class Catalog:
                     yield f"{kind}/{component}", owner
 
     def bundle(self, wanted: Iterable[str]) -> str | None:
-        """Return the bundle that holds all of these distributions and at most one other."""
-        needed = set(wanted)
-        holding = [name for name, held in self.bundles.items() if needed <= set(held) and len(held) <= len(needed) + 1]
+        """Return the bundle that holds all of these distributions, and at most one other that offers no command."""
+        needed, known = set(wanted), set(wanted) | set(self.commands.values())
+        holding = [name for name, held in self.bundles.items() if needed <= set(held) and len(set(held) - known) <= 1]
         return min(holding, key=lambda name: len(self.bundles[name]), default=None)
 
     def command(self, wanted: Iterable[str]) -> str:

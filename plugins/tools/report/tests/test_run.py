@@ -5,9 +5,9 @@ import json
 import pytest
 
 from whet.errors import WhetError
-from whet.report.page import embedded
-from whet.report.run import read_run, state
 from whet.run.run_folder import RunFolder
+from whet_report.page import embedded
+from whet_report.run import read_run, state
 
 
 def test_the_folder_of_a_run_gives_everything_that_the_page_shows(tmp_path, run_folders):

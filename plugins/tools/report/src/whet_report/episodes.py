@@ -19,11 +19,11 @@ ROOM = 12_000_000
 """Characters that all episodes may take on the page."""
 STEPS, RECORDED_STEPS, EVALUATIONS = 36, 24, 8
 MOST_EPISODES = 256
-"""Of one step."""
+"""Episodes of one step."""
 MOST_CHARACTERS = 20_000
-"""Of one message."""
+"""Characters of one message."""
 MOST_TOKENS = 16_384
-"""Of one sequence."""
+"""Tokens of one sequence."""
 NUMBERS = ("group", "task", "sample", "reward", "advantage", "turns", "response_length")
 TOKEN_NUMBERS = ("sampler_logprobs", "trainer_logprobs")
 
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 def rollouts(folder: Path, every: int, gaps: dict[int, float]) -> Json:
-    """Give training episodes. `every` is `rollout.record.every`; `gaps` the widest gap of steps where it is known."""
+    """Return training episodes. `every` is `rollout.record.every`; `gaps` has the widest gap of steps, if known."""
     found = ((step_of(file.name), file) for file in folder.glob("rollouts/step-*.jsonl") if file.is_file())
     files = {step: file for step, file in found if step is not None}
     chosen = choose_steps(sorted(files), every, gaps)
@@ -39,7 +39,7 @@ def rollouts(folder: Path, every: int, gaps: dict[int, float]) -> Json:
 
 
 def evaluations(folder: Path) -> Json:
-    """Give evaluation episodes: of each environment the first and the last evaluation, and some between."""
+    """Return evaluation episodes: of each environment the first and the last evaluation, and some between."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for file in sorted(folder.glob("evaluations/step-*.jsonl")):
         if (step := step_of(file.name)) is not None and file.is_file():
@@ -62,7 +62,7 @@ def choose_steps(steps: Sequence[int], every: int, gaps: dict[int, float]) -> li
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Positions spread evenly over a list, its ends among them."""
+    """Return positions spread evenly over a list, its ends among them."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist())) if count else []
 
 
@@ -104,7 +104,7 @@ def _fitting(episodes: Sequence[Json], room: int) -> tuple[list[Json], int]:
 
 
 def episode(row: Json) -> Json:
-    """Give what the page shows of a row; whatever has another form than the row should have is shown as text."""
+    """Return what the page shows of a row; a value of another form than the row should have is shown as text."""
     rewards, messages, sequences = row.get("rewards"), row.get("messages"), row.get("sequences")
     return {
         **{name: number(row.get(name)) for name in NUMBERS},
@@ -118,14 +118,14 @@ def episode(row: Json) -> Json:
 
 
 def message(found: Any) -> Json:
-    """Give a message of the conversation."""
+    """Return a message of the conversation."""
     if not isinstance(found, dict):
         return {"role": "", "content": text(found)}
     return {"role": text(found.get("role", "")), "content": text(found.get("content", ""))}
 
 
 def sequence(found: Any) -> Json | None:
-    """Give a recorded sequence, cut to a length that can be shown; None where it is none."""
+    """Return a recorded sequence, cut to a length that can be shown; None where it is none."""
     if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
         return None
     count = len(found["tokens"])
@@ -153,12 +153,12 @@ def sequence(found: Any) -> Json | None:
 
 
 def listed(value: Any) -> list[Any]:
-    """Give a list; an empty one for anything else."""
+    """Return a list; an empty one for anything else."""
     return value if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | int | None:
-    """Give a finite number that a float can hold; None for anything else."""
+    """Return a finite number that a float can hold; None for anything else."""
     if isinstance(value, bool | int):
         return int(value) if abs(value) < sys.float_info.max else None
     if isinstance(value, float) and abs(value) < float("inf"):
@@ -167,7 +167,7 @@ def number(value: Any) -> float | int | None:
 
 
 def text(value: Any) -> str:
-    """Give text, cut to a length that can be shown."""
+    """Return text, cut to a length that can be shown."""
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if len(shown) <= MOST_CHARACTERS:
         return shown

@@ -21,7 +21,7 @@ SCRIPTS = ("dom.js", "colours.js", "chart.js", "overview.js", "metrics.js", "tim
 """Parts of the one script, in order."""
 
 _UNSAFE = re.compile("[<>&\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What could end the block, start another, or change how the file is shown in an editor."""
+"""Characters that could end the block, start another, or change how an editor shows the file."""
 
 
 def write_page(file: Path, data: Mapping[str, Any]) -> int:
@@ -38,7 +38,7 @@ def write_page(file: Path, data: Mapping[str, Any]) -> int:
 
 
 def page_of(data: Mapping[str, Any]) -> str:
-    """Give the page as text."""
+    """Return the page as text."""
     assets = files(__package__) / "assets"
     style = (assets / "style.css").read_text(encoding="utf-8")
     parts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -49,7 +49,7 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """Give the content security policy: this script, this style, and nothing else from anywhere."""
+    """Return the content security policy: this script, this style, and nothing else from anywhere."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"

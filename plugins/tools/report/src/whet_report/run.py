@@ -11,13 +11,13 @@ import yaml
 
 from whet.data.files import read_rows
 from whet.errors import WhetError
-from whet.report import curves, episodes, gaps, timing
-from whet.report.findings import findings
+from whet_report import curves, episodes, gaps, timing
+from whet_report.findings import findings
 
 EVENTS = 400
 """Events of the journal that are kept, the last ones; finished steps are not counted among them."""
 LOG_CHARACTERS, LOGS = 6_000, 16
-"""Of each worker's log, the end; of so many workers."""
+"""The end of each worker's log, and the number of workers whose logs are shown."""
 
 Json = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -52,7 +52,7 @@ def read_run(folder: Path) -> Json:
 
 
 def is_file(file: Path) -> bool:
-    """Whether there is a file; what no file system can name is none."""
+    """Return whether there is a file; a name that no file system can hold names none."""
     try:
         return file.is_file()
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def value(settings: Any, *path: str) -> Any:
 
 
 def state(events: Rows, done: int, wanted: Any) -> Json:
-    """Say how the run stands, by its journal: finished, stopped, failed, or open (under way, or killed)."""
+    """Return how the run stands, by its journal: finished, stopped, failed, or open (under way, or killed)."""
     last = next((e for e in reversed(events) if e.get("event") in ("opened", "closed", "failed")), {})
     times = [time for e in events if (time := episodes.number(e.get("time"))) is not None]
     word = {"failed": "failed", "opened": "open", "closed": "stopped"}.get(str(last.get("event")), "unknown")
@@ -108,7 +108,7 @@ def _planned(events: Rows) -> Any:
 
 
 def _worked(events: Rows) -> float:
-    """Seconds during which the run was at work, over all its sittings."""
+    """Return the seconds during which the run was at work, over all its sittings."""
     seconds, before = 0.0, None
     for event in events:
         now = episodes.number(event.get("time"))
@@ -133,7 +133,7 @@ def _every(settings: Any) -> int:
 
 
 def _facts(settings: Any) -> list[list[str]]:
-    """What a reader wants to know first."""
+    """Return what a reader wants to know first."""
     environments = value(settings, "environments")
     named = [str(value(one, "name") or value(one, "use")) for one in episodes.listed(environments)]
     facts = [
@@ -149,7 +149,7 @@ def _facts(settings: Any) -> list[list[str]]:
 
 
 def _versions(held: Any) -> Any:
-    """Lay the versions of roles that have a Python of their own beside the driver's."""
+    """Return the versions of roles that have a Python of their own, beside the driver's."""
     roles = value(held, "roles")
     if not isinstance(roles, Mapping):
         return held
@@ -178,7 +178,7 @@ def _journal(events: Rows) -> list[Json]:
 
 
 def _logs(folder: Path) -> list[Json]:
-    """Give the end of each worker's output; roles that share a process have one log between them."""
+    """Return the end of each worker's output; roles that share a process have one log between them."""
     files = [file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()]
     return [{"name": file.name, "text": _tail(file)} for file in files[:LOGS]]
 

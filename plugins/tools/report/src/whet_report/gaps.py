@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.report.curves import rounded
+from whet_report.curves import rounded
 
 WORST = 100
 WORST_OF_ONE_SEQUENCE = 4
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 def gaps(sources: Sequence[Json]) -> Json:
-    """Find the gaps in all recorded sequences, and note at each episode its widest (`gap`, in nats).
+    """Find the gaps in all recorded sequences, and write into each episode its widest (`gap`, in nats).
 
     A trainer's or sampler's logprob that is not finite counts as the widest gap of all, and is shown as such.
     """
@@ -53,7 +53,7 @@ def _sequences(sources: Sequence[Json]) -> Iterator[tuple[Json, list[int], Json]
 
 
 def _trained(one: Json) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Give the positions [T] of tokens that both have a logprob for, and both [T]; nan where it is not finite."""
+    """Return positions [T] of tokens that have both logprobs, and both logprobs [T]; nan where one is not finite."""
     positions = np.flatnonzero(one["loss_mask"])
     columns = [np.array(one[name], np.float64) for name in ("sampler_logprobs", "trainer_logprobs")]
     if any(len(column) != len(one["loss_mask"]) for column in columns):
@@ -62,7 +62,7 @@ def _trained(one: Json) -> tuple[NDArray[np.int64], Floats, Floats]:
 
 
 def _finite(gap: float) -> float:
-    """Numbers on the page are finite; this one stands for one that is not."""
+    """Return a gap as a finite number: a page holds no other. A gap that is not finite becomes 1e9."""
     return float(f"{min(gap, 1e9):.7g}")
 
 
@@ -74,7 +74,7 @@ def _summary(step: int, gap: Floats) -> Json:
 
 
 def _dots(pairs: Sequence[Floats]) -> list[list[float]]:
-    """Give some pairs of logprobs, the widest gaps among them."""
+    """Return some pairs of logprobs, the widest gaps among them."""
     if not pairs:
         return []
     both = np.concatenate(pairs)

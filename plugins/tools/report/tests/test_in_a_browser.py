@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from whet.report.page import write_page
-from whet.report.run import read_run
 from whet.run.run_folder import RunFolder
+from whet_report.page import write_page
+from whet_report.run import read_run
 
 VIEWS = ("overview", "metrics", "time", "rollouts", "gaps", "run")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from whet.report import episodes, gaps
 from whet.run.run_folder import RunFolder
+from whet_report import episodes, gaps
 
 
 def test_steps_with_tokens_come_first_and_the_widest_gaps_among_them():

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from attrs import frozen
 
-from whet.report.curves import rounded
-from whet.report.episodes import number
+from whet_report.curves import rounded
+from whet_report.episodes import number
 
 MOST_BARS = 160
 """Bars of the chart; of a longer run each is the mean of several steps."""
@@ -57,7 +57,7 @@ def phases(rows: Iterable[Mapping[str, Any]]) -> list[Phase]:
 
 
 def windows(metrics: Iterable[Mapping[str, Any]], spans: Sequence[Phase]) -> list[Window]:
-    """Give the window of each step, of rows of `metrics.jsonl`. Windows do not overlap."""
+    """Return the window of each step, of rows of `metrics.jsonl`. Windows do not overlap."""
     first: dict[int, float] = {}
     for span in spans:
         if span.role != BESIDE:
@@ -74,7 +74,7 @@ def windows(metrics: Iterable[Mapping[str, Any]], spans: Sequence[Phase]) -> lis
 
 
 def inside(steps: Sequence[Window], spans: Sequence[Phase]) -> Iterator[tuple[int, list[Phase]]]:
-    """Give the position of each window and the spans that reach into it, in the order in which windows begin."""
+    """Return the position of each window and the spans that reach into it, in the order in which windows begin."""
     waiting, near = iter(spans), list[Phase]()
     following = next(waiting, None)
     for position in sorted(range(len(steps)), key=lambda i: steps[i].begin):
@@ -87,7 +87,7 @@ def inside(steps: Sequence[Window], spans: Sequence[Phase]) -> Iterator[tuple[in
 
 
 def shares(window: Window, spans: Sequence[Phase]) -> dict[str, float]:
-    """Give the seconds of a window that each phase took; they add up to the window. Spans ascend by begin."""
+    """Return the seconds of a window that each phase took; they add up to the window. Spans ascend by begin."""
     marks = {window.begin, window.end}
     marks.update(edge for span in spans for edge in (span.begin, span.end) if window.begin < edge < window.end)
     taken: dict[str, float] = defaultdict(float)
@@ -106,7 +106,7 @@ def shares(window: Window, spans: Sequence[Phase]) -> dict[str, float]:
 
 
 def timing(metrics: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Give what the page shows of time: phases of each step stacked, and all spans of a few steps."""
+    """Return what the page shows of time: phases of each step stacked, and all spans of a few steps."""
     spans = phases(rows)
     steps = windows(metrics, spans)
     detailed, details = set(_interesting(steps)), dict[int, dict[str, Any]]()
@@ -135,7 +135,7 @@ def timing(metrics: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any
 
 
 def _interesting(steps: Sequence[Window]) -> list[int]:
-    """Positions of the first, the last, the slowest and a few steps in between."""
+    """Return the positions of the first, the last, the slowest and a few steps in between."""
     count = len(steps)
     slowest = sorted(range(count), key=lambda i: steps[i].begin - steps[i].end)[:6]
     spread = np.linspace(0, count - 1, min(count, DETAILED_STEPS - 12)).astype(int).tolist() if count else []

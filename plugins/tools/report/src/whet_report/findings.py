@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.report.curves import Metrics
+from whet_report.curves import Metrics
 
 WIDE_GAP, MEAN_GAP = 1.0, 0.02
 """Nats between sampler and trainer, of one token and on average, from which rounding alone explains little."""
@@ -23,7 +23,7 @@ Finding = dict[str, str]
 
 
 def findings(metrics: Metrics, run: Mapping[str, Any]) -> list[Finding]:
-    """Give findings, the gravest first: `level` (bad, look, good), `text`, and `view`, the part of the page."""
+    """Return findings, the gravest first: `level` (bad, look, good), `text`, and `view`, the part of the page."""
     found = [*_state(run), *_numbers(metrics), *_gap(metrics), *_rollouts(metrics)]
     return sorted(found, key=lambda one: ("bad", "look", "good").index(one["level"]))
 
@@ -89,7 +89,7 @@ def _rollouts(metrics: Metrics) -> Iterator[Finding]:
 
 
 def _ends(metrics: Metrics, name: str) -> tuple[float, float]:
-    """Give a metric's means over its early and its late steps; zeros where it has none."""
+    """Return a metric's means over its early and its late steps; zeros where it has none."""
     values = [row[name] for row in metrics.values() if math.isfinite(row.get(name, math.nan))]
     if not values:
         return 0.0, 0.0

@@ -2,7 +2,7 @@
 
 import math
 
-from whet.report.findings import findings
+from whet_report.findings import findings
 
 FINE = {"state": "finished", "done": 20, "sittings": 1, "replica_restarts": 0, "run_restarts": 0}
 

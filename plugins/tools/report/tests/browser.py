@@ -22,7 +22,7 @@ START = (
 
 
 def find() -> str | None:
-    """Give the path of a browser; None where there is none."""
+    """Return the path of a browser; None where there is none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -133,7 +133,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def dark(self, dark: bool) -> None:
-        """Let the system be dark or light."""
+        """Make the system dark or light."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 

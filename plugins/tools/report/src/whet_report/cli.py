@@ -16,8 +16,8 @@ def report(run_folder: Path, out: Path | None) -> None:
     It needs a browser and nothing else: no server, no network. It shows metrics, where the time went, rollouts token by
     token, where sampler and trainer disagree, the config and what went wrong.
     """
-    from whet.report.page import write_page
-    from whet.report.run import read_run
+    from whet_report.page import write_page
+    from whet_report.run import read_run
 
     file = out or run_folder / "report.html"
     size = write_page(file, read_run(run_folder))

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from whet.report.timing import DETAILED_STEPS, MOST_BARS, Window, inside, phases, shares, timing, windows
+from whet_report.timing import DETAILED_STEPS, MOST_BARS, Window, inside, phases, shares, timing, windows
 
 
 def span(role, phase, begin, seconds, step=1):

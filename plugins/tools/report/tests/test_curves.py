@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from whet.report.curves import MOST_POINTS, curve, curves, metrics
+from whet_report.curves import MOST_POINTS, curve, curves, metrics
 
 
 def test_short_curves_are_kept_as_they_are():

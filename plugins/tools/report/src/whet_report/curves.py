@@ -9,15 +9,15 @@ import numpy as np
 from whet.data.files import metrics_of
 
 LARGEST = 1e300
-"""What is larger counts as not finite: sums and differences of such numbers are."""
+"""A larger number counts as not finite: sums and differences of such numbers are not finite."""
 MOST_POINTS = 400
-"""Of one curve. A longer one becomes means of stretches, with the smallest and largest value of each."""
+"""Points of one curve. A longer one becomes means of stretches, with the smallest and largest value of each."""
 
 Metrics = dict[int, dict[str, float]]
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> Metrics:
-    """Give the metrics in rows of `metrics.jsonl` by step, ascending; the last row of a step wins."""
+    """Return the metrics in rows of `metrics.jsonl` by step, ascending; the last row of a step wins."""
     found: Metrics = {}
     for step, numbers in metrics_of(rows):
         limited = {name: v if abs(v) <= LARGEST else math.copysign(math.inf, v) for name, v in numbers.items()}
@@ -26,7 +26,7 @@ def metrics(rows: Iterable[Mapping[str, Any]]) -> Metrics:
 
 
 def curves(rows: Metrics) -> dict[str, dict[str, Any]]:
-    """Give each metric as `x` (steps) and `y`; long ones also as `low` and `high`, of the steps each point stands for.
+    """Return each metric as `x` (steps) and `y`; long ones also have `low` and `high` of the steps of each point.
 
     Values that are not finite are left out and counted in `lost`.
     """
@@ -40,7 +40,7 @@ def curves(rows: Metrics) -> dict[str, dict[str, Any]]:
 
 
 def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Give one curve; see `curves`."""
+    """Return one curve; see `curves`."""
     x, y = np.array(steps, np.int64), np.array(values, np.float64)
     fine = np.isfinite(y)
     made: dict[str, Any] = {} if fine.all() else {"lost": int((~fine).sum())}
@@ -59,5 +59,5 @@ def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
 
 
 def rounded(values: Any) -> list[float]:
-    """Give numbers to six significant digits, which is more than a chart shows."""
+    """Return numbers to six significant digits, which is more than a chart shows."""
     return [float(f"{value:.6g}") for value in values]
