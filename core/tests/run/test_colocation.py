@@ -15,6 +15,7 @@ from whet.data.spans import Spans
 from whet.errors import WhetError
 from whet.interfaces.weights import Link
 from whet.run.colocation import Turns
+from whet.run.handles import BackendHandle, GeneratorHandle
 from whet.runtime.event_loop import EpisodeLoop
 from whet.testing.batches import random_batch
 from whet.testing.fakes import FakeBackend, FakeGenerator
@@ -35,9 +36,11 @@ class Parts:
         for role, handle in self.raw.items():
             self.turns.join(role, handle)
         self.backend, self.critic, self.judge = (
-            self.turns.backend(name, self.raw[name]) for name in ("backend", "critic", "judge")
+            BackendHandle(self.raw[name], *self.turns.around(name)) for name in ("backend", "critic", "judge")
         )
-        self.generator = self.turns.generator(self.raw["generator"])
+        self.generator = GeneratorHandle(
+            self.raw["generator"], *self.turns.requests(), receiving=self.turns.took_weights
+        )
 
     def noted(self, role: str, handle: Any) -> Any:
         sleep, wake = handle.sleep, handle.wake
@@ -207,11 +210,11 @@ def test_what_was_given_back_and_how_long_it_took_is_told_once(parts: Parts) -> 
     assert {("generator", "sleep"), ("backend", "wake"), ("generator", "drain")} <= told
 
 
-def test_where_nobody_takes_turns_nobody_sleeps_and_handles_are_as_they_were() -> None:
+def test_where_nobody_takes_turns_nobody_sleeps_and_no_call_waits() -> None:
     parts = Parts(sides=())
     try:
-        assert parts.backend is parts.raw["backend"]
-        assert parts.generator is parts.raw["generator"]
+        assert parts.turns.around("backend") == ()
+        assert parts.turns.requests() == ()
         parts.turns.training()
         parts.turns.generation()
         assert parts.notes == []

@@ -12,7 +12,7 @@ from whet.errors import WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.run.closing import closing_all
-from whet.run.handles import TimedBackend, TimedGenerator
+from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
 from whet.run.weight_sync import Refit
 from whet.testing.fakes import Done, FakeBackend, FakeGenerator
 
@@ -29,7 +29,7 @@ class Noting(FakeGenerator):
         return super().receive_weights(link, version, on_weight_update)
 
 
-def refit(generator: Any, backend: TimedBackend, spans: Spans, **options: Any) -> Refit:
+def refit(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> Refit:
     return Refit(backend, generator, Link("disk", "nowhere", "", 0), spans, **options)
 
 
@@ -37,8 +37,8 @@ def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
     generator, spans, versions = Noting(), Spans(), list[int]()
     backend = FakeBackend()
     hand_over = refit(
-        TimedGenerator(generator, spans),
-        TimedBackend(backend, spans),
+        GeneratorHandle(generator, busy(spans)),
+        BackendHandle(backend, timed(spans)),
         spans,
         after=versions.append,
         on_weight_update="continue",
@@ -53,9 +53,9 @@ def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
 
 def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None:
     spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
-    generator = TimedGenerator(Noting(), spans)
+    generator = GeneratorHandle(Noting(), busy(spans))
     hand_over = refit(
-        generator, TimedBackend(backend, spans), spans, after=lambda version: None, places=lambda: tuple(known)
+        generator, BackendHandle(backend, timed(spans)), spans, after=lambda version: None, places=lambda: tuple(known)
     )
     hand_over(version=1)
     known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
@@ -65,7 +65,7 @@ def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None
 
 def test_a_generator_is_busy_from_the_first_request_to_the_last_answer_whatever_steps_end_meanwhile() -> None:
     spans = Spans()
-    generator = TimedGenerator(FakeGenerator("a", delay_seconds=0.05), spans)
+    generator = GeneratorHandle(FakeGenerator("a", delay_seconds=0.05), busy(spans))
 
     async def ask(id_: str, after: float) -> None:
         await asyncio.sleep(after)

@@ -29,7 +29,7 @@ from whet.plan.prepare import Prepared, encode_of, field_names
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.fingerprint import identity_of, versions_of
-from whet.run.handles import TimedBackend, TimedGenerator, TimedRollouts
+from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Watchers
 from whet.run.recovery import Recovery
@@ -123,10 +123,13 @@ class Builder:
         self._turns = Turns(self.plan.turns, self.spans, self._loop)
         self.closers.append(self._turns.close)
         built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
-        trainer = self._turns.backend("backend", built["backend"])
-        backend = self._turns.backend("backend", TimedBackend(built["backend"], self.spans))
+        turn = self._turns.around("backend")
+        trainer = BackendHandle(built["backend"], *turn)
+        backend = BackendHandle(built["backend"], *turn, timed(self.spans))
         sampler = built.get("generator")
-        generator = self._turns.generator(TimedGenerator(sampler, self.spans)) if sampler else None
+        generator = GeneratorHandle(
+            sampler, *self._turns.requests(), busy(self.spans), receiving=self._turns.took_weights
+        ) if sampler else None  # fmt: skip
         if self._cluster is not None:
             self.spans.add(self._cluster.preparations())
         if saved:
@@ -334,7 +337,7 @@ class Builder:
             self.closers += [handle.close for handle in starting.built()]
         further = [role for role in roles if role in self.config.roles]
         for role in further:
-            self.roles[role] = self._turns.backend(role, TimedBackend(found[role], self.spans, role))
+            self.roles[role] = BackendHandle(found[role], *self._turns.around(role), timed(self.spans, role))
         return found
 
     def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
@@ -451,10 +454,11 @@ class Builder:
     def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
         from whet.rollout.recorder import Recorder
 
-        timed = self._turns.backend("backend", TimedBackend(trainer, self.spans, names={"score": "record"}))
+        recording = timed(self.spans, names={"score": "record"})
+        handle = BackendHandle(trainer, *self._turns.around("backend"), recording)
 
         def score(batch: "Batch") -> Any:
-            return timed.score(batch, ("logprobs",))["logprobs"]
+            return handle.score(batch, ("logprobs",))["logprobs"]
 
         given = facts_of(self.config.backend, self.prepared.model).outputs_given
         return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)

@@ -10,7 +10,7 @@ a gate, an environment that asks a further model on the thread that it asks from
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from attrs import define, field
@@ -19,14 +19,9 @@ from whet.data.metrics import Metric, largest
 from whet.data.spans import Spans
 from whet.errors import WhetError
 from whet.rollout.gate import Gate
-from whet.run.handles import WrappedBackend, WrappedGenerator
+from whet.run.handles import Around, AroundRequest
 
 if TYPE_CHECKING:
-    from whet.data.records import Completion, Request
-    from whet.interfaces.backend import Backend
-    from whet.interfaces.generator import Generator, OnWeightUpdate
-    from whet.interfaces.weights import Link
-    from whet.interfaces.workers import Pending
     from whet.runtime.event_loop import EpisodeLoop
 
 TRAINING: Final = 0
@@ -51,9 +46,9 @@ class Turns:
     """Roles that have their turn together: those of training, those of generation."""
     spans: Spans
     loop: "Callable[[], EpisodeLoop]"
-    """Gives the loop on which requests are made."""
+    """Returns the loop on which requests are made."""
     gate: Gate = field(factory=Gate, init=False)
-    """What requests pass."""
+    """Requests pass it."""
     _handles: dict[str, Sleeper] = field(factory=dict, init=False)
     _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
     """`weights`: a generator that took new ones while it slept, and no more."""
@@ -73,43 +68,44 @@ class Turns:
             self._sleep(role)
 
     def training(self) -> None:
-        """Let those that train have the memory; waits until requests under way are answered."""
+        """Begin the turn of the roles that train, after all requests under way are answered."""
         self._begin(TRAINING)
 
     def generation(self) -> None:
-        """Let those that generate have the memory, and requests pass."""
+        """Begin the turn of the roles that generate, and open the gate to requests."""
         self._begin(GENERATION)
         if self.sides:
             self.loop().call(self.gate.open)
 
     def probing(self) -> None:
-        """Let those that generate have the memory, for requests that do not come through the gate."""
+        """Begin the turn of the roles that generate, for requests that do not come through the gate."""
         self._begin(GENERATION)
 
-    def backend(self, role: str, backend: "Backend") -> "Backend":
-        """Give the handle of a role whose calls come at its turn."""
+    def around(self, role: str) -> tuple[Around, ...]:
+        """Return what waits for the turn of a role and lasts as long as its call; empty where it takes no turns."""
         side = self._side(role)
         if side is None:
-            return backend
-        return TakingTurns(backend, self._in_training if side == TRAINING else self._in_generation)
+            return ()
+        turn = self._in_training if side == TRAINING else self._in_generation
+        return (lambda method: turn(),)
 
-    def generator(self, generator: "Generator") -> "Generator":
-        """Give the handle of the generator, whose requests wait for its turn."""
-        return GatedGenerator(generator, self) if self.sides else generator
+    def requests(self) -> tuple[AroundRequest, ...]:
+        """Return the gate at which requests wait for the generator's turn; empty where it takes no turns."""
+        return (lambda: self.gate,) if self.sides else ()
 
     def took_weights(self) -> None:
-        """Note that the generator holds weights, if it slept."""
+        """Remember that the generator holds weights, if it slept."""
         if self._states.get("generator") == "asleep":
             self._states["generator"] = "weights"
 
     def close(self) -> None:
-        """Let nobody wait any more: no further turn comes."""
+        """Wake all threads that wait for a turn: none comes any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, Metric]:
-        """Give, once for each time, how much memory each role gave back, of all its ranks."""
+        """Return how much memory each role gave back, of all its ranks, since the last call."""
         given, self._given_back = self._given_back, {}
         return {f"given_back_mib/{role}": largest(count / 2**20) for role, count in given.items()}
 
@@ -166,33 +162,3 @@ class Turns:
             with self._changed:
                 self._asking -= 1
                 self._changed.notify_all()
-
-
-class GatedGenerator(WrappedGenerator):
-    """A generator whose requests wait for its turn."""
-
-    def __init__(self, generator: "Generator", turns: Turns) -> None:
-        super().__init__(generator)
-        self._turns = turns
-
-    async def generate(self, request: "Request") -> "Completion":
-        """See `Generator.generate`."""
-        async with self._turns.gate:
-            return await super().generate(request)
-
-    def receive_weights(self, link: "Link", version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "Pending":
-        """See `Generator.receive_weights`."""
-        self._turns.took_weights()
-        return super().receive_weights(link, version, on_weight_update)
-
-
-class TakingTurns(WrappedBackend):
-    """A backend that is called at its turn."""
-
-    def __init__(self, backend: "Backend", turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """`turn` is entered when it has come, and lasts until it is left."""
-        super().__init__(backend)
-        self._turn = turn
-
-    def _around(self, phase: str) -> AbstractContextManager[None]:
-        return self._turn()

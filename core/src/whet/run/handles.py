@@ -1,7 +1,19 @@
-"""Handles that do something around the calls of others: what they leave alone is passed on as it is."""
+"""Handles around a backend, a generator and the rollouts of a run: each call is made inside of context managers.
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+BackendHandle(backend, *turns.around("backend"), timed(spans, "backend"))      its turn, and within it a span
+GeneratorHandle(generator, *turns.requests(), busy(spans))                     the gate, and within it a span
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,16 +32,52 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Pending
     from whet.rollout.stream import RolloutStream
 
+Around = Callable[[str], AbstractContextManager[Any]]
+"""(name of a method) -> what a call of it is made in."""
+AroundRequest = Callable[[], AbstractAsyncContextManager[Any]]
+"""Returns what a request is made in."""
 
-class WrappedBackend:
-    """A backend within another handle."""
+PHASES: Mapping[str, str] = MappingProxyType({"train": "train", "evaluate": "evaluate", "score": "score"})
+"""Methods of a backend whose calls are spans, and the names of these."""
 
-    def __init__(self, backend: "Backend") -> None:
-        self._backend = backend
 
-    def _around(self, phase: str) -> AbstractContextManager[None]:
-        """Give what a call is made in; `phase` is the method's name."""
-        return nullcontext()
+def timed(spans: Spans, role: str = "backend", names: Mapping[str, str] = PHASES) -> Around:
+    """Return what records the calls of the methods in `names` as spans."""
+    return lambda method: spans.phase(role, names[method]) if method in names else nullcontext()
+
+
+def busy(spans: Spans) -> AroundRequest:
+    """Return what records the time from the first request under way to the last completion as one span."""
+    running, span = 0, ExitStack()
+
+    @asynccontextmanager
+    async def request() -> AsyncIterator[None]:
+        nonlocal running
+        if running == 0:
+            span.enter_context(spans.phase("generator", "generate"))
+        running += 1
+        try:
+            yield
+        finally:
+            running -= 1
+            if running == 0:
+                span.close()
+
+    return request
+
+
+class BackendHandle:
+    """A backend whose calls are made inside of context managers, in their order."""
+
+    def __init__(self, backend: "Backend", *around: Around) -> None:
+        self._backend, self._managers = backend, around
+
+    @contextmanager
+    def _around(self, method: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for around in self._managers:
+                stack.enter_context(around(method))
+            yield
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
         """See `Backend.train`."""
@@ -79,18 +127,25 @@ class WrappedBackend:
         self._backend.close()
 
 
-class WrappedGenerator:
-    """A generator within another handle."""
+class GeneratorHandle:
+    """A generator whose requests are made inside of context managers, in their order."""
 
-    def __init__(self, generator: "Generator") -> None:
-        self._generator = generator
+    def __init__(
+        self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None
+    ) -> None:
+        """`receiving` is called before the generator receives weights."""
+        self._generator, self._managers, self._receiving = generator, around, receiving
 
     async def generate(self, request: "Request") -> "Completion":
         """See `Generator.generate`."""
-        return await self._generator.generate(request)
+        async with AsyncExitStack() as stack:
+            for around in self._managers:
+                await stack.enter_async_context(around())
+            return await self._generator.generate(request)
 
     def receive_weights(self, link: "Link", version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "Pending":
         """See `Generator.receive_weights`."""
+        self._receiving()
         return self._generator.receive_weights(link, version, on_weight_update)
 
     def sleep(self) -> int | None:
@@ -104,43 +159,6 @@ class WrappedGenerator:
     def close(self) -> None:
         """See `Generator.close`."""
         self._generator.close()
-
-
-class TimedBackend(WrappedBackend):
-    """A backend whose phases are recorded as spans."""
-
-    def __init__(
-        self, backend: "Backend", spans: Spans, role: str = "backend",
-        names: Mapping[str, str] = MappingProxyType({"train": "train", "evaluate": "evaluate", "score": "score"}),
-    ) -> None:  # fmt: skip
-        """`names` has the methods that are recorded, and under which names."""
-        super().__init__(backend)
-        self._spans, self._role, self._names = spans, role, names
-
-    def _around(self, phase: str) -> AbstractContextManager[None]:
-        return self._spans.phase(self._role, self._names[phase]) if phase in self._names else nullcontext()
-
-
-class TimedGenerator(WrappedGenerator):
-    """A generator whose busy times are recorded as spans: from the first request under way to the last completion."""
-
-    def __init__(self, generator: "Generator", spans: Spans) -> None:
-        super().__init__(generator)
-        self._spans = spans
-        self._running = 0
-        self._busy = ExitStack()
-
-    async def generate(self, request: "Request") -> "Completion":
-        """See `Generator.generate`."""
-        if self._running == 0:
-            self._busy.enter_context(self._spans.phase("generator", "generate"))
-        self._running += 1
-        try:
-            return await super().generate(request)
-        finally:
-            self._running -= 1
-            if self._running == 0:
-                self._busy.close()
 
 
 class TimedRollouts:
