@@ -1,8 +1,6 @@
 """Build the parts of a run in the order in which they need each other: slices -> handles -> parts."""
 
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,11 +12,9 @@ import attrs
 
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
-from whet.config.document import to_text
-from whet.config.structure import absolute, unstructure
+from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
 from whet.data.spans import Spans
-from whet.errors import CheckpointError
 from whet.interfaces.algorithm import Parts
 from whet.interfaces.logger import RunInfo
 from whet.interfaces.weights import Link, Places
@@ -28,11 +24,11 @@ from whet.plan.plan import facts_of
 from whet.plan.prepare import Prepared, encode_of, field_names
 from whet.run import checkpoint
 from whet.run.colocation import Turns
-from whet.run.fingerprint import identity_of, versions_of
 from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Watchers
 from whet.run.recovery import Recovery
+from whet.run.resume import Opened, nothing_left, open_run, own_identity
 from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import Waits
 from whet.run.start_cluster import make_cluster
@@ -114,12 +110,12 @@ class Builder:
                 self.training_routes(),
                 self.evaluation_routes(),
             ]
-            saved = self._resume(data, environments[0], again)
-        done = saved.step if saved else 0
+            run = open_run(self.prepared, self.folder, data, environments[0], self.watchers.status, again)
+        self.opened, self.total, saved = True, run.total, run.saved
         if again:
             self.watchers.rewind(saved.step if saved else -1)
         else:
-            self._open_loggers(done)
+            self._open_loggers(run.done)
         self._turns = Turns(self.plan.turns, self.spans, self._loop)
         self.closers.append(self._turns.close)
         built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
@@ -140,7 +136,7 @@ class Builder:
         evaluate = self._evaluation(environments[1], generator, chat, stream)
         recorder = self._recorder(built["backend"], chat)
         probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
-        steps = self._steps(self._saved(backend), stream, recorder, evaluate, saved, probe, data)
+        steps = self._steps(run, self._saved(backend), stream, recorder, evaluate, probe, data)
         self.closers.append(steps.close)
         rollouts = TimedRollouts(
             stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
@@ -152,27 +148,18 @@ class Builder:
             evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream, probe),
             seed=config.run.seed,
         )  # fmt: skip
-        parts.refit(version=done)
+        parts.refit(version=run.done)
         if self.config.endpoint.serve:
             self._serve(generator, chat, stream)
         return parts
 
     def refuse_another(self) -> None:
         """Raise `CheckpointError` where the run folder holds another run. Starts no role and writes nothing."""
-        self._own_identity(self._data(self.chat()), self.training_routes())
+        own_identity(self.prepared, self.folder, self._data(self.chat()), self.training_routes())
 
     def nothing_left(self, done: int) -> bool:
         """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
-        from whet.data.offline import records_of
-
-        config, epochs = self.config, self.config.run.epochs
-        if epochs is None or config.data is None:
-            return done >= self.total
-        position = checkpoint.position(self.folder, done)
-        if position and "epoch" in position and not config.run.allow_changed:
-            return position["records"] >= records_of(epochs, position["epoch"])
-        self._count_steps(self._data(self.chat()), done, position)
-        return done >= self.total
+        return nothing_left(self.prepared, self.folder, done, lambda: self._data(self.chat()), self.watchers.status)
 
     def _watch_waits(self) -> Waits:
         def episodes() -> list[str]:
@@ -205,16 +192,6 @@ class Builder:
             encode=encode_of(self.config, facts, self.prepared.model), names=field_names(self.config),
             epochs=self.config.run.epochs,
         )  # fmt: skip
-
-    def _count_steps(self, data: "OfflineData | None", done: int, position: Mapping[str, int]) -> None:
-        """Go on where the data was after the steps that are done. Count the steps of epochs: read and tokenise."""
-        size = self.prepared.facts["algorithm"].records_per_step
-        if data is not None:
-            data.go_on(done, position)
-        if self.config.run.epochs is None or data is None or size is None:
-            return
-        self.total = data.prepare().steps(size)
-        self.watchers.status(f"{self.config.run.epochs:g} epochs are {self.total:,} steps of {size} records")
 
     def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
         """Build the environments of a section."""
@@ -251,46 +228,6 @@ class Builder:
             self.closers.append(scorer.close)
             self.asked.add(name)
         return made
-
-    def _resume(self, data: "OfflineData | None", routes: "list[Route]", again: bool) -> "Checkpoint | None":
-        config, folder = self.config, self.folder
-        identity = self._own_identity(data, routes, again)
-        saved = checkpoint.latest(folder)
-        if saved:
-            self._refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), identity)
-        done, state = (saved.step, saved.state) if saved else (0, {})
-        self._count_steps(data, done, state.get("data", {}))  # after another run is refused: it may take minutes
-        folder.rewind(saved.step if saved else -1)
-        shutil.rmtree(folder.scratch, ignore_errors=True)
-        folder.scratch.mkdir(parents=True, exist_ok=True)
-        folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
-        folder.write_json("identity.json", identity)
-        folder.write_json("versions.json", versions_of(self.prepared.interpreters))
-        folder.write_json("plan.json", self.plan.to_dict())
-        folder.journal("opened", after_step=saved.step if saved else 0, steps=self.total, process=os.getpid())
-        self.opened = True
-        return saved
-
-    def _own_identity(self, data: "OfflineData | None", routes: "list[Route]", again: bool = False) -> dict[str, Any]:
-        """Give the run's identity. Raises `CheckpointError` where the folder's run is not to be gone on with."""
-        config, folder = self.config, self.folder
-        identity = identity_of(config, self.prepared.model, data, routes, self.prepared.models)
-        before = folder.read_json("identity.json") if folder.has_steps() else None
-        if before is not None and config.run.resume == "never" and not again:
-            raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
-        if before is None and config.run.resume == "must" and not again:
-            raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
-        if before is not None:
-            self._refuse_another(f"{folder.path} holds", before, identity)
-        return identity
-
-    def _refuse_another(self, found: str, before: Any, identity: dict[str, Any]) -> None:
-        different = checkpoint.differences(before, identity, self.config.run.allow_changed)
-        if different:
-            raise CheckpointError(
-                f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
-                + "\n".join(f"  {line}" for line in different)
-            )
 
     def _info(self, done: int = 0) -> RunInfo:
         folder = self.folder.path.resolve()
@@ -464,16 +401,14 @@ class Builder:
         return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
 
     def _steps(
-        self, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
-        evaluate: Callable[[int], Metrics], saved: "Checkpoint | None", probe: "Probe | None",
-        data: "OfflineData | None",
+        self, run: Opened, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
+        evaluate: Callable[[int], Metrics], probe: "Probe | None", data: "OfflineData | None",
     ) -> "Steps":  # fmt: skip
         from whet.run.steps import Sinks, Steps
 
-        identity = self.folder.read_json("identity.json")
         position = {"rollouts": stream.state() if stream else {}}
         size = self.prepared.facts["algorithm"].records_per_step
-        done, carried = (saved.step, saved.state.get("algorithm", {})) if saved else (0, {})
+        carried = run.saved.state.get("algorithm", {}) if run.saved else {}
 
         def records(step: int, batch: "Batch") -> Mapping[str, Any]:
             if stream is None:
@@ -488,7 +423,7 @@ class Builder:
         def save(step: int) -> None:
             if steps.stopped_by is not None:
                 self._hang_up()
-            state = {**position, "algorithm": steps.saved_state, "identity": identity}
+            state = {**position, "algorithm": steps.saved_state, "identity": run.identity}
             if data is not None and size is not None:
                 state["data"] = data.position(step, size)
             saves = {name: partial(_save, handle) for name, handle in trained.items()}
@@ -507,7 +442,7 @@ class Builder:
         sinks = Sinks(records, evaluate, log, save, gather)
         every = self.config.evaluation.every
         steps = Steps(
-            self.folder, self.config.run, done, every, self.spans, sinks, self._startup, self.total, carried,
+            self.folder, self.config.run, run.done, every, self.spans, sinks, self._startup, run.total, carried,
             self._interrupts,
         )  # fmt: skip
         return steps

@@ -1,0 +1,131 @@
+"""Whose run a folder holds, after which step it goes on, and how many steps it has.
+
+inputs of a run -> identity -> differs from that of the folder or its checkpoint: refused
+-> else rewind the folder to the checkpoint, and write what the run consists of
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from whet.config.document import to_text
+from whet.config.structure import absolute, unstructure
+from whet.errors import CheckpointError
+from whet.run import checkpoint
+from whet.run.fingerprint import identity_of, versions_of
+
+if TYPE_CHECKING:
+    from whet.config.sections import Config
+    from whet.data.offline import OfflineData
+    from whet.plan.prepare import Prepared
+    from whet.rollout.routing import Route
+    from whet.run.checkpoint import Checkpoint
+    from whet.run.run_folder import RunFolder
+
+Status = Callable[[str], None]
+
+
+@frozen
+class Opened:
+    """A run folder that is this run's, at its last checkpoint."""
+
+    saved: "Checkpoint | None"
+    """The last checkpoint; None: the run begins."""
+    total: int
+    """Steps of the run in all."""
+    identity: Mapping[str, Any]
+    """What must stay the same for a run to go on; saved with each checkpoint."""
+
+    @property
+    def done(self) -> int:
+        """Return how many steps are done."""
+        return self.saved.step if self.saved else 0
+
+
+def open_run(
+    prepared: "Prepared", folder: "RunFolder", data: "OfflineData | None", routes: "Sequence[Route]", status: Status,
+    again: bool = False,
+) -> Opened:  # fmt: skip
+    """Rewind a run folder to its last checkpoint, and write what the run consists of.
+
+    Raises `CheckpointError` where the folder's run is not to be gone on with; nothing is changed then. `again`: this
+    very process has opened it before.
+    """
+    config = prepared.config
+    identity = own_identity(prepared, folder, data, routes, again)
+    saved = checkpoint.latest(folder)
+    if saved:
+        _refuse_another(config, f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+    done, state = (saved.step, saved.state) if saved else (0, {})
+    # after another run is refused: it may take minutes
+    total = count_steps(prepared, data, done, state.get("data", {}), status)
+    folder.rewind(saved.step if saved else -1)
+    shutil.rmtree(folder.scratch, ignore_errors=True)
+    folder.scratch.mkdir(parents=True, exist_ok=True)
+    folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
+    folder.write_json("identity.json", identity)
+    folder.write_json("versions.json", versions_of(prepared.interpreters))
+    folder.write_json("plan.json", prepared.plan.to_dict())
+    folder.journal("opened", after_step=done, steps=total, process=os.getpid())
+    return Opened(saved, total, identity)
+
+
+def own_identity(
+    prepared: "Prepared", folder: "RunFolder", data: "OfflineData | None", routes: "Sequence[Route]",
+    again: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the run's identity. Raises `CheckpointError` where the folder's run is not to be gone on with."""
+    config = prepared.config
+    identity = identity_of(config, prepared.model, data, routes, prepared.models)
+    before = folder.read_json("identity.json") if folder.has_steps() else None
+    if before is not None and config.run.resume == "never" and not again:
+        raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
+    if before is None and config.run.resume == "must" and not again:
+        raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
+    if before is not None:
+        _refuse_another(config, f"{folder.path} holds", before, identity)
+    return identity
+
+
+def _refuse_another(config: "Config", found: str, before: Any, identity: Mapping[str, Any]) -> None:
+    different = checkpoint.differences(before, identity, config.run.allow_changed)
+    if different:
+        raise CheckpointError(
+            f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
+            + "\n".join(f"  {line}" for line in different)
+        )
+
+
+def count_steps(
+    prepared: "Prepared", data: "OfflineData | None", done: int, position: Mapping[str, int], status: Status
+) -> int:
+    """Return the steps of the run in all, and set the data to go on after the steps that are done.
+
+    The steps of epochs are known once the data has been read and tokenised.
+    """
+    run, size = prepared.config.run, prepared.facts["algorithm"].records_per_step
+    if data is not None:
+        data.go_on(done, position)
+    if run.epochs is None or data is None or size is None:
+        return run.steps or 0
+    total = data.prepare().steps(size)
+    status(f"{run.epochs:g} epochs are {total:,} steps of {size} records")
+    return total
+
+
+def nothing_left(
+    prepared: "Prepared", folder: "RunFolder", done: int, read: "Callable[[], OfflineData | None]", status: Status
+) -> bool:
+    """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
+    from whet.data.offline import records_of
+
+    config, epochs = prepared.config, prepared.config.run.epochs
+    if epochs is None or config.data is None:
+        return done >= (config.run.steps or 0)
+    position = checkpoint.position(folder, done)
+    if position and "epoch" in position and not config.run.allow_changed:
+        return position["records"] >= records_of(epochs, position["epoch"])
+    return done >= count_steps(prepared, read(), done, position, status)
