@@ -163,7 +163,7 @@ def _prompts(
 ) -> Seen:  # fmt: skip
     from whet.data.look import look_at_prompts
     from whet.errors import ConfigError
-    from whet.run.environments import build_route
+    from whet.run.inputs import build_route
 
     where = "environments" if split == "train" else "evaluation.environments"
     entries = config.environments if split == "train" else config.evaluation.environments

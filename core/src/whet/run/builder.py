@@ -19,20 +19,19 @@ from whet.interfaces.algorithm import Parts
 from whet.interfaces.logger import RunInfo
 from whet.interfaces.weights import Link, Places
 from whet.interfaces.workers import Site
-from whet.plan.evaluation import passes, scoring
 from whet.plan.plan import facts_of
-from whet.plan.prepare import Prepared, encode_of, field_names
+from whet.plan.prepare import Prepared
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
+from whet.run.inputs import evaluation_routes, open_chat, open_data, training_routes
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Watchers
 from whet.run.recovery import Recovery
 from whet.run.resume import Opened, nothing_left, open_run, own_identity
 from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import Waits
-from whet.run.start_cluster import make_cluster
-from whet.run.start_workers import Starting, lanes
+from whet.run.start_workers import Starting, lanes, make_slices
 from whet.run.startup_time import Startup
 from whet.run.weight_sync import Refit, make_probe
 from whet.weights.transfer import MEETING
@@ -40,7 +39,6 @@ from whet.weights.transfer import MEETING
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from whet.config.sections import EnvironmentSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
@@ -169,51 +167,19 @@ class Builder:
         return Waits(self.spans, log, notice, self._cluster, episodes)
 
     def chat(self, role: str = "backend") -> "ChatTokenizer":
-        """Give the tokenizer of a role's model, with its chat template."""
-        from whet.data.chat import ChatTokenizer
-
-        section = (self.config.roles[role].model if role in self.config.roles else None) or self.config.model
-        model = self.prepared.models.get(role, self.prepared.model)
-        chat = ChatTokenizer(model.path, section.chat_template, now=self.folder.began())
-        if self.config.environments or self.config.evaluation.environments:
-            _ = chat.template  # one that is missing or cannot be read would fail every episode
-        return chat
+        """Return the tokenizer of a role's model, with its chat template."""
+        return open_chat(self.prepared, self.folder.began(), role)
 
     def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
-        from whet.data.offline import OfflineData
-
-        if self.config.data is None:
-            return None
-        limit = self.config.data.max_length or self.prepared.model.max_positions
-        facts = self.prepared.facts["algorithm"]
-        return OfflineData(
-            self.config.data, chat, self.config.run.seed, limit, self.watchers.status,
-            timed=partial(self.spans.phase, "data", "tokenise"),
-            encode=encode_of(self.config, facts, self.prepared.model), names=field_names(self.config),
-            epochs=self.config.run.epochs,
-        )  # fmt: skip
-
-    def routes(self, entries: "Sequence[EnvironmentSection]", split: str) -> "list[Route]":
-        """Build the environments of a section."""
-        from whet.run.environments import build_route
-
-        routes = []
-        for entry in entries:
-            needs = facts_of(entry.component, self.prepared.model).roles
-            route = build_route(entry, entry.split or split, *([self._scorers(needs)] if needs else []))
-            self.closers.append(route.environment.close)
-            routes.append(route)
-        return routes
+        return open_data(self.prepared, chat, self.spans, self.watchers.status)
 
     def training_routes(self) -> "list[Route]":
         """Build the environments of training."""
-        routes, scored = self.routes(self.config.environments, "train"), passes(self.config)
-        return [attrs.evolve(route, scoring=scored) for route in routes]
+        return training_routes(self.prepared, self._scorers, self.closers)
 
     def evaluation_routes(self) -> "list[Route]":
         """Build the environments of `evaluation`."""
-        routes = self.routes(self.config.evaluation.environments, "test")
-        return [attrs.evolve(r, scoring=scoring(self.config, i, r.environment)) for i, r in enumerate(routes)]
+        return evaluation_routes(self.prepared, self._scorers, self.closers)
 
     def _scorers(self, names: Iterable[str]) -> "dict[str, Scorer]":
         """Give what an environment asks of further models, which are started later."""
@@ -239,22 +205,10 @@ class Builder:
             self.watchers.add(selection.name, build_selection(selection, info))
 
     def cluster(self, *only: str) -> "Callable[[str], Slice]":
-        """Give a function from roles to slices: of all roles, or of those alone that are named."""
-        if self.plan.inline:
-            from whet.runtime.inline import InlineSlice
-
-            at = self.plan.role
-            return lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0])
-        roles = [place for place in self.plan.roles if place.role in only or not only]
-        wanted = {place.role for place in roles}
-        groups = [[role for role in group if role in wanted] for group in self.prepared.roles.groups]
-        self._cluster = cluster = make_cluster(self.config, groups, self.folder.logs)
-        self.closers.append(cluster.close)
-        slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in roles}
-        facts = {role: self.prepared.roles[role].facts for role in slices}
-        forkable = [role for role, found in facts.items() if found.forkable]
-        cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
-        return slices.__getitem__
+        """Return a function from roles to slices: of all roles, or of those alone that are named."""
+        slices = make_slices(self.prepared, self.folder.logs, self.closers, only)
+        self._cluster = slices.cluster
+        return slices.of
 
     def _saved(self, backend: "Backend") -> "dict[str, Backend]":
         """Give the models that a checkpoint holds, by the names of their folders in it."""

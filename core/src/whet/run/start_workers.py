@@ -3,9 +3,48 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
 
 from whet.plan.placement import RolePlan
+from whet.plan.prepare import Prepared
+from whet.run.start_cluster import make_cluster
+
+if TYPE_CHECKING:
+    from whet.interfaces.workers import Slice
+    from whet.runtime.launcher import Cluster
+
+
+@frozen
+class Slices:
+    """Where roles get their workers."""
+
+    of: "Callable[[str], Slice]"
+    """(role) -> its slice."""
+    cluster: "Cluster | None" = None
+    """None: the workers live in this process."""
+
+
+def make_slices(prepared: Prepared, logs: Path, closers: list[Callable[[], None]], only: Sequence[str] = ()) -> Slices:
+    """Start the processes of all roles, or of those alone that are named; they import while the driver prepares."""
+    plan = prepared.plan
+    if plan.inline:
+        from whet.runtime.inline import InlineSlice
+
+        at = plan.role
+        return Slices(lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0]))
+    places = [place for place in plan.roles if place.role in only or not only]
+    wanted = {place.role for place in places}
+    groups = [[role for role in group if role in wanted] for group in prepared.roles.groups]
+    cluster = make_cluster(prepared.config, groups, logs)
+    closers.append(cluster.close)
+    slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in places}
+    facts = {role: prepared.roles[role].facts for role in slices}
+    forkable = [role for role, found in facts.items() if found.forkable]
+    cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
+    return Slices(slices.__getitem__, cluster)
 
 
 def lanes(places: Iterable[RolePlan]) -> list[list[str]]:
@@ -39,7 +78,7 @@ class Starting:
         return {role: self._made[role].result() for role in roles}
 
     def built(self) -> list[Any]:
-        """Give what there is by now."""
+        """Return the handles that are built by now."""
         return [made.result() for made in self._made.values() if made.done() and made.exception() is None]
 
     def _run(self, lane: Sequence[str]) -> None:
