@@ -41,7 +41,7 @@ class Corrected:
         return self._loss.counts(batch)
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences can move the loss before any correction."""
+        """Return which sequences can move the loss before any correction."""
         return self._loss.live(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:

@@ -49,7 +49,7 @@ def place_correction(
 
 
 def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
-    """Give the loss with a correction within the training pass, where one is wanted; see `corrected_loss`."""
+    """Return the loss with a correction within the training pass, where one is wanted; see `corrected_loss`."""
     if not section.wanted:
         return loss
     return Spec("whet.algorithms.corrected_loss:Corrected", "", {"loss": asdict(loss), "correction": asdict(section)})
@@ -58,7 +58,7 @@ def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
 def choose_old_logprobs(
     wanted: Literal["auto", "trainer", "sampler"], scored: bool, corrected: bool, max_staleness: int
 ) -> OldLogprobs:
-    """Say where the old policy's logprobs come from.
+    """Return where the old policy's logprobs come from.
 
     `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass
     of the trainer before the first minibatch, for a batch that gets several optimizer steps or a correction before
@@ -159,7 +159,7 @@ def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSec
 
 
 def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection) -> tuple[Batch, Metrics]:
-    """Let only the tokens of the highest entropy teach: the share of them that the section says.
+    """Leave the advantage to the tokens of the highest entropy alone: the share of them that the section says.
 
     The entropy is that of the weights before the step, and its quantile is over the trained tokens of the whole batch,
     so that neither depends on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss mask.
@@ -201,7 +201,7 @@ def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None 
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
-    """Give advantages/mean, /std, /min and /max over trained tokens, and the share of sequences that have one."""
+    """Return advantages/mean, /std, /min and /max over trained tokens, and the share of sequences that have one."""
     mask = np.asarray(batch["loss_mask"])
     values = np.asarray(of_tokens(batch, "advantages"), np.float64)[mask]
     if not len(values):
@@ -253,7 +253,7 @@ def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metric
 
 
 def _tokens(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Give a column that is [B] or [N] for each token."""
+    """Return a column that is [B] or [N] for each token."""
     return np.asarray(expand(values, lengths)) if len(values) == len(lengths) else values
 
 

@@ -11,7 +11,7 @@ _NEVER_AWAKE = "endpoint.serve is on, and an algorithm without rollouts hardly e
 
 
 def sleep_problems(config: Config, roles: Roles) -> Iterator[Problem]:
-    """Find out why no roles can take turns although the config asks for it."""
+    """Find the reasons why no roles can take turns although the config asks for it."""
     if config.cluster.offload != "always":
         return
     if config.generator is None:

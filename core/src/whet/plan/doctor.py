@@ -395,6 +395,6 @@ def _version(distribution: str) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """Give the folder, or the nearest one around it that exists."""
+    """Return the folder, or the nearest one around it that exists."""
     folder = folder.absolute()
     return next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))

@@ -23,7 +23,7 @@ MOST_SUBSET_SAMPLES = 256
 
 
 def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) -> Any:
-    """Give the value of one of `OWN` that an environment is evaluated with."""
+    """Return the value of one of `OWN` that an environment is evaluated with."""
     own = getattr(entry, key)
     return getattr(section, key) if own is None else own
 
@@ -39,7 +39,7 @@ def with_answers(config: "Config", facts: Mapping[str, Facts]) -> dict[str, Fact
 
 
 def _shown(target: object) -> bool | None:
-    """Say whether a class has a `final_answer`. None: what it builds may have one, or what this function builds."""
+    """Return whether a class has a `final_answer`; None where only the built object tells."""
     if not isinstance(target, type):
         return None
     if (found := getattr(target, "final_answer", None)) is not None:
@@ -51,7 +51,7 @@ def _shown(target: object) -> bool | None:
 
 
 def evaluation_notes(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
-    """Say which environments will show only when they are built whether there can be votes."""
+    """Return which environments will show only when they are built whether there can be votes."""
     for i, entry in enumerate(config.evaluation.environments):
         path = f"evaluation.environments.{i}"
         if chosen(entry, config.evaluation, "majority_at") and facts.get(path, Facts()).states_answers is None:
@@ -59,7 +59,7 @@ def evaluation_notes(config: "Config", facts: Mapping[str, Facts]) -> Iterator[s
 
 
 def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
-    """Find out whether every environment has the samples and the answers that its figures need."""
+    """Find environments that lack the samples or the answers that their figures need."""
     if config.evaluation.unanswered == "vote" and not any(
         chosen(entry, config.evaluation, "majority_at") for entry in config.evaluation.environments
     ):
@@ -115,7 +115,7 @@ def passes(config: "Config") -> "Scoring":
 
 
 def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
-    """Say what is worked out of the environment at a position of `evaluation.environments`.
+    """Return what is worked out of the environment at a position of `evaluation.environments`.
 
     Raises `ConfigError` where votes are wanted of an environment that does not say what an answer is.
     """

@@ -93,7 +93,7 @@ def _laid_out(layers: Iterable[Layer]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]:
-    """Give what roles take over from the section `backend`, as layers below all others."""
+    """Return what roles take over from the section `backend`, as layers below all others."""
     roles, backend = document.get("roles"), document.get("backend")
     for name, role in roles.items() if isinstance(roles, dict) else ():
         if isinstance(role, dict) and role.get("like") == "backend" and backend is not None:
@@ -112,7 +112,7 @@ def _shareable(backend: Any, registry: Registry) -> Any:
 
 
 def _role_over(alike: Layer, document: dict[str, Any]) -> Any:
-    """Give a role laid over what it takes over."""
+    """Return a role laid over what it takes over."""
     section, name = alike.under
     return _merged(alike.document.value, document[section][name])
 
@@ -126,7 +126,7 @@ def load_files_of(path: str | Path, registry: Registry) -> list[str]:
 
 
 def stages(layers: Iterable[Layer]) -> Iterator[tuple[Layer, dict[str, Any]]]:
-    """Give each layer with the document as it is once that has been laid over what came before."""
+    """Yield each layer with the document as it is once the layer has been laid over what came before."""
     document = dict[str, Any]()
     for layer in layers:
         document = laid_over(document, layer)
@@ -215,7 +215,7 @@ def _replaced(container: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 
 def _called(items: Sequence[Any]) -> str:
-    """Say which items of a list have which names."""
+    """Return which items of a list have which names."""
     given = [
         item if isinstance(item, str) else item.get("name", item.get("use"))
         for item in items

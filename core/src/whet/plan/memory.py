@@ -42,7 +42,7 @@ class Room:
 
     @property
     def overfull(self) -> bool:
-        """Whether it is known to have less than is needed."""
+        """Return whether it is known to have less than is needed."""
         return self.has is not None and self.needs > self.has
 
 

@@ -70,7 +70,7 @@ class Way:
 
 
 def joins(config: Config) -> bool:
-    """Whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
+    """Return whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
     cluster = config.cluster
     return bool(address_to_join(cluster)) and cluster.workers != "inline"
 

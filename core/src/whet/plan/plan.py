@@ -62,11 +62,11 @@ class Plan:
         return next(role for role in self.roles if role.role == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the plan as builtins."""
+        """Return the plan as builtins."""
         return attrs.asdict(self)
 
     def describe(self) -> str:
-        """Give the plan as lines for people."""
+        """Return the plan as lines for people."""
         where = "this process" if self.inline else f"worker processes of the {self.launcher} launcher"
         lines = [f"feeds on {self.feeds_on}, in {where}"]
         for role in self.roles:
@@ -339,7 +339,7 @@ def _conversations(
 
 
 def _updates(config: Config, roles: Roles) -> Iterator[Problem]:
-    """Find out whether requests under way can meet new weights as wanted. Without staleness there are none."""
+    """Find a `rollout.on_weight_update` that the generator cannot do. Without staleness no request is under way."""
     wanted = config.rollout.on_weight_update
     if config.generator is None or config.rollout.max_staleness == 0:
         return

@@ -195,7 +195,7 @@ def find_interpreters(
 
 
 def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[str, str]]:
-    """Give the modules that a role's workers import, and who offers them with the versions that the driver has."""
+    """Return the modules that a role's workers import, and who offers them with the versions that the driver has."""
     own = roles[role]
     parts = [
         selection for path, selection in selections(config)
@@ -209,21 +209,21 @@ def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[
 
 
 def packages_here(config: "Config", roles: Roles) -> Iterator[tuple[str, Package]]:
-    """Give each role with what its workers will look for in this very interpreter, as far as that can be known."""
+    """Return each role with what its workers will look for in this very interpreter, as far as that can be known."""
     for role in () if joins(config) else roles:
         if config.cluster.workers == "inline" or role.name not in config.cluster.python:
             yield from ((role.name, package) for package in role.facts.packages)
 
 
 def _packages(roles: Roles, interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
-    """Say what a role's own Python has of what its workers stand on."""
+    """Return what a role's own Python has of what its workers stand on."""
     for role, found in interpreters.items():
         for package in roles[role].facts.packages:
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
 
 
 def _outside(config: "Config") -> Iterator[str]:
-    """Say which components write to a place outside the run folder."""
+    """Return which components write to a place outside the run folder."""
     folder = Path(config.run.folder).expanduser().absolute()
     for path, selection in selections(config):
         for field_ in fields(cast(Any, type(selection.config))):
@@ -234,7 +234,7 @@ def _outside(config: "Config") -> Iterator[str]:
 
 
 def _not_here(config: "Config", roles: Roles) -> Iterator[str]:
-    """Say what workers stand on that this Python does not have."""
+    """Return what workers stand on that this Python does not have."""
     for role, package in packages_here(config, roles):
         if not package.is_here:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"

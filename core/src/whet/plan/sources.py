@@ -64,13 +64,13 @@ class Setting:
 
 
 def settings(loaded: Loaded) -> list[Setting]:
-    """Give every key of the effective config, in the order of the config classes."""
+    """Return every key of the effective config, in the order of the config classes."""
     history = list(stages(loaded.layers))
     return [_setting(leaf, history) for leaf in _leaves(loaded.config, (), "a section of every config")]
 
 
 def explain(loaded: Loaded, key: str) -> list[Setting]:
-    """Give the key, or all keys below it. Raises `ConfigError` with the nearest key where there is none.
+    """Return the key, or all keys below it. Raises `ConfigError` with the nearest key where there is none.
 
     An item of a list is meant by its position or by its name: `environments.0.use`, `environments.arithmetic.use`.
     """
@@ -100,7 +100,7 @@ def _numbered(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _items_called(name: str, path: str, values: Mapping[str, Any]) -> list[str]:
-    """Give the positions in the list at a path of the items that are called so."""
+    """Return the positions in the list at a path of the items that are called so."""
     positions = dict.fromkeys(key.removeprefix(f"{path}.").partition(".")[0] for key in values if key.startswith(path))
     numbers = [position for position in positions if position.isdecimal()]
     for word in ("name", "use"):
@@ -110,7 +110,7 @@ def _items_called(name: str, path: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _meant(key: str, known: Sequence[str]) -> str:
-    """Say which keys were probably meant: those that end alike, or else the nearest, or else its neighbours."""
+    """Return which keys were probably meant: those that end alike, or else the nearest, or else its neighbours."""
     last = key.rpartition(".")[2]
     if alike := [name for name in known if name.rpartition(".")[2] == last]:
         alike.sort(key=lambda name: -difflib.SequenceMatcher(None, key, name).ratio())
@@ -155,7 +155,7 @@ def _values(value: Any, path: Path, holder: _Leaf) -> Iterator[_Leaf]:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """Give the items of a list or mapping that have keys of their own; none of plain ones."""
+    """Return the items of a list or mapping that have keys of their own; none of plain ones."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(value, list | tuple):
         pairs = list(enumerate(value))
@@ -177,7 +177,7 @@ def _setting(leaf: _Leaf, history: Sequence[tuple[Layer, dict[str, Any]]]) -> Se
 
 
 def _origins(path: Path, history: Sequence[tuple[Layer, dict[str, Any]]]) -> list[Origin]:
-    """Give the layers that set a path, the weakest first, without those whose component another one replaced."""
+    """Return the layers that set a path, the weakest first, without those whose component another one replaced."""
     found: list[Origin] = []
     for layer, document in history:
         if _at(document, path) is _MISSING:

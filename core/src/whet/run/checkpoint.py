@@ -34,7 +34,7 @@ class Checkpoint:
     """What the driver carries: builtins."""
 
     def part(self, name: str) -> Path:
-        """Give what a role saved: `backend`, or `roles/NAME`."""
+        """Return what a role saved: `backend`, or `roles/NAME`."""
         return self.folder / name
 
 

@@ -68,7 +68,7 @@ def run(
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
-    """Give the steps of a run of which nothing is left to do; None of any other. Nothing is started.
+    """Return the steps of a run of which nothing is left to do; None of any other. Nothing is started.
 
     Where its last sitting was killed at the very end, the journal is closed. Raises `CheckpointError` where the folder
     holds another run.
@@ -140,7 +140,7 @@ def _exported(folder: RunFolder) -> bool:
 
 
 def _told(folder: RunFolder, *events: str) -> str | None:
-    """Give which of these events the journal has last."""
+    """Return which of these events the journal has last."""
     journal = folder.path / "journal.jsonl"
     found = [row["event"] for row in read_rows(journal) if row.get("event") in events] if journal.exists() else []
     return found[-1] if found else None
@@ -193,7 +193,7 @@ class _Sittings:
                 yield parts
 
     def again(self, error: WorkerLost) -> bool:
-        """Say whether there is another sitting after this error."""
+        """Return whether there is another sitting after this error."""
         stopped = self.interrupts.abandon or (self.steps is not None and self.steps.stopped_by is not None)
         if not self.built or stopped:
             return False
@@ -201,7 +201,7 @@ class _Sittings:
         return self.recovery.grant_run(error, saved.step if saved else 0)
 
     def told(self, error: WorkerLost) -> WorkerLost:
-        """Give the error that ends the run; where a signal was ending it anyway, that is said."""
+        """Return the error that ends the run; its cause names a signal that was ending the run anyway."""
         if self.steps is None or self.steps.stopped_by is None:
             return error
         name = signal.Signals(self.steps.stopped_by).name

@@ -75,7 +75,7 @@ def identity_of(
 
 
 def _held(path: Any) -> Any:
-    """Give what identifies a path, or each of a mapping: where files lie may change.
+    """Return what identifies a path, or each of a mapping: where files lie may change.
 
     Of a folder it is what makes it a model. What is read from others is hashed as data or tasks. Names on a hub are
     kept.

@@ -208,7 +208,7 @@ _ATTEMPTS = 5
 
 @contextmanager
 def _workplace(job: str) -> Iterator[RunFolder]:
-    """Give a job a folder of its own. After an error, which names them, the logs of its workers stay there."""
+    """Make a folder for a job alone. After an error, which names them, the logs of its workers stay there."""
     folder = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-"))
     try:
         yield folder

@@ -41,7 +41,7 @@ class Watchers:
         self._loggers[f"{name}-{len(self._loggers)}"] = logger
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Tell loggers and hooks of a finished step."""
+        """Send a finished step's metrics to loggers and hooks."""
         self._tell("log", step, numbers)
         try:
             self.hooks.whet_step_finished(step=step, metrics=numbers)
@@ -49,11 +49,11 @@ class Watchers:
             self._note("hook whet_step_finished", error)
 
     def status(self, text: str) -> None:
-        """Tell loggers what the run waits for."""
+        """Send to loggers what the run waits for."""
         self._tell("status", text)
 
     def rewind(self, step: int) -> None:
-        """Tell loggers that the steps after this one are taken again; -1: all."""
+        """Send to loggers that the steps after this one are taken again; -1: all."""
         self._tell("rewind", step)
 
     def close(self) -> None:

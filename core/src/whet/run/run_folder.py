@@ -83,7 +83,7 @@ class RunFolder:
                 self._lock = None
 
     def has_steps(self) -> bool:
-        """Whether there is anything to resume, or to lose: a run that failed before its first step leaves nothing."""
+        """Return whether there is anything to resume or to lose: a run that fails before its first step leaves none."""
         metrics = self.path / "metrics.jsonl"
         return any(self.checkpoints.glob("step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -153,7 +153,7 @@ class RunFolder:
                     os.fsync(stream.fileno())
 
     def began(self) -> datetime:
-        """Give the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
+        """Return the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
         file = self.path / "journal.jsonl"
         first = next(iter(read_rows(file)), {}) if file.exists() else {}
         try:
@@ -165,7 +165,7 @@ class RunFolder:
             ) from error
 
     def journal(self, event: str, **details: Any) -> None:
-        """Note what happened."""
+        """Write a line of what happened."""
         self.append("journal.jsonl", [{"time": round(time.time(), 3), "event": event, **details}])
 
     def rewind(self, step: int) -> None:

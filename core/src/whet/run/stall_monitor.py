@@ -30,11 +30,11 @@ class Processes(Protocol):
     """What is known of worker processes; see `whet.runtime.launcher.Cluster`."""
 
     def under_way(self) -> Sequence[object]:
-        """Say what they were asked and have not answered."""
+        """Return the calls that the workers have not answered."""
         ...
 
     def stacks(self) -> dict[str, str]:
-        """Say what those do that owe an answer."""
+        """Return what the workers do that owe an answer."""
         ...
 
 
@@ -64,7 +64,7 @@ class Waits:
             self._thread.join(5.0)
 
     def look(self) -> None:
-        """Tell of the waits that are due."""
+        """Report the waits that are due."""
         waits = [wait for wait in self._spans.under_way() if (wait.role, wait.phase) not in BACKGROUND]
         alive = {(wait.role, wait.phase, wait.since) for wait in waits}
         self._told = {wait: seconds for wait, seconds in self._told.items() if wait in alive}
@@ -101,7 +101,7 @@ class Waits:
 
 
 def driver_stacks() -> list[str]:
-    """Say where the driver's main thread is, and the one that plays episodes."""
+    """Return where the driver's main thread is, and the one that plays episodes."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     wanted: dict[str, Any] = {
         names[ident]: frame

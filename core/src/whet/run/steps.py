@@ -50,7 +50,7 @@ class Step:
         self._metrics = merging.merge([self._metrics, metrics])
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and after the last, happens now. 0: only last."""
+        """Return whether something that happens every so many steps, and after the last, happens now. 0: only last."""
         return self._steps.is_last(self.number) or (every > 0 and self.number % every == 0)
 
     def finish(self, batch: "Batch") -> None:
@@ -113,7 +113,7 @@ class Steps:
         self._listening = ExitStack()
 
     def is_last(self, number: int) -> bool:
-        """Whether no step follows this one."""
+        """Return whether no step follows this one."""
         return number >= self.total
 
     def __iter__(self) -> Iterator[Step]:
@@ -198,7 +198,7 @@ class Steps:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end what happens inside at once; for waits during which the weights do not change."""
+        """End what happens inside at once on a signal; for waits during which the weights do not change."""
         self._interruptible = True
         try:
             if self.stopped_by is not None:

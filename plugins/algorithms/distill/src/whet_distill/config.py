@@ -87,7 +87,7 @@ class DivergenceConfig:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Give the outputs that hold the divergence over the whole vocabulary."""
+        """Return the outputs that hold the divergence over the whole vocabulary."""
         return frozenset({"jensen_shannon"} if self.divergence == "jensen-shannon" else {"kl_forward", "kl_reverse"})
 
 
@@ -122,7 +122,7 @@ class TeacherPgConfig:
 
 
 def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loop on rollouts."""
+    """Return what planning needs to know of the loop on rollouts."""
     return Facts(
         inputs=frozenset({"rollouts"}),
         columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | {"old_logprobs"},
@@ -134,7 +134,7 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:
 
 
 def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loop on data."""
+    """Return what planning needs to know of the loop on data."""
     wanted = need(config, model)
     return Facts(
         inputs=frozenset({"data"}),
@@ -148,7 +148,7 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
 
 
 def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
-    """Say what the loss wants of a teacher: nothing where the student's workers hold it."""
+    """Return what the loss wants of a teacher: nothing where the student's workers hold it."""
     read = facts_of(config.loss, model).columns_read
     outputs = set[str]()
     if read & TOPK_COLUMNS:
@@ -159,22 +159,22 @@ def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
 
 
 def topk_kl_facts(config: TopkKlConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+    """Return what planning needs to know of the loss."""
     entropy = {"entropy"} if wants_entropy(config) else set()
     return Facts(outputs_needed=frozenset({"logprobs", "logprobs_at", *entropy}), columns_read=TOPK_COLUMNS)
 
 
 def wants_entropy(config: TopkKlConfig) -> bool:
-    """Say whether the reverse divergence is wanted of tokens that are not compared."""
+    """Return whether the reverse divergence is wanted of tokens that are not compared."""
     return config.outside == "zero" and config.divergence == "mixed" and config.forward < 1
 
 
 def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+    """Return what planning needs to know of the loss."""
     return Facts(outputs_needed=config.needed | {"logprobs"})
 
 
 def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+    """Return what planning needs to know of the loss."""
     columns = frozenset({"advantages", "sampler_logprobs"})
     return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)

@@ -38,7 +38,7 @@ class Divergence:
         return dict.fromkeys(self.weights, batch["loss_mask"].sum())
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have a trained token."""
+        """Return which sequences have a trained token."""
         return segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
@@ -58,11 +58,11 @@ class Divergence:
         return found["jensen_shannon"]
 
     def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-        """Give `forward` and `reverse`, or `jensen_shannon`, at each token: [N] each."""
+        """Return `forward` and `reverse`, or `jensen_shannon`, at each token: [N] each."""
         raise NotImplementedError
 
     def further(self, batch: Batch) -> dict[str, Tensor]:
-        """Give further numbers of each token [N], whose means are metrics."""
+        """Return further numbers of each token [N], whose means are metrics."""
         return {}
 
 
@@ -77,7 +77,7 @@ class TopkKl(Divergence):
         self.outputs = ("logprobs", "logprobs_at", *(["entropy"] if wants_entropy(config) else []))
 
     def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-        """Give them at each trained token, 0 elsewhere."""
+        """Return them at each trained token, 0 elsewhere."""
         student, teacher = outputs["logprobs_at"][mask], batch["teacher_topk_logprobs"][mask]
         if self._mixed:
             entropy = outputs["entropy"][mask] if "entropy" in outputs else None
@@ -89,7 +89,7 @@ class TopkKl(Divergence):
         return {name: torch.zeros_like(room).masked_scatter(mask, one) for name, one in found.items()}
 
     def further(self, batch: Batch) -> dict[str, Tensor]:
-        """Give how much of the teacher's probability the compared tokens have."""
+        """Return how much of the teacher's probability the compared tokens have."""
         return {"teacher/topk_mass": batch["teacher_topk_logprobs"].float().exp().sum(-1)}
 
 
@@ -102,7 +102,7 @@ class FullKl(Divergence):
         self.outputs = ("logprobs", *(["kl_forward", "kl_reverse"] if self._mixed else [self._output]))
 
     def divergences(self, outputs: Mapping[str, Any], batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-        """Give what the backend computed."""
+        """Return what the backend computed."""
         if self._mixed:
             return {"forward": outputs["kl_forward"], "reverse": outputs["kl_reverse"]}
         return {"jensen_shannon": outputs[self._output]}
@@ -129,7 +129,7 @@ class TeacherPg:
         return {"policy": batch["loss_mask"].sum()}
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have an advantage other than 0."""
+        """Return which sequences have an advantage other than 0."""
         return moved(batch, "advantages")
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:

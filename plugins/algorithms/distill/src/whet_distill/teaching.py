@@ -33,7 +33,7 @@ class Teaching:
                 refuse_other_tokens(name, role.model, parts.chat.folder)
 
     def __call__(self, batch: Batch) -> Batch:
-        """Give the batch with `topk_ids` and `teacher_topk_logprobs` [N, K], or `teacher_logprobs` [N]."""
+        """Return the batch with `topk_ids` and `teacher_topk_logprobs` [N, K], or `teacher_logprobs` [N]."""
         if self._read & TOPK_COLUMNS:
             batch = self._with_topk(batch)
         if self._read & TOKEN_COLUMNS:

@@ -33,7 +33,7 @@ def kl_baseline(backend: "Backend", batch: Batch) -> Any:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Give each prompt the answer of the unit before, in the order of the batch; what gets too long is cut.
+    """Return each prompt with the answer of the unit before, in the order of the batch; what gets too long is cut.
 
     A unit has one sequence or, where the data are pairs, two. Too long is what exceeds the longest of the batch.
     """

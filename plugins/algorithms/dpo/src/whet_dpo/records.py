@@ -44,7 +44,7 @@ def encode_with_prompt(
 
 
 def _all_but_first(sequence: Mapping[str, Any]) -> Any:
-    """Give the mask of what something stands before: all tokens but the first."""
+    """Return the mask of what something stands before: all tokens but the first."""
     return np.arange(len(sequence["tokens"])) > 0
 
 

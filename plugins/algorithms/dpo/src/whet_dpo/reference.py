@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def precomputed(parts: "Parts", data: PreparedData, batch_size: int) -> PreparedData:
-    """Give the data with the column `reference_logprobs`; it is scored in batches of so many units where it must be.
+    """Return the data with the column `reference_logprobs`; it is scored in batches of so many units where it must be.
 
     Before the first step the policy is the reference. Raises `CheckpointError` where the run is beyond that, its file
     is gone, and the backend holds no copy of the reference.

@@ -56,12 +56,12 @@ class BradleyTerryConfig:
 
 
 def reads_margin(loss: Selection, model: ModelInfo) -> bool:
-    """Say whether a loss reads the records' margins."""
+    """Return whether a loss reads the records' margins."""
     return MARGIN in facts_of(loss, model).columns_read
 
 
 def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the algorithm."""
+    """Return what planning needs to know of the algorithm."""
     margin = {MARGIN} if reads_margin(config.loss, model) else set()
     return Facts(
         inputs=frozenset({"data"}),
@@ -75,7 +75,7 @@ def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
 
 
 def bradley_terry_facts(config: BradleyTerryConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+    """Return what planning needs to know of the loss."""
     return Facts(
         outputs_needed=frozenset({"values"}), columns_read=frozenset({"chosen", *([MARGIN] if config.margin else [])})
     )

@@ -39,7 +39,7 @@ class BradleyTerry:
         return dict.fromkeys(self.weights, len(_pairs(batch)[0]))
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences are of a pair with two scores."""
+        """Return which sequences are of a pair with two scores."""
         alive = torch.zeros_like(batch["chosen"])
         for positions in _pairs(batch):
             alive[positions] = True
@@ -68,7 +68,7 @@ def _pairs(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _metrics(chosen: Tensor, rejected: Tensor, tie: float) -> dict[str, Metric]:
-    """Give means over pairs, a tie being right by so much. Means of squares are what deviations are made of."""
+    """Return means over pairs, a tie being right by so much. Deviations are computed from means of squares."""
     count, ahead = len(chosen), chosen - rejected
     return {
         "rewards/chosen": mean(chosen.sum(), count),

@@ -35,7 +35,7 @@ class NllConfig:
 
 
 def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the algorithm."""
+    """Return what planning needs to know of the algorithm."""
     return Facts(
         inputs=frozenset({"data"}),
         data_format="conversations",
@@ -46,5 +46,5 @@ def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
 
 
 def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the loss."""
+    """Return what planning needs to know of the loss."""
     return Facts(outputs_needed=frozenset({"logprobs"}))

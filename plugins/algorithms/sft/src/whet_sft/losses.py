@@ -26,7 +26,7 @@ class Nll:
         return {"nll": batch["loss_mask"].sum()}
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have a trained token."""
+        """Return which sequences have a trained token."""
         return segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
