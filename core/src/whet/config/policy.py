@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import gt, le
+from attrs.validators import ge, gt, le
 
-from whet.component import Problem
-from whet.config.bounds import FACTOR, RECORDS, TOKENS, above, between
+from whet.component import Problem, Selection
+from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
 
 LARGEST_CHANGE = 5
 """Horizons of episodes in which the weight of `KlControlSection` falls to 0: its relative error counts as 0.2."""
@@ -189,6 +189,61 @@ class CorrectionSection:
     def per_token(self) -> bool:
         """Whether tokens of one sequence come out with different weights."""
         return self.weights == "token" or (self.mask == "token" and self.count_masked)
+
+
+@frozen
+class PolicyLossConfig(AverageConfig):
+    """What all losses of a policy have in common."""
+
+    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
+    """Bound of the logarithm of a ratio, of a token or of a sequence, in nats, beyond which there is no gradient, as in
+    verl; 0: none, as in TRL and NeMo RL."""
+    kl: KlLossSection = Factory(KlLossSection)
+    """A penalty for leaving the reference policy; the one in the reward is `algorithm.kl_reward`."""
+    likelihood: LikelihoodSection = Factory(LikelihoodSection)
+    """A likelihood term on right answers."""
+    entropy: bool = False
+    """Also report the policy's mean entropy, in nats."""
+
+
+@frozen(slots=False)  # a second base beside one with slots
+class ClipSection:
+    """The clipping of a ratio of each token."""
+
+    clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
+    """A ratio below 1 minus this is no longer pushed down."""
+    clip_high: float = field(default=0.2, validator=between(0, FACTOR))
+    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
+    clip_dual: float = field(default=0.0, validator=between(0, FACTOR))
+    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
+
+
+@frozen
+class PolicyConfig:
+    """What all policy gradient algorithms have in common."""
+
+    prompts_per_step: int = field(default=32, validator=between(1, BATCH))
+    """Groups that one step consumes."""
+    epochs: int = field(default=1, validator=between(1, GROUP))
+    """Passes of the policy over each batch."""
+    filters: list[Selection] = field(
+        factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
+    )
+    """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
+    overlong: OverlongSection = Factory(OverlongSection)
+    """What happens to answers that are too long."""
+    kl_reward: KlRewardSection = Factory(KlRewardSection)
+    """A penalty in the reward of each token for leaving the reference policy; the one in the loss is `loss.kl`."""
+    correction: CorrectionSection = Factory(CorrectionSection)
+    """What happens where the trainer's logprobs differ from the sampler's."""
+    top_entropy: TopEntropySection = Factory(TopEntropySection)
+    """Whether only tokens of high entropy teach the policy; a critic learns from all."""
+    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
+    """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
+    cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
+    make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
+    also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
+    `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
 
 
 def shaping_problems(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.config.policy import LikelihoodSection
+from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.interfaces.loss import Loss
 from whet.testing.batches import token_advantages
 from whet.testing.contracts.advantages import AdvantagesContract
@@ -22,7 +22,6 @@ from whet_grpo.config import (
     GmpoConfig,
     GroupMeanConfig,
     GspoConfig,
-    KlLossSection,
     OffPolicySection,
     OpoConfig,
     ReinforceConfig,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from whet.algorithms.policy_steps import correct_gap
-from whet.config.policy import CorrectionSection
+from whet.config.policy import CorrectionSection, KlLossSection
 from whet.data.batch import Batch, from_sequences
 from whet.ops.correction import importance_weights
-from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, KlLossSection
+from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig
 from whet_grpo.losses import Cispo, ClippedPg, Gspo
 
 SIZES = (7, 3, 5, 1, 6)

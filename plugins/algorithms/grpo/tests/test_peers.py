@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whet.algorithms.policy_steps import correct_gap, penalise_overlong
-from whet.config.policy import CorrectionSection, OverlongSection
+from whet.config.policy import CorrectionSection, KlLossSection, OverlongSection
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
@@ -16,7 +16,6 @@ from whet_grpo.config import (
     ClippedPgConfig,
     GdpoConfig,
     GroupMeanConfig,
-    KlLossSection,
     OpoConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,

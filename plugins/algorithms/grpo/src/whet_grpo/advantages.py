@@ -51,7 +51,7 @@ class GroupMean:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Give the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
         config, episodes = self.config, episodes_of(batch)
         advantages = group_mean(
             batch["reward"][episodes.first],
@@ -80,7 +80,7 @@ class Rloo:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Give the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
         config, episodes = self.config, episodes_of(batch)
         rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
         advantages = group_mean(rewards, group, scale="none", leave_one_out=True, singleton=config.singleton)
@@ -107,7 +107,7 @@ class ReinforcePlusPlus:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Give the advantage of each token [N], or without `per_token` of each sequence [B]."""
+        """Return the advantage of each token [N], or without `per_token` of each sequence [B]."""
         config, episodes = self.config, episodes_of(batch)
         rewards, penalties, costs = apart(batch)
         own = config.kl_of == "own" and config.per_token
@@ -213,7 +213,7 @@ class Gdpo:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Give the advantage of each sequence [B]. Every sequence of an episode has that of the episode.
+        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode.
 
         Raises `DataError` for a reward that is named in the config and not given by the environments.
         """

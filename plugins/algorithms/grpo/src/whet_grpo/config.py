@@ -8,13 +8,9 @@ from attrs.validators import deep_mapping, ge, gt, le, optional
 from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
 from whet.config.policy import (
-    AverageConfig,
-    CorrectionSection,
-    KlLossSection,
-    KlRewardSection,
-    LikelihoodSection,
-    OverlongSection,
-    TopEntropySection,
+    ClipSection,
+    PolicyConfig,
+    PolicyLossConfig,
 )
 from whet.config.renamed import renamed
 from whet.config.sections import selection
@@ -25,17 +21,13 @@ _MAX_WEIGHT: Any = optional(above(0, FACTOR))
 
 
 @frozen
-class GrpoConfig:
+class GrpoConfig(PolicyConfig):
     """Group relative policy optimisation: reward each answer relative to others of the same prompt."""
 
-    prompts_per_step: int = field(default=32, validator=between(1, BATCH))
-    """Groups that one step consumes."""
     group_size: int = field(default=8, validator=between(1, GROUP))
     """Answers to each prompt, compared with each other."""
     minibatches: int = field(default=1, validator=between(1, BATCH))
     """Optimizer steps taken in one pass over each batch."""
-    epochs: int = field(default=1, validator=between(1, GROUP))
-    """Passes over each batch."""
     advantages: Selection = selection("advantages", "group-mean")
     """How rewards become advantages."""
     clip_advantages: float = field(default=0.0, validator=between(0, FACTOR))
@@ -44,24 +36,6 @@ class GrpoConfig:
     """Negative advantages are clipped to minus this instead; 0: not at all, null: as positive ones."""
     loss: Selection = selection("losses", "clipped-pg")
     """What is minimised."""
-    filters: list[Selection] = field(
-        factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
-    )
-    """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
-    overlong: OverlongSection = Factory(OverlongSection)
-    """What happens to answers that are too long."""
-    kl_reward: KlRewardSection = Factory(KlRewardSection)
-    """A penalty in the reward for leaving the reference policy; the one in the loss is `loss.kl`."""
-    correction: CorrectionSection = Factory(CorrectionSection)
-    """What happens where the trainer's logprobs differ from the sampler's."""
-    top_entropy: TopEntropySection = Factory(TopEntropySection)
-    """Whether only tokens of high entropy teach."""
-    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
-    """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
-    cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
-    make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
-    also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
-    `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
 
 
 @frozen
@@ -76,36 +50,20 @@ class OffPolicySection:
 
 
 @frozen
-class PolicyLossConfig(AverageConfig):
-    """What all losses of a policy have in common."""
+class GroupLossConfig(PolicyLossConfig):
+    """What all losses of this plugin have in common."""
 
-    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
-    """Bound of the logarithm of a ratio, of a token or of a sequence, in nats, beyond which there is no gradient, as in
-    verl; 0: none, as in TRL and NeMo RL."""
-    kl: KlLossSection = Factory(KlLossSection)
-    """A penalty for leaving the reference policy."""
-    likelihood: LikelihoodSection = Factory(LikelihoodSection)
-    """A likelihood term on right answers."""
     off_policy: OffPolicySection = Factory(OffPolicySection)
     """Whether bad answers that are far from the policy are left out."""
-    entropy: bool = False
-    """Also report the policy's mean entropy, in nats."""
 
 
 @frozen
-class ClippedPgConfig(PolicyLossConfig):
+class ClippedPgConfig(ClipSection, GroupLossConfig):
     """The clipped policy gradient of PPO, per token."""
 
-    clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
-    """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = field(default=0.2, validator=between(0, FACTOR))
-    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
-    clip_dual: float = field(default=0.0, validator=between(0, FACTOR))
-    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
-
 
 @frozen
-class GspoConfig(PolicyLossConfig):
+class GspoConfig(GroupLossConfig):
     """GSPO: the clipped policy gradient with one ratio for each sequence, the geometric mean of its tokens'."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
@@ -122,7 +80,7 @@ class GspoConfig(PolicyLossConfig):
 
 
 @frozen
-class GmpoConfig(PolicyLossConfig):
+class GmpoConfig(GroupLossConfig):
     """GMPO: the policy gradient with the geometric mean of a sequence's ratios, each of them clipped before."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
@@ -134,7 +92,7 @@ class GmpoConfig(PolicyLossConfig):
 
 
 @frozen
-class SapoConfig(PolicyLossConfig):
+class SapoConfig(GroupLossConfig):
     """SAPO: a gradient that fades as a token's ratio leaves 1, in place of clipping."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
@@ -146,7 +104,7 @@ class SapoConfig(PolicyLossConfig):
 
 
 @frozen
-class CispoConfig(PolicyLossConfig):
+class CispoConfig(GroupLossConfig):
     """CISPO: REINFORCE with a clipped importance weight, so that every token keeps a gradient."""
 
     clip_low: float = field(default=1.0, validator=[ge(0), le(1)])
@@ -156,7 +114,7 @@ class CispoConfig(PolicyLossConfig):
 
 
 @frozen
-class ReinforceConfig(PolicyLossConfig):
+class ReinforceConfig(GroupLossConfig):
     """REINFORCE, with truncated importance weights for samples of other weights."""
 
     max_weight: float | None = field(default=2.0, validator=_MAX_WEIGHT)
@@ -281,7 +239,7 @@ class UnequalRewardsConfig:
 
 
 def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the algorithm."""
+    """Return what planning needs to know of the algorithm."""
     written = {"advantages", "old_logprobs"}
     if config.overlong.penalty:
         written |= {"reward:overlong"}
@@ -301,12 +259,12 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
 
 
 def wants_reference(config: GrpoConfig, model: ModelInfo) -> bool:
-    """Say whether anything reads the logprobs of the reference policy."""
+    """Return whether anything reads the logprobs of the reference policy."""
     return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
 
 
-def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of a loss."""
+def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> Facts:
+    """Return what planning needs to know of a loss."""
     further = {"reference_logprobs"} if config.kl.weight else set()
     further |= {"reward"} if config.likelihood.weight else set()
     of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
@@ -318,12 +276,12 @@ def policy_loss_facts(config: PolicyLossConfig, model: ModelInfo) -> Facts:
 
 
 def group_facts(config: object, model: ModelInfo) -> Facts:
-    """Say that an estimator or a filter compares samples of one task, unless it knows what to do with a single one."""
+    """Return that an estimator or a filter compares samples of one task, unless it can treat a single one."""
     return Facts(least_group_size=1 if getattr(config, "singleton", "zero") == "reward" else 2)
 
 
 def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the estimator."""
+    """Return what planning needs to know of the estimator."""
     compares = config.baseline and config.singleton == "zero"
     return Facts(least_group_size=2 if compares else 1, token_advantages=config.per_token)
 

@@ -17,7 +17,7 @@ class UnequalRewards:
         self.config = config
 
     def __call__(self, group: Group) -> bool:
-        """Say whether to keep a group. Raises `DataError` where nobody gives the reward to compare."""
+        """Return whether to keep a group. Raises `DataError` where nobody gives the reward to compare."""
         rewards = [self._reward(episode) for episode in group.episodes]
         return min(rewards) < max(rewards)
 

@@ -65,12 +65,12 @@ class Grpo:
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Say where the old policy's logprobs come from; see `whet.algorithms.policy_steps.choose_old_logprobs`."""
+    """Return where the old policy's logprobs come from; see `whet.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted
     return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)
 
 
 def several(config: GrpoConfig) -> bool:
-    """Whether a batch gets more than one optimizer step."""
+    """Return whether a batch gets more than one optimizer step."""
     return config.minibatches * config.epochs > 1

@@ -13,7 +13,7 @@ from whet.config.policy import (
     top_entropy_problems,
 )
 from whet_grpo import config as sections
-from whet_grpo.config import GrpoConfig, PolicyLossConfig
+from whet_grpo.config import GroupLossConfig, GrpoConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -67,7 +67,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     if isinstance(config.algorithm.config, GrpoConfig):
         yield from _of_grpo(config.algorithm.config, config)
     loss = getattr(config.algorithm.config, "loss", None)
-    if isinstance(loss, Selection) and isinstance(loss.config, PolicyLossConfig):
+    if isinstance(loss, Selection) and isinstance(loss.config, GroupLossConfig):
         yield from _of_loss(loss.config, config)
 
 
@@ -99,7 +99,7 @@ def _of_advantages(grpo: GrpoConfig) -> Iterable[Problem]:
         yield Problem("algorithm.advantages.std_over", "has no effect with scale: none, which divides by nothing")
 
 
-def _of_loss(loss: PolicyLossConfig, config: "Config") -> Iterable[Problem]:
+def _of_loss(loss: GroupLossConfig, config: "Config") -> Iterable[Problem]:
     yield from average_problems("algorithm.loss", loss, config.rollout)
     dual, high = getattr(loss, "clip_dual", 0.0), getattr(loss, "clip_high", 0.0)
     if dual and dual <= 1 + high:

@@ -34,8 +34,8 @@ from whet_grpo.config import (
     CispoConfig,
     ClippedPgConfig,
     GmpoConfig,
+    GroupLossConfig,
     GspoConfig,
-    PolicyLossConfig,
     ReinforceConfig,
     SapoConfig,
 )
@@ -63,7 +63,7 @@ class PolicyLoss:
     count in the mean and nowhere else: they have no gradient, unless their answer is right and a likelihood is wanted.
     """
 
-    def __init__(self, config: PolicyLossConfig, formula: Formula) -> None:
+    def __init__(self, config: GroupLossConfig, formula: Formula) -> None:
         self.config = config
         self._formula = formula
         self.columns: tuple[str, ...] = ("advantages", "sampler_logprobs")
@@ -83,7 +83,7 @@ class PolicyLoss:
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have an advantage other than 0 or are right; with a penalty, which have a loss token."""
+        """Return which sequences have an advantage or are right; with a penalty, all that have loss tokens."""
         if self.config.kl.weight:
             return _trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")

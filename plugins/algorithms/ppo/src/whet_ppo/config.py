@@ -9,12 +9,9 @@ from whet.component import Facts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.policy import (
     AverageConfig,
-    CorrectionSection,
-    KlLossSection,
-    KlRewardSection,
-    LikelihoodSection,
-    OverlongSection,
-    TopEntropySection,
+    ClipSection,
+    PolicyConfig,
+    PolicyLossConfig,
 )
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -54,17 +51,13 @@ class GaeSection:
 
 
 @frozen
-class PpoConfig:
+class PpoConfig(PolicyConfig):
     """Proximal policy optimisation: a critic says what to expect at each token, the policy learns from what differs."""
 
-    prompts_per_step: int = field(default=32, validator=between(1, BATCH))
-    """Groups that one step consumes."""
     group_size: int = field(default=1, validator=between(1, GROUP))
     """Answers to each prompt. PPO compares none of them; several share the computation of their prompt."""
     minibatches: int = field(default=4, validator=between(1, BATCH))
     """Optimizer steps taken in one pass over each batch."""
-    epochs: int = field(default=1, validator=between(1, GROUP))
-    """Passes of the policy over each batch."""
     critic_epochs: int = field(default=0, validator=between(0, GROUP))
     """Passes of the critic over each batch, before the policy's; 0: as many as the policy makes."""
     critic_warmup: int = field(default=0, validator=between(0, STEPS))
@@ -75,51 +68,18 @@ class PpoConfig:
     """What the policy minimises."""
     value_loss: Selection = selection("losses", "value-clip")
     """What the critic minimises."""
-    filters: list[Selection] = field(
-        factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
-    )
-    """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
-    overlong: OverlongSection = Factory(OverlongSection)
-    """What happens to answers that are too long."""
-    kl_reward: KlRewardSection = Factory(KlRewardSection)
-    """A penalty in the reward of each token for leaving the reference policy."""
-    correction: CorrectionSection = Factory(CorrectionSection)
-    """What happens where the trainer's logprobs differ from the sampler's."""
-    top_entropy: TopEntropySection = Factory(TopEntropySection)
-    """Whether only tokens of high entropy teach the policy; the critic learns from all."""
-    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
-    """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
-    cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
-    make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
-    also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
-    `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
 
 
 @frozen
-class PpoClipConfig(AverageConfig):
+class PpoClipConfig(ClipSection, PolicyLossConfig):
     """The clipped policy gradient of PPO, with a likelihood term on right answers and an entropy bonus where wanted."""
 
-    clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
-    """A ratio below 1 minus this is no longer pushed down."""
-    clip_high: float = field(default=0.2, validator=between(0, FACTOR))
-    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
-    clip_dual: float = field(default=0.0, validator=between(0, FACTOR))
-    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
-    clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
-    """Bound of the logarithm of a ratio, in nats, beyond which there is no gradient, as in verl; 0: none, as in TRL and
-    NeMo RL."""
-    kl: KlLossSection = Factory(KlLossSection)
-    """A penalty for leaving the reference policy; the one in the reward is `algorithm.kl_reward`."""
-    likelihood: LikelihoodSection = Factory(LikelihoodSection)
-    """A likelihood term on right answers."""
     entropy_weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of a bonus for the policy's mean entropy; 0: none."""
-    entropy: bool = False
-    """Also report the policy's mean entropy, in nats; with a bonus it is in any case."""
+    """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether the model's entropy is needed."""
+        """Return whether the model's entropy is needed."""
         return self.entropy or self.entropy_weight > 0
 
 
@@ -133,7 +93,7 @@ class ValueClipConfig(AverageConfig):
 
 
 def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the algorithm."""
+    """Return what planning needs to know of the algorithm."""
     written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
     written |= {"reward:overlong"} if config.overlong.penalty else set()
     written |= {"reward:kl", "task_reward"} if config.kl_reward.weight else set()
@@ -152,7 +112,7 @@ def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:
 
 
 def wants_reference(config: PpoConfig, model: ModelInfo) -> bool:
-    """Say whether anything reads the logprobs of the reference policy."""
+    """Return whether anything reads the logprobs of the reference policy."""
     return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
 
 
@@ -168,5 +128,5 @@ def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> Facts:
 
 
 def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know of the critic's loss."""
+    """Return what planning needs to know of the critic's loss."""
     return Facts(role=CRITIC, outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns", "old_values"}))

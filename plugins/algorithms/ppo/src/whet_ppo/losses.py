@@ -129,7 +129,7 @@ class ValueClip:
         return {"value": aggregation.counted(batch, self.config)}
 
     def live(self, batch: Batch) -> Any:
-        """Say which sequences have a loss token."""
+        """Return which sequences have a loss token."""
         return _trained(batch["loss_mask"], batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
@@ -145,7 +145,7 @@ class ValueClip:
 
 
 def _trained(mask: Tensor, batch: Batch) -> Any:
-    """Say which sequences [B] have a token under a mask [N]."""
+    """Return which sequences [B] have a token under a mask [N]."""
     return segment_sum(mask.long(), batch["lengths"]) > 0
 
 

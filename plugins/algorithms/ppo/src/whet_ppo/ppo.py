@@ -77,7 +77,7 @@ def parts_of(batch: Batch, config: PpoConfig, step: "Step", epochs: int) -> Iter
 
 
 def named(metrics: "Mapping[str, Metric]") -> "dict[str, Metric]":
-    """Tell the critic's metrics from the policy's; its timings stand beside those of other roles."""
+    """Return the critic's metrics under names of their own; its timings stand beside those of other roles."""
     return {name_of(name): metric for name, metric in metrics.items()}
 
 

@@ -38,7 +38,7 @@ def place_rewards(
 
 
 def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Give the critic's values [N] and, to bootstrap, those after answers that were cut [B], 0 after the others."""
+    """Return the critic's values [N] and, to bootstrap, those after answers that were cut [B], 0 after the others."""
     if not bootstrap:
         return critic.score(batch, ("values",))["values"], None
     longer, last = one_place_more(batch, ~np.asarray(batch["stopped"]))
@@ -101,7 +101,7 @@ def estimate(
 
 
 def _whitened_rewards(rewards: NDArray[Any], mask: NDArray[Any], section: GaeSection) -> NDArray[Any]:
-    """Give rewards of trained tokens deviation 1 around their mean. rewards, mask [N] -> [N]; equal ones stay."""
+    """Return rewards scaled to deviation 1 over trained tokens. rewards, mask [N] -> [N]; equal rewards stay."""
     found = np.asarray(rewards, np.float64).copy()
     if mask.any() and np.ptp(found[mask]) > 0:
         found[mask] = _whiten(found[mask], section) + found[mask].mean()
