@@ -340,7 +340,7 @@ def test_weights_cannot_be_kept_up_to_date_by_a_process_that_is_busy_with_the_re
 
 
 def test_an_order_that_cannot_differ_is_noted():
-    config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="completion"))
+    config = make_config(rollout=RolloutSection(max_tokens=32, max_staleness=1, order="as_completed"))
     plan, _ = plan_of(config, FACTS, Machine(8))
     assert "below a rollout.max_staleness of 2" in plan.describe()
 
