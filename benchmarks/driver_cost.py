@@ -1,13 +1,12 @@
 """Measure what N workers cost the driver: processor time of its process for each step, whatever the workers do.
 
     python benchmarks/driver_cost.py                      1, 10, 100 and 1000 workers
-    python benchmarks/driver_cost.py --fan-out 1000       the same, every rank asked by the driver itself
 
 The work of a step is the same for any N, and all N have a part in all of it: a batch of 1024 sequences is sharded and
 trained on, a hand-over of weights is sent by all ranks and received by all replicas, and 128 groups of 8 requests are
-spread over the replicas as a run does it, which answer group by group. The sockets and messages are those of a run,
-leaders' among them, eight workers to a node (`--per-node`); helper processes play the workers, and answer
-after `--work` seconds: 0 has them compete with the driver for its cores while it is still asking, as no cluster would.
+spread over the replicas as a run does it, which answer group by group. The sockets and messages are those of a run on
+one machine; helper processes play the workers, and answer after `--work` seconds: 0 has them compete with the driver
+for its cores while it is still asking, as no cluster would.
 That workers say again and again that they live costs by the second rather than by the step: `at rest`.
 """
 
@@ -45,9 +44,7 @@ from whet.interfaces.weights import Link
 from whet.interfaces.workers import RankArguments
 from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
-from whet.runtime.launcher import FAN_OUT, Cluster, Host
-from whet.runtime.relay import Leader, meet
-from whet.runtime.traffic import Traffic
+from whet.runtime.launcher import Cluster, Host
 from whet.runtime.wire import decode, encode
 
 SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
@@ -58,10 +55,10 @@ PARTS = ("train", "send", "receive", "generate")
 class Played:
     """A process that the helper plays: it ends when the helper closes its socket. Keeps `HostProcess`."""
 
-    pid = 0
+    pid, node = 0, ""
 
-    def __init__(self, end: socket.socket, node: str) -> None:
-        self._end, self.node = end, node
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
 
     def start(self) -> socket.socket:
         """Give the driver's end."""
@@ -89,12 +86,12 @@ class Played:
 class Stage:
     """Gives each process its socket. Keeps `Launcher`."""
 
-    def __init__(self, ends: Sequence[socket.socket], per_node: int) -> None:
-        self._ends, self._per_node = list(ends), per_node
+    def __init__(self, ends: Sequence[socket.socket]) -> None:
+        self._ends = list(ends)
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> Played:
         """Give the next."""
-        return Played(self._ends.pop(), f"node-{group.index(host) // self._per_node}")
+        return Played(self._ends.pop())
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
         """Fork none."""
@@ -125,35 +122,20 @@ class Player:
     def __init__(self, end: socket.socket, stage: "Troupe") -> None:
         self._end, self._stage = end, stage
         self._sending = threading.Lock()
-        self._leader: Leader | None = None
         self._say(0, "alive", {"doing": "", "seconds": 0.0})
         stage.listen(end, self._hear)
 
     def _hear(self) -> None:
-        self.obey(decode(receive(self._end)), lambda buffers: self._send(buffers))
-
-    def obey(self, message: dict[str, Any], answer: Callable[[list[Any]], None]) -> None:
-        """Do as a message says."""
+        message = decode(receive(self._end))
         number = message.get("number", 0)
         match message.get("do"):
             case "call":
                 value = _METRICS if message["method"] == "train" else None
-                self._stage.work(lambda: answer(encode({"number": number, "say": "done", "value": value})))
+                self._stage.work(lambda: self._say(number, "done", value))
             case "build" | "close":
-                answer(encode({"number": number, "say": "done", "value": None}))
+                self._say(number, "done", None)
             case "stream":
                 self._stage.work(lambda: self._generate(number, message["args"][0]))
-            case "lead":
-                ranks = message["ranks"]
-                self._leader = Leader(
-                    message["branch"], message["rank"], ranks, self._stage.traffic, self.obey, self._say
-                )
-                self._say(number, "done", self._leader.listen(message["far"], "127.0.0.1"))
-            case "join":
-                self._stage.join(message["place"], message["rank"], self, lambda: self._say(number, "done", None))
-            case "relay":
-                assert self._leader is not None
-                self._leader.relay(message)
             case "beat":
                 self._stage.beat(message["every"], self)
             case "exit":
@@ -161,26 +143,22 @@ class Player:
 
     def _generate(self, number: int, requests: Sequence[Request]) -> None:
         for begin in range(0, len(requests), GROUP):
-            kind = "last" if begin + GROUP >= len(requests) else "part"
-            self._say(number, kind, [_completion(request) for request in requests[begin : begin + GROUP]])
+            self._say(number, "part", [_completion(request) for request in requests[begin : begin + GROUP]])
+        self._say(number, "done", None)
 
     def live(self) -> None:
         """Say that this one lives."""
         self._say(0, "alive", {"doing": "", "seconds": 0.0})
 
     def _say(self, number: int, kind: str, value: Any) -> None:
-        self._send(encode({"number": number, "say": kind, "value": value}))
-
-    def _send(self, buffers: Any) -> None:
         with self._sending, suppress(OSError):
-            send(self._end, buffers)
+            send(self._end, encode({"number": number, "say": kind, "value": value}))
 
 
 class Troupe:
-    """Some of the workers, in one process. Leaders pass messages on with the code of a run."""
+    """Some of the workers, in one process."""
 
     def __init__(self, descriptors: Sequence[int], work_seconds: float) -> None:
-        self.traffic = Traffic()
         self._work_seconds = work_seconds
         self._waiting = selectors.DefaultSelector()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -225,20 +203,6 @@ class Troupe:
             self.beat(every, player)
 
         self._later(every * random.uniform(0.0, 2.0), live)
-
-    def join(self, place: Mapping[str, Any], rank: int, player: Player, ready: Callable[[], None]) -> None:
-        """Bring one to its leader, which may be played by another process."""
-        end = meet(place, rank)
-
-        def admitted() -> None:
-            receive(end)
-            ready()
-            self._waiting.modify(end, selectors.EVENT_READ, hear)
-
-        def hear() -> None:
-            player.obey(decode(receive(end)), lambda buffers: send(end, buffers))
-
-        self.listen(end, admitted)
 
     def leave(self, end: socket.socket) -> None:
         """Let one go."""
@@ -287,9 +251,7 @@ def played(wanted: int, work_seconds: float) -> Iterator[list[socket.socket]]:
             helper.wait()
 
 
-def measure(
-    wanted: int, steps: int, fan_out: int, per_node: int, work_seconds: float
-) -> tuple[dict[str, float], float, float, int]:
+def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, float], float, float, int]:
     """Give median seconds of processor time of a step by part, of the clock and of rest, and the number of threads."""
     sampling = Sampling(max_tokens=LENGTH - PROMPT)
     requests = [Request(str(n), np.arange(PROMPT), sampling, n, str(n // GROUP)) for n in range(SEQUENCES)]
@@ -297,7 +259,7 @@ def measure(
     with (
         played(wanted, work_seconds) as ends,
         tempfile.TemporaryDirectory() as logs,
-        Cluster(Stage(ends, per_node), Path(logs), DeadlinesSection(heartbeat=0.0), fan_out=fan_out) as cluster,
+        Cluster(Stage(ends), Path(logs), DeadlinesSection(heartbeat=0.0)) as cluster,
         asyncio.Runner() as runner,
     ):
         workers = cluster.slice("backend", wanted).spawn("x:Y", {})
@@ -353,8 +315,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--fan-out", type=int, default=FAN_OUT, help="most ranks that are asked one by one")
-    parser.add_argument("--per-node", type=int, default=8, help="workers on a node")
     parser.add_argument("--work", type=float, default=0.1, help="seconds that a worker takes to answer")
     parser.add_argument("--play", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -368,8 +328,7 @@ def main() -> None:
         f"{'at rest':>11} {'threads':>8}"
     )
     for wanted in arguments.workers:
-        options = arguments.steps, arguments.fan_out, arguments.per_node, arguments.work
-        spent, clock, resting, threads = measure(wanted, *options)
+        spent, clock, resting, threads = measure(wanted, arguments.steps, arguments.work)
         parts = " ".join(f"{seconds * 1e3:7.1f} ms" for seconds in spent.values())
         print(
             f"{wanted:8} {sum(spent.values()) * 1e3:13.1f} ms {parts} {clock * 1e3:9.1f} ms "

@@ -134,27 +134,6 @@ def test_a_trainer_on_one_machine_and_a_generator_on_another_give_the_bits_of_on
     assert (there.parent / model).read_bytes() == (here.parent / model).read_bytes()
 
 
-LED = """
-import sys
-from pathlib import Path
-from whet.runtime.ray import RayCluster
-from whet.testing.scripted_worker import TARGET
-
-with RayCluster(Path(sys.argv[1]), address=sys.argv[2], fan_out=5, placement={"w": "spread"}) as cluster:
-    workers = cluster.slice("w", 6, threads=1).spawn(TARGET, {})
-    workers._groups._unformed = [list(range(6))]
-    print(workers.call("add", 1))
-    (branch,) = workers._groups.led[0]
-    print(len({process.node for process in workers.processes}), len(branch.ranks))
-"""
-
-
-def test_a_leader_passes_calls_on_to_another_machine(tmp_path, machines):
-    address = f"{machines[0].address}:6379"
-    done = machines[0].run(sys.executable, "-c", LED, tmp_path, address)
-    assert done.stdout.splitlines() == [str([1] * 6), "2 6"], done.stderr
-
-
 def test_a_cluster_that_wants_a_token_says_so(tmp_path, recipe, machines):
     open_ = {name: value for name, value in machines[0].environment.items() if not name.startswith("RAY_AUTH")}
     there = recipe(tmp_path / "there", 1, machines)

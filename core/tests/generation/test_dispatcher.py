@@ -245,7 +245,7 @@ def test_what_comes_while_a_replica_takes_weights_waits_for_that_one_alone() -> 
         later = asyncio.create_task(dispatcher.generate(make_request("later", prefix="p0")))
         await turns()
         assert len(replicas.messages) == 1
-        taking.finish_many([0], [None])
+        taking.finish(0, None, None)
         return [*await first, await later]
 
     found = run(ask())

@@ -142,15 +142,3 @@ def test_a_python_without_core_is_refused_by_the_node_before_anything_starts(own
         pytest.raises(WorkerError, match=f"generator rank 0 failed in start: .*: {python} has no whet"),
     ):
         cluster.slice("generator").spawn(TARGET, {})
-
-
-def test_ranks_of_a_node_are_called_through_leaders(own_ray: None, tmp_path: Path) -> None:
-    with RayCluster(tmp_path, fan_out=2) as cluster:
-        workers = cluster.slice("actor", 4).spawn(TARGET, {})
-        pids = [state["pid"] for state in workers.call("state")]
-        assert [branch.ranks for branch in workers._groups.led[0]] == [(0, 1), (2, 3)]
-        assert len(set(pids)) == 4
-        pending = workers.start("hang", phase="train")
-        os.kill(pids[2], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="actor rank 2 failed in train: its process was killed by SIGKILL"):
-            pending.result()

@@ -1,4 +1,4 @@
-"""Streams of many ranks: each stands or falls by itself, whoever leads the calls."""
+"""Streams of many ranks: each stands or falls by itself."""
 
 import asyncio
 import os
@@ -22,12 +22,11 @@ from whet.testing.scripted_worker import TARGET
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 SIX = 6
-"""Ranks, in two groups of three, which 0 and 3 lead."""
 
 
 @pytest.fixture
 def six(tmp_path: Path) -> Iterator[ConnectedWorkers]:
-    with LocalCluster(tmp_path, fan_out=3) as cluster:
+    with LocalCluster(tmp_path) as cluster:
         yield cluster.slice("actor", SIX).spawn(TARGET, {})
 
 
@@ -62,11 +61,13 @@ def said(workers: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> list[str
     return heard
 
 
-def test_a_stream_ends_with_its_last_item(six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_a_message_for_each_item_and_one_for_its_end(
+    six: ConnectedWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard = said(six, monkeypatch)
     assert items(listen(six, {0: [0.0, 0.0], 1: [0.0], 2: []})) == {0: [0.0, 0.0], 1: [0.0], 2: []}
-    wait_until(lambda: len(heard) == 4, "all was heard")
-    assert sorted(heard) == ["done", "last", "last", "part"]
+    wait_until(lambda: len(heard) == 6, "all was heard")
+    assert sorted(heard) == ["done"] * 3 + ["part"] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -83,7 +84,7 @@ def test_a_rank_that_dies_takes_no_other_stream_with_it(six: ConnectedWorkers, r
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_misses_the_deadline_is_named_and_ended_alone(tmp_path: Path, rank: int) -> None:
-    with LocalCluster(tmp_path, DeadlinesSection(generate=1.0), fan_out=3) as cluster:
+    with LocalCluster(tmp_path, DeadlinesSection(generate=1.0)) as cluster:
         workers = cluster.slice("actor", SIX).spawn(TARGET, {})
         heard = listen(workers, {one: [0.6, 30.0 if one == rank else 0.6] for one in range(3)})
         assert items(heard) == {one: [0.6, 0.6] for one in range(3) if one != rank}

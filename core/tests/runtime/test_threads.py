@@ -110,9 +110,6 @@ class Idle:
         return math.inf if self.looked.is_set() else time.monotonic()
 
     def end_if_deaf(self) -> None:
-        pass
-
-    def inquire(self) -> None:
         self.looked.set()
 
 

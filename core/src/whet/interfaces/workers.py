@@ -34,7 +34,7 @@ def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> 
 class RankArguments(Sequence[tuple[Any, ...]]):
     """What each rank is called with: of `Shards` its own batch, of anything else the same.
 
-    It stands for a list of tuples; where there are many ranks, batches are not cut out one by one by the driver.
+    It stands for a list of tuples; each batch is cut out when it is asked for.
     """
 
     columns: tuple[Any, ...] = field(validator=_with_shards)

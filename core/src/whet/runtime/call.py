@@ -3,14 +3,11 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
 from whet.errors import WorkerError, WorkerLost
-
-if TYPE_CHECKING:
-    from whet.runtime.connection import Connection
 
 
 @define(eq=False)
@@ -24,8 +21,8 @@ class Call:
     """For the answer, or for each item of a stream."""
     done: Callable[[Any, WorkerError | None], None]
     """Called once; by threads that serve all calls, so it may not wait, and nor may `part`."""
-    part: Callable[[Any, bool], None] = lambda item, last: None
-    """Called with each item of a stream, and whether it is the last one: then `done` is not called."""
+    part: Callable[[Any], None] = lambda item: None
+    """Called with each item of a stream."""
     missed: Callable[[WorkerError], None] = lambda error: None
     """Called when the deadline has passed."""
     expires: float = field(init=False)
@@ -45,33 +42,6 @@ class Call:
     def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
         """Say that the process that this call was made of is lost."""
         return kind(self.role, self.rank, self.phase, cause, words)
-
-
-class Lender(Protocol):
-    """Knows calls that were not made of a process through its own connection, such as `whet.runtime.branch.Branch`.
-
-    Each method gets the connection of the process.
-    """
-
-    def take(self, connection: "Connection", number: int, kind: str, value: Any) -> Call | None:
-        """Take what the process said about one of them; give its share where it failed."""
-        ...
-
-    def owed(self, connection: "Connection") -> list[Call]:
-        """Give its share in those that it may not have answered."""
-        ...
-
-    def lost(self, connection: "Connection") -> list[Call]:
-        """Give those, for it has ended."""
-        ...
-
-    def expires(self, connection: "Connection") -> float:
-        """Give the first of their deadlines."""
-        ...
-
-    def inquire(self, connection: "Connection", latest: float) -> None:
-        """Find out about those whose deadlines are not later than that time, or ask again."""
-        ...
 
 
 @frozen
@@ -143,5 +113,3 @@ class Terms:
     """Seconds that a phase may take."""
     grace_seconds: float
     """How long closing waits before it kills."""
-    fan_out: int
-    """The most ranks of a role that are asked one by one, and the usual size of a branch."""

@@ -50,14 +50,6 @@ def frame(buffers: Sequence[Buffer]) -> Framed:
     return Framed(memoryview(piece).cast("B") for piece in pieces if len(piece))
 
 
-def copied(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Give the buffers of a message as they would arrive: writable, and nobody else's."""
-    copies = [_room(memoryview(buffer).nbytes) for buffer in buffers]
-    for copy, buffer in zip(copies, buffers, strict=True):
-        copy[:] = memoryview(buffer).cast("B")
-    return copies
-
-
 def send(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
     """Send one message. Blocks while the other end does not read; raises `OSError` when it is gone."""
     pieces = deque(frame(buffers))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
-from whet.runtime.call import Call, HostProcess, Lender, UnderWay
+from whet.runtime.call import Call, HostProcess, UnderWay
 from whet.runtime.deadlines import Clock
 from whet.runtime.process import last_words
 from whet.runtime.threads import watched
@@ -28,8 +28,8 @@ _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a
 _SLOWEST_BEAT_SECONDS = 5.0
 _MOST_BEATS_A_SECOND = 32
 """Of all processes together, where their deadline allows that."""
-_OVER = ("done", "last", "failed")
-"""What ends a call of the process itself; what else it says is for a lender, which may have the same number."""
+_OVER = ("done", "failed")
+"""What ends a call."""
 _IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
 """Where a thread of a worker process waits for something to do."""
 
@@ -43,7 +43,6 @@ class Connection:
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
         self._slots: set[int] = set()
-        self._lenders: tuple[Lender, ...] = ()
         self._line = Line(traffic, self._take, self.doubt, self._hear)
         self._lock = threading.Lock()
         self._gone = threading.Event()
@@ -85,22 +84,8 @@ class Connection:
             self._clock.watch(self, call.expires)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send a message whose answer a lender waits for, or nobody."""
+        """Send a message that is encoded already and has no answer."""
         self._line.send(buffers)
-
-    def watch(self, expires: float) -> None:
-        """Look at its deadlines at that time, at the latest."""
-        self._clock.watch(self, expires)
-
-    def join(self, lender: Lender) -> None:
-        """Owe answers to a lender's calls as well."""
-        with self._lock:
-            self._lenders += (lender,)
-
-    def part(self, lender: Lender) -> None:
-        """Owe it nothing any more."""
-        with self._lock:
-            self._lenders = tuple(one for one in self._lenders if one is not lender)
 
     def expect_heartbeats(self, seconds: float, processes: int = 1) -> None:
         """Hold it for hung once it has been silent for so long after its first sign of life; it is one of so many."""
@@ -113,10 +98,10 @@ class Connection:
         """Say what the process was asked and has not answered: the oldest call of each phase first."""
         now = time.monotonic()
         with self._lock:
-            own = list(self._calls.values())
+            calls = list(self._calls.values())
             heard, (doing, since) = self._heard, self._said
         oldest: dict[tuple[str, int, str], Call] = {}
-        for call in sorted([*own, *self._owed()], key=lambda call: call.began):
+        for call in sorted(calls, key=lambda call: call.began):
             oldest.setdefault((call.role, call.rank, call.phase), call)
         silence = now - heard if heard else 0.0
         return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
@@ -148,8 +133,7 @@ class Connection:
     def busy(self, role: str | None = None) -> bool:
         """Whether calls of a role, or any, are under way."""
         with self._lock:
-            own = list(self._calls.values())
-        return any(role in (None, call.role) for call in [*own, *self._owed()])
+            return any(role in (None, call.role) for call in self._calls.values())
 
     def enter(self, slot: int) -> None:
         """Note that workers of a spawn live here."""
@@ -199,8 +183,7 @@ class Connection:
     def next_deadline(self) -> float:
         """Give the time at which the first of the calls under way must have been answered, or a sign of life heard."""
         with self._lock:
-            own = min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
-        return min([own, *(lender.expires(self) for lender in self._lenders)])
+            return min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
 
     @property
     def overdue(self) -> bool:
@@ -215,11 +198,6 @@ class Connection:
             self._deaf_until = math.inf
             self._cause = self._cause or self._deaf_cause
         self._kill()
-
-    def inquire(self) -> None:
-        """Find out more about calls whose deadlines have passed."""
-        for lender in self._lenders:
-            lender.inquire(self, time.monotonic() + _MOMENT_SECONDS)
 
     def standstill(self) -> str:
         """Say why the process cannot even be scheduled, where it cannot."""
@@ -239,7 +217,6 @@ class Connection:
             silence = f"no sign of life for {self._heartbeat_seconds:g} s{standstill}"
             if silent:
                 self._cause = self._cause or f"its process gave {silence}"
-        calls += [call for call in self._owed() if silent or call.expires <= latest]
         for call in calls:
             error = call.lost(silence if silent else f"no answer within {call.timeout_seconds:g} s{standstill}", words)
             call.done(None, error)
@@ -253,9 +230,6 @@ class Connection:
         if not self._heard or not self._heartbeat_seconds or self._cause:
             return math.inf
         return self._heard + self._heartbeat_seconds
-
-    def _owed(self) -> list[Call]:
-        return [call for lender in self._lenders for call in lender.owed(self)]
 
     def _kill(self) -> None:
         self.process.kill()
@@ -308,7 +282,6 @@ class Connection:
             self._cause = self._cause or cause
             calls, self._calls = list(self._calls.values()), {}
         self._clock.forget(self)
-        calls += [call for lender in self._lenders for call in lender.lost(self)]
         for call in calls:
             call.done(None, self._ended(call))
         self._gone.set()
@@ -332,20 +305,13 @@ class Connection:
         if kind == "alive":
             self._said = value["doing"], now - value["seconds"]
             return
-        call = None
         with self._lock:
-            if kind in _OVER:
-                call = self._calls.pop(number, None)
-            elif kind == "part":
-                call = self._calls.get(number)
+            call = self._calls.pop(number, None) if kind in _OVER else self._calls.get(number)
         if call is None:
-            shares = (lender.take(self, number, kind, value) for lender in self._lenders)
-            call = next((share for share in shares if share is not None), None)
-        if call is None:
-            return  # a late answer, or one that others wait for
-        if kind in ("part", "last"):
+            return  # a late answer
+        if kind == "part":
             call.renew()
-            call.part(value, kind == "last")
+            call.part(value)
         elif kind == "done":
             call.done(value, None)
         else:

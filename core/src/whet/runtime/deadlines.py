@@ -75,7 +75,6 @@ class Clock:
         for connection in connections:
             try:
                 connection.end_if_deaf()
-                connection.inquire()
                 if connection.overdue:
                     overdue.append(connection)
             except Exception as error:  # of one connection: the deadlines of the others must be watched

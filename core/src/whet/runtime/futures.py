@@ -1,7 +1,7 @@
 """The answers of several ranks to one call."""
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -39,19 +39,6 @@ class Gathering:
             elif not self._missing:
                 self._future.set_result(self._results)
 
-    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
-        """Take the answers of several ranks."""
-        with self._lock:
-            for rank, result in zip(ranks, results, strict=True):
-                self._results[rank] = result
-            self._missing -= len(ranks)
-            if self._missing:
-                return
-            if not self._death.done():
-                self._death.set_result(None)
-            if not self._future.done():
-                self._future.set_result(self._results)
-
     def result(self) -> list[Any]:
         """Wait for the results, in rank order; raises `WorkerError`.
 
@@ -86,33 +73,19 @@ class Answers:
 
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
         """Take a rank's answer, or why there is none; the first one counts."""
-        if error is None:
-            self.finish_many([rank], [result])
-            return
         with self._changed:
-            if rank in self._missing:
+            if rank not in self._missing:
+                return
+            if error is None:
+                self._results[rank] = result
+            else:
                 self._errors[rank] = error
-            heeding = self._note([rank])
+            self._missing.discard(rank)
+            if self._errors or not self._missing or rank in self._awaited:
+                self._changed.notify_all()
+            heeding = self._heeding.pop(rank, ())
         for call in heeding:
             call(error)
-
-    def finish_many(self, ranks: Sequence[int], results: Sequence[Any]) -> None:
-        """Take the answers of several ranks; the first one of each counts."""
-        with self._changed:
-            self._results.update(
-                (rank, found) for rank, found in zip(ranks, results, strict=True) if rank in self._missing
-            )
-            heeding = self._note(ranks)
-        for call in heeding:
-            call(None)
-
-    def _note(self, ranks: Sequence[int]) -> list[Callable[[WorkerError | None], None]]:
-        """Note that these have answered, or will not; give what is to be called then."""
-        before = len(self._missing)
-        self._missing.difference_update(ranks)
-        if before != len(self._missing) and (self._errors or not self._missing or not self._awaited.isdisjoint(ranks)):
-            self._changed.notify_all()
-        return [call for rank in ranks for call in self._heeding.pop(rank, ())] if self._heeding else []
 
     def when(self, rank: int, call: Callable[[WorkerError | None], None]) -> bool:
         """Call this once a rank has answered, or with why it has not; False: that was before, or it was not asked.

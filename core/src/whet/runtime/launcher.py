@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import attrs
 from attrs import frozen
@@ -31,7 +31,6 @@ from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
 
-FAN_OUT: Final = 32
 _NO_PHASES = ("heartbeat", "notice")
 
 
@@ -101,19 +100,17 @@ class Cluster:
         *,
         python: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
-        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster.
 
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
         processes. `python` has the path of the interpreter of each role that does not run in the driver's.
-        `grace_seconds` is how long `close` waits before it kills. The ranks of a role that has more than `fan_out` are
-        called through leaders, each of about so many.
+        `grace_seconds` is how long `close` waits before it kills.
         """
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
-        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds, fan_out)
+        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds)
         self.clock, self.traffic = Clock(self._lose), Traffic(self._lose)
         self._broken = ""
         """Why no process can be used any more: a thread of the driver was lost."""

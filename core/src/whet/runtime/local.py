@@ -16,7 +16,7 @@ from whet.data.spans import Span
 from whet.errors import ConfigError
 from whet.runtime.call import HostProcess
 from whet.runtime.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
-from whet.runtime.launcher import FAN_OUT, Cluster, Host
+from whet.runtime.launcher import Cluster, Host
 from whet.runtime.process import Child, extra_folders, import_folders, on_loopback, worker_environment
 from whet.runtime.watchdog import watchdog
 
@@ -38,13 +38,10 @@ class LocalCluster(Cluster):
         python: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
-        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster, as `Cluster` says. `environment` is added to that of the workers."""
         launcher = LocalLauncher(environment or {})
-        super().__init__(
-            launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds, fan_out=fan_out
-        )
+        super().__init__(launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds)
 
 
 class LocalLauncher:

@@ -26,7 +26,7 @@ from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
 from whet.runtime.door import Door, Expected
 from whet.runtime.forked import ForkServer, ForkServers
-from whet.runtime.launcher import FAN_OUT, Cluster, Host
+from whet.runtime.launcher import Cluster, Host
 from whet.runtime.local import LocalLauncher
 from whet.runtime.node_agent import OURS, Keeper, versions
 from whet.runtime.process import extra_folders, foreign_folders, worker_environment
@@ -61,7 +61,6 @@ class RayCluster(Cluster):
         python: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
-        fan_out: int = FAN_OUT,
     ) -> None:
         """Make a cluster, as `Cluster` says; Ray starts in the background.
 
@@ -71,9 +70,7 @@ class RayCluster(Cluster):
         """
         start = (deadlines or DeadlinesSection()).start
         launcher = RayLauncher(run, address, placement or {}, resources or {}, environment or {}, start)
-        super().__init__(
-            launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds, fan_out=fan_out
-        )
+        super().__init__(launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds)
 
 
 class RayLauncher:

@@ -1,7 +1,7 @@
 """Streams of several ranks, each asked and heard over its process's own connection, followed as one.
 
 Streams ── stream ──> Connection, for each rank
-   ^─── Mailbox <── part, part, last ── Connection
+   ^─── Mailbox <── part, part, done ── Connection
 """
 
 import asyncio
@@ -95,8 +95,8 @@ class Streams:
         part, end, missed = partial(self._part, rank), partial(self._end, rank), self._connections[rank].kill
         return Call(self._role, rank, self._phase, self._seconds, end, part, missed)
 
-    def _part(self, rank: int, item: Any, last: bool) -> None:
-        self._deliver(Heard(rank, (item,), last))
+    def _part(self, rank: int, item: Any) -> None:
+        self._deliver(Heard(rank, (item,)))
 
     def _end(self, rank: int, result: Any, error: WhetError | None) -> None:
         self._deliver(Heard(rank, (), True, error))

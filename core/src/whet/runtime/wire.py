@@ -50,14 +50,12 @@ RECORDS: Final = {
     "Episode": "whet.data.records",
     "Group": "whet.data.records",
     "Batch": "whet.data.batch",
-    "Shards": "whet.data.batch",
     "Metric": "whet.data.metrics",
     "Span": "whet.data.spans",
     "Spec": "whet.component",
     "Link": "whet.interfaces.weights",
     "ModelInfo": "whet.data.model_info",
     "WorkerRank": "whet.interfaces.workers",
-    "RankArguments": "whet.interfaces.workers",
 }
 """The records that cross, each with its module, which is imported when the first one does."""
 _PLAIN = frozenset({type(None), bool, int, float, str})

@@ -1,7 +1,7 @@
 """The program of a worker process: builds worker objects, runs their methods and answers the driver.
 
     main thread     the compute thread: sync methods of all roles in this process, one after the other
-    reader          takes messages from the driver; where there are many ranks, others take those from a leader
+    reader          takes messages from the driver
     loop            coroutine methods and async generators; their heavy work belongs on `compute_thread()`
 
 One compute thread for a process keeps it at one pool of OpenMP threads, and lets roles that share it take turns.
@@ -19,24 +19,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from whet.component import resolve
-from whet.errors import WhetError, in_words
+from whet.errors import in_words
 from whet.runtime.channel import receive, send
 from whet.runtime.inline import public_method
 from whet.runtime.interpreters import refuse_another_core
-from whet.runtime.lookahead import END, next_item
-from whet.runtime.relay import Leader, Sibling
 from whet.runtime.threads import Guard, watched
-from whet.runtime.traffic import Traffic
 from whet.runtime.watchdog import die_with, leave_signals_to_driver
-from whet.runtime.ways import Route, Ways
-from whet.runtime.wire import Buffer, WireError, decode, encode
+from whet.runtime.wire import decode, encode
 
 T = TypeVar("T")
 
@@ -131,9 +127,6 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
         self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
-        self._traffic = Traffic(give_up)
-        self._leaders: dict[int, dict[int, Leader]] = {}  # by slot and branch
-        self._ways = Ways(self._tell)
 
     def start(self) -> None:
         """Start the threads beside the compute thread."""
@@ -156,13 +149,12 @@ class Host:
         except (EOFError, OSError):
             _end_all()
 
-    def _take(self, message: dict[str, Any], route: Route | None = None) -> None:
-        """Do as a message says; where it came through a leader, a route leads there."""
+    def _take(self, message: dict[str, Any]) -> None:
+        """Do as a message says."""
         number = message.get("number", 0)
         match message["do"]:
             case "call":
-                if self._ways.admit(message, route):
-                    self._call(number, message["slot"], message["method"], message["args"])
+                self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
                 steps = self._stream(number, message["slot"], message["method"], message["args"])
                 self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
@@ -177,56 +169,8 @@ class Host:
                 self._compute.submit(_named("import", import_ahead), message["modules"])
             case "beat":
                 watched("whet-heart", partial(self._beat, message["every"]), give_up)
-            case "relay":
-                self._relay(message)
-            case "waits" | "gone":
-                self._tell_leader(message)
-            case "lead":
-                self._attempt(number, lambda: self._say(number, "done", self._lead(message)))
-            case "join":
-                self._join(number, message)
             case "exit":
                 self._compute.shutdown()
-
-    def _attempt(self, number: int, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except (OSError, WhetError) as error:
-            self._fail(number, error)
-
-    def _relay(self, message: dict[str, Any]) -> None:
-        leaders = self._leaders.get(message["slot"])
-        if leaders:
-            leaders[max(leaders)].relay(message)  # the driver lets no older one pass on what it sends after `lead`
-        else:
-            self._fail(message["number"], RuntimeError("the worker is closed"))
-
-    def _tell_leader(self, message: dict[str, Any]) -> None:
-        leader = self._leaders.get(message["slot"], {}).get(message["branch"])
-        if leader is not None and message["do"] == "gone":
-            leader.gone(message["rank"])
-        elif leader is not None:
-            leader.waits(message["number"])
-
-    def _lead(self, message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        branch, leaders = message["branch"], self._leaders.setdefault(message["slot"], {})
-        leader = Leader(branch, message["rank"], message["ranks"], self._traffic, self._take, self._say)
-        places = leader.listen(message["far"], _own_address(self._connection))
-        for id, before in list(leaders.items()):
-            before.retire()
-            if before.closed:
-                del leaders[id]
-        leaders[branch] = leader
-        return places
-
-    def _join(self, number: int, message: dict[str, Any]) -> None:
-        def joined(error: Exception | None) -> None:
-            if error is None:
-                self._say(number, "done", None)
-            else:
-                self._fail(number, error)
-
-        Sibling(message["place"], message["rank"], self._take, joined)
 
     def _call(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
         try:
@@ -258,9 +202,6 @@ class Host:
 
     def _close(self, slot: int) -> None:
         worker = self._workers.pop(slot, None)
-        self._ways.close(slot)
-        for leader in self._leaders.pop(slot, {}).values():
-            leader.close()
         if hasattr(worker, "close"):
             worker.close()
 
@@ -291,24 +232,12 @@ class Host:
             self._fail(number, error)
 
     async def _stream(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
-        held: list[Any] = []  # the item that may be the last one
-
-        def say_held() -> None:
-            if held:
-                self._say(number, "part", held.pop())
-
         try:
             async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
-                while (item := await next_item(items, say_held)) is not END:
-                    say_held()
-                    held.append(item)
-            if held:
-                self._say(number, "last", held[0])
-            else:
-                self._say(number, "done", None)
+                async for item in items:
+                    self._say(number, "part", item)
+            self._say(number, "done", None)
         except BaseException as error:
-            with suppress(WireError):
-                say_held()
             self._fail(number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:
@@ -322,25 +251,11 @@ class Host:
 
     def _say(self, number: int, kind: str, value: Any) -> None:
         buffers = encode({"number": number, "say": kind, "value": value})
-        if kind in ("done", "failed"):
-            self._ways.answer(number, kind == "done", buffers)
-        else:
-            self._tell(buffers)
-
-    def _tell(self, buffers: Sequence[Buffer]) -> None:
         try:
             with self._sending:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
-
-
-def _own_address(connection: socket.socket) -> str:
-    """Give the address from which this process reaches the driver: there other nodes reach it, too."""
-    if connection.family == socket.AF_UNIX:
-        return "127.0.0.1"
-    address: str = connection.getsockname()[0]
-    return address
 
 
 def import_from(path: list[str], add: list[str]) -> None:

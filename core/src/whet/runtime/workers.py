@@ -1,14 +1,12 @@
 """The worker objects of one spawn, on connections to their processes, whatever started those.
 
-    ConnectedWorkers ── start_on, stream, calls of few ranks ──> one `Connection` for each rank, shared with other roles
-                     └─ calls of many ranks ──> `Groups` of them, one `Branch` for each
+    ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
 
 Numbered messages go to `worker_process`; an answer whose call is over is dropped. Whatever ends a call of all
 ranks (an exception, a death, a deadline) ends it at once for all of them, with a `WorkerError`.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,19 +14,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from attrs import frozen
-
 from whet.data import metrics
 from whet.data.metrics import Metric
 from whet.errors import WorkerError
-from whet.interfaces.workers import Heard, RankArguments
-from whet.runtime.branch import MERGED, Branch, Deadline, Relayed
+from whet.interfaces.workers import Heard
 from whet.runtime.call import Call, HostProcess, Terms
 from whet.runtime.channel import frame
 from whet.runtime.connection import Connection
-from whet.runtime.each import EachAsking
 from whet.runtime.futures import Answers, Gathering
-from whet.runtime.groups import Groups
 from whet.runtime.streams import Mailbox, Streams, one_stream
 from whet.runtime.wire import encode
 
@@ -45,10 +38,6 @@ class ConnectedWorkers:
         self._slot, self._connect, self._terms = slot, list(connect), terms
         self._connections = [process() for process in connect]
         self._building: list[dict[str, Any]] = []
-        self._groups = Groups(role, slot, self._connections, terms)
-        self._each: list[tuple[int, Answers]] = []
-        """Calls of each of several ranks that were made last, and their numbers."""
-        self._lock = threading.Lock()
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
         for connection in self._connections:
@@ -62,8 +51,7 @@ class ConnectedWorkers:
     def build(self, messages: Sequence[dict[str, Any]]) -> None:
         """Have one worker built on each rank, and wait for them under the deadline `start`."""
         self._building = list(messages)
-        self._build(range(self.size), messages)
-        self._groups.arrange()
+        self._ask(range(self.size), messages, "start", None).result()
 
     @property
     def alone(self) -> bool:
@@ -81,8 +69,7 @@ class ConnectedWorkers:
         lost.exit(self._slot)
         self._connections[rank] = self._connect[rank]()
         self._connections[rank].enter(self._slot)
-        self._build([rank], [self._building[rank]])
-        self._groups.renew(rank)
+        self._ask([rank], [self._building[rank]], "start", None).result()
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
         """Call on every rank with the same arguments and wait."""
@@ -90,41 +77,23 @@ class ConnectedWorkers:
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Gathering:
         """Start a call on every rank. Leave the arguments' arrays as they are until it is done."""
-        return self._start(method, args, None, phase, timeout_seconds)
+        return self._ask(range(self.size), [self._message(method, args)], phase or method, timeout_seconds)
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Gathering:
         """Start a call on one rank; its result is a list of one."""
-        number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
-        message = encode({"do": "call", "number": number, "slot": self._slot, "method": method, "args": args})
-        gathering, connection = Gathering(1), self._connections[rank]
-        done = partial(gathering.finish, 0)
-        connection.ask(number, message, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
-        return gathering
+        return self._ask([rank], [self._message(method, args)], phase or method, timeout_seconds)
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Answers:
-        """Start a call on each of these ranks; no rank's result depends on another.
-
-        Through leaders, where there are some. Who has not answered when its leader is gone, or after half of the time,
-        is asked directly: a call that it has had already it does not do again.
-        """
-        answers, left = Answers(ranks), {rank: self._connections[rank] for rank in ranks}
-        with self._lock:
-            number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
-            open_ = [(earlier, one) for earlier, one in self._each if not one.done()] + [(number, answers)]
-            head = {"number": number, "slot": self._slot, "method": method, "args": args, "once": open_[0][0]}
-            message, relay = [frame(encode({"do": do, **head})) for do in ("call", "relay")]
-            self._each = open_
-        asking = EachAsking(self.role, number, phase, seconds, answers, message)
-        self._groups.form_soon()
-        for branch in self._groups.led[0]:
-            if left.keys() >= set(branch.ranks) and branch.ask_each(relay, asking):
-                for rank in branch.ranks:
-                    del left[rank]
-        asking.directly(left)
+        """Start a call on each of these ranks; no rank's result depends on another."""
+        number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
+        answers, buffers = Answers(ranks), frame(encode({"number": number, **self._message(method, args)}))
+        for rank, connection in {rank: self._connections[rank] for rank in ranks}.items():
+            done = partial(answers.finish, rank)
+            connection.ask(number, buffers, Call(self.role, rank, phase, seconds, done, missed=connection.kill))
         return answers
 
     def scatter(
@@ -136,7 +105,10 @@ class ConnectedWorkers:
         timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Call rank i with arguments[i] and wait."""
-        return self._scatter(method, arguments, phase, timeout_seconds, merge=False)
+        if len(arguments) != self.size:
+            raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
+        messages = [self._message(method, row) for row in arguments]
+        return self._ask(range(self.size), messages, phase or method, timeout_seconds).result()
 
     def scatter_metrics(
         self,
@@ -147,8 +119,7 @@ class ConnectedWorkers:
         timeout_seconds: float | None = None,
     ) -> dict[str, Metric]:
         """Call rank i with arguments[i], wait, and merge the metrics that all give."""
-        found = self._scatter(method, arguments, phase, timeout_seconds, merge=True)
-        return metrics.merge(part for part in found if part is not MERGED)
+        return metrics.merge(self.scatter(method, arguments, phase=phase, timeout_seconds=timeout_seconds))
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Iterate an async-generator method of one rank, in the process that it has now."""
@@ -168,7 +139,6 @@ class ConnectedWorkers:
         if self._closed:
             return
         self._closed = True
-        self._groups.retire()
         busy = any(connection.busy(self.role) for connection in self._connections)
         grace = BUSY_GRACE_SECONDS if busy else self._terms.grace_seconds
         deadline, closing, number = time.monotonic() + grace, Gathering(self.size), next(self._terms.numbers)
@@ -180,88 +150,30 @@ class ConnectedWorkers:
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
         for connection in ending:
             connection.end(deadline)
-        self._groups.close()
 
-    def _scatter(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str, seconds: float | None, merge: bool
-    ) -> list[Any]:
-        if len(arguments) != self.size:
-            raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
-        return self._start(method, (), arguments, phase, seconds, merge).result()
+    def _message(self, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        return {"do": "call", "slot": self._slot, "method": method, "args": tuple(args)}
 
-    def _start(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        rows: Sequence[tuple[Any, ...]] | None,
-        phase: str,
-        timeout_seconds: float | None,
-        merge: bool = False,
+    def _ask(
+        self, ranks: Sequence[int], messages: Sequence[dict[str, Any]], phase: str, timeout_seconds: float | None
     ) -> Gathering:
-        """Call a method with the same arguments, or with a row of them for each rank."""
-        asking = self._asking(range(self.size), phase or method, timeout_seconds)
-        head = {"number": asking.number, "slot": self._slot, "method": method}
-        relay: dict[str, Any] = {"do": "relay", **head, "args": args, "merge": merge}
-        self._groups.form()
-        branches, others = self._groups.led
-        alone = list(others)
-        same = encode(relay) if branches and rows is None else []
-        messages = [same or encode({**relay, "rows": _rows(rows or (), branch.ranks)}) for branch in branches]
-        deadline = Deadline(asking.seconds)
-        for branch, buffers in zip(branches, messages, strict=True):
-            if not branch.ask(asking.number, buffers, self._relayed(asking, branch, deadline)):
-                alone += branch.ranks
-        each = {"do": "call", **head, "args": args}
-        calls = [each] * len(alone) if rows is None else [{**each, "args": tuple(rows[rank])} for rank in alone]
-        return self._ask(asking, {rank: rank for rank in alone}, calls)
-
-    def _asking(self, ranks: Sequence[int], phase: str, timeout_seconds: float | None) -> "_Asking":
+        """Send a message to each of these ranks, or one that all have in common, which is encoded once."""
         number, phase, seconds = self._terms_of(phase, timeout_seconds)
+        framed = [frame(encode({"number": number, **message})) for message in messages]
         asked = [self._connections[rank] for rank in ranks]
-        return _Asking(number, Gathering(len(ranks)), phase, seconds, partial(_missed, asked))
+        gathering, missed = Gathering(len(ranks)), partial(_missed, asked)
+        for place, (rank, connection) in enumerate(zip(ranks, asked, strict=True)):
+            done = partial(gathering.finish, place)
+            call = Call(self.role, rank, phase, seconds, done, missed=missed)
+            connection.ask(number, framed[place % len(framed)], call)
+        return gathering
 
     def _terms_of(self, phase: str, timeout_seconds: float | None) -> tuple[int, str, float]:
-        """Give the number of a call, its phase, and its deadline in seconds. Raises `WorkerError` once closed."""
+        """Return the number of a call, its phase, and its deadline in seconds. Raises `WorkerError` once closed."""
         if self._closed:
             raise WorkerError(self.role, None, phase, "the workers are closed")
         seconds = self._terms.deadline(phase) if timeout_seconds is None else timeout_seconds
         return next(self._terms.numbers), phase, seconds
-
-    def _relayed(self, asking: "_Asking", branch: Branch, deadline: Deadline) -> Relayed:
-        answered, failed = asking.gathering.finish_many, asking.gathering.finish
-        return Relayed(asking.phase, asking.seconds, deadline, branch.ranks, answered, failed, asking.missed)
-
-    def _ask(self, asking: "_Asking", places: Mapping[int, int], messages: Sequence[dict[str, Any]]) -> Gathering:
-        """Send a message to each of these ranks, whose answers belong at such places."""
-        same = all(message is messages[0] for message in messages)
-        sent = [encode({"number": asking.number, **message}) for message in (messages[:1] if same else messages)]
-        for at, (rank, place) in enumerate(places.items()):
-            done = partial(asking.gathering.finish, place)
-            call = Call(self.role, rank, asking.phase, asking.seconds, done, missed=asking.missed)
-            self._connections[rank].ask(asking.number, sent[0 if same else at], call)
-        return asking.gathering
-
-    def _build(self, ranks: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
-        places = {rank: place for place, rank in enumerate(ranks)}
-        self._ask(self._asking(ranks, "start", None), places, messages).result()
-
-
-@frozen
-class _Asking:
-    """What the messages of one call have in common."""
-
-    number: int
-    gathering: Gathering
-    phase: str
-    seconds: float
-    missed: Callable[[WorkerError], None]
-
-
-def _rows(rows: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-    neighbours = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
-    if neighbours and isinstance(rows, RankArguments):
-        return rows[ranks[0] : ranks[-1] + 1]
-    return [tuple(rows[rank]) for rank in ranks]
 
 
 def _missed(asked: Sequence[Connection], error: WorkerError) -> None:
