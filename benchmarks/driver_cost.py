@@ -272,7 +272,9 @@ def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, flo
             workers.scatter_metrics("train", RankArguments((batch.shard(wanted), loss, None)), phase="train")
 
         def send_weights(version: int) -> None:
-            workers.start("send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="refit").result()
+            workers.start(
+                "send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="weight_sync"
+            ).result()
 
         def receive_weights(version: int) -> None:
             replicas.receive_weights(Link("tcp", "10.0.0.1:1", str(version), version), version).result()

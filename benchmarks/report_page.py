@@ -21,7 +21,7 @@ from whet_report.run import read_run
 
 METRICS, SEQUENCES, SEQUENCE_TOKENS = 60, 8, 128
 PHASES = (("rollout", "take", 0.0, 2.0), ("backend", "score", 2.0, 0.4), ("backend", "train", 2.4, 1.0),
-          ("backend", "refit", 3.4, 0.3), ("run", "save", 3.7, 0.2))  # fmt: skip
+          ("backend", "weight_sync", 3.4, 0.3), ("run", "save", 3.7, 0.2))  # fmt: skip
 
 
 def write_run(path: Path, steps: int) -> Path:

@@ -58,11 +58,12 @@ generator: {use: hf}
 rollout: {order: completion, running: keep}
 refit: {probe: {every: 1}}
 environments: [arithmetic]
-cluster: {share: [[backend, generator]], sleep: always}
+cluster: {share: [[backend, generator]], sleep: always, deadlines: {refit: 60}}
 """
 NEW = {
     "algorithm.advantages.alone": "was renamed; write singleton: reward",
     "algorithm.advantages.deviation_of": "was renamed; write std_over: others",
+    "cluster.deadlines.refit": "was renamed; write weight_sync: 60",
     "cluster.share": "was renamed; write colocate: [[backend, generator]]",
     "cluster.sleep": "was renamed; write offload: always",
     "refit": "was renamed; write weight_sync",

@@ -90,7 +90,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path, small_run, cluster, victim, 
     ids=["the one for both roles", "the generator's", "the second of two"],
 )
 def test_a_worker_that_hangs_is_named_when_its_deadline_has_passed(tmp_path, small_run, cluster, victim, named):
-    deadlines = dict.fromkeys(("train", "generate", "refit", "save"), SOON)
+    deadlines = dict.fromkeys(("train", "generate", "weight_sync", "save"), SOON)
     run = {"folder": str(tmp_path / "run"), **ENDLESS}
     errors, seconds = strike(
         small_run(tmp_path, run=run, cluster={**cluster, **UNRECOVERED, "deadlines": deadlines}),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.run import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
@@ -39,7 +39,7 @@ def rows(config, kept=lambda name: True):
 @pytest.mark.parametrize("keeps", ["*", "*.1.mlp.up_proj.weight", "*.0.self_attn.k_proj.*", "*embed_tokens.weight"])
 def test_a_generator_that_keeps_weights_is_refused_after_the_first_step(run_of, keeps):
     config = run_of(generator={"use": "deaf-hf", "keeps": keeps})
-    with pytest.raises(RefitError) as caught:
+    with pytest.raises(WeightSyncError) as caught:
         compose.run(config)
     said = str(caught.value)
     assert said.startswith("after the hand-over of version 1 replica 0 of the generator does not compute what the")
@@ -49,7 +49,7 @@ def test_a_generator_that_keeps_weights_is_refused_after_the_first_step(run_of, 
 
 def test_of_several_replicas_the_one_that_is_wrong_is_named(run_of):
     config = run_of(generator={"use": "deaf-hf", "replica": 1}, cluster=APART)
-    with pytest.raises(RefitError, match=r"^after the hand-over of version 1 replica 1 of the generator"):
+    with pytest.raises(WeightSyncError, match=r"^after the hand-over of version 1 replica 1 of the generator"):
         compose.run(config)
 
 

@@ -38,7 +38,7 @@ class Critic:
             batch = parts.rollouts.take(4)
             taught, own = (model.score(batch, ("logprobs",))["logprobs"] for model in (teacher, parts.backend))
             found = critic.train(batch, Spec("whet.testing.losses:Regression"))
-            parts.refit(version=step.number)
+            parts.sync_weights(version=step.number)
             step.log({"critic/loss": found["loss"]} | _gap(taught - own))
             step.finish(batch)
 

@@ -18,7 +18,7 @@ ENDS = {"kill": -9, "stop": -9, "terminate": 143, "terminate all": 143, "interru
 """What is done to a driver, and the exit code that it ends with."""
 BARE, BARE_PHASES = (-15, -2), ("starting", "after.closed")
 """Codes of a Python that does not handle signals yet or any more, and the phases where nothing is lost by that."""
-STARTING = ("starting", "backend.start", "generator.start", "after.opened", "first.refit")
+STARTING = ("starting", "backend.start", "generator.start", "after.opened", "first.weight_sync")
 """Phases in which a lost worker is told at once: the parts have not all been there yet."""
 ENDING = "SIGTERM was ending the run, which continues after its last checkpoint"
 RESTARTS = 3

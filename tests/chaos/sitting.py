@@ -68,7 +68,7 @@ class Subject:
     def write(self) -> Path:
         """Write the config and give its path."""
         self.temporary.mkdir(parents=True, exist_ok=True)
-        phases = ("train", "generate", "refit", "save", "episode")
+        phases = ("train", "generate", "weight_sync", "save", "episode")
         deadlines = {"start": START_DEADLINE, **dict.fromkeys(phases, DEADLINE)}
         threads = {"backend": 1, "generator": 1}
         config = {
@@ -138,7 +138,7 @@ class Sitting:
         return [line.split() for line in self.moments.read_text().splitlines()]
 
     def phase(self) -> str:
-        """What it is doing: the phase that began last and has not ended. Its first hand-over is `first.refit`."""
+        """What it is doing: the phase that began last and has not ended. Its first hand-over is `first.weight_sync`."""
         doing, rolled_out = ["starting"], False
         for _, what, phase in self.lines():
             rolled_out = rolled_out or phase == "rollout.take"
@@ -147,7 +147,7 @@ class Sitting:
                 doing.append(phase)
             elif phase in doing:
                 doing.remove(phase)
-        return "first.refit" if doing[-1] == "backend.refit" and not rolled_out else doing[-1]
+        return "first.weight_sync" if doing[-1] == "backend.weight_sync" and not rolled_out else doing[-1]
 
 
 def _ignore(numbers: Collection[signal.Signals]) -> None:

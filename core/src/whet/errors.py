@@ -114,5 +114,9 @@ class ClusterGone(WhetError):  # noqa: N818 - it says what happened
     """What runs processes is there no more."""
 
 
-class RefitError(WhetError):
-    """A hand-over of weights was partial, stale or damaged, and was refused."""
+class WeightSyncError(WhetError):
+    """A weight sync was partial, stale or damaged, and was refused."""
+
+
+RefitError = WeightSyncError
+"""The name of before, for one version."""

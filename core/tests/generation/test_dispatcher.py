@@ -300,7 +300,7 @@ def test_what_is_held_for_a_replica_that_fails_to_take_its_weights_is_not_forgot
         dispatcher.hold(taking, LIVES)
         asked = asyncio.create_task(dispatcher.generate(make_request("a")))
         await turns()
-        taking.finish(0, None, WorkerError("generator", 0, "refit", "it was told to"))
+        taking.finish(0, None, WorkerError("generator", 0, "weight_sync", "it was told to"))
         return await asked
 
     assert run(ask()).id == "a"

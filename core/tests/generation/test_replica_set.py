@@ -204,7 +204,7 @@ def test_what_waits_for_weights_that_a_replica_dies_of_goes_to_another_and_is_no
         answers = [asyncio.create_task(dispatcher.generate(request)) for request in asked]
         for _ in range(50):  # turns of the loop, until all are held
             await asyncio.sleep(0)
-        taking.finish(1, None, WorkerLost("generator", 1, "refit", "killed by signal 9"))
+        taking.finish(1, None, WorkerLost("generator", 1, "weight_sync", "killed by signal 9"))
         taking.finish(0, None, None)
         return await asyncio.gather(*answers)
 
@@ -346,7 +346,7 @@ def test_a_replica_that_is_lost_after_it_was_chosen_is_not_asked_before_it_has_w
         asked = asyncio.create_task(dispatcher.generate(requests(1)[0]))
         while dispatcher.outstanding == [0]:
             await asyncio.sleep(0)
-        assert dispatcher.roster.lost(0, 0, WorkerLost("generator", 0, "refit", "killed by signal 9"))
+        assert dispatcher.roster.lost(0, 0, WorkerLost("generator", 0, "weight_sync", "killed by signal 9"))
         for _ in range(20):
             await asyncio.sleep(0)
         assert workers.messages == []

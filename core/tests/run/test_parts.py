@@ -13,7 +13,7 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.run.closing import closing_all
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
-from whet.run.weight_sync import Refit
+from whet.run.weight_sync import WeightSync
 from whet.testing.fakes import Done, FakeBackend, FakeGenerator
 
 
@@ -29,37 +29,37 @@ class Noting(FakeGenerator):
         return super().receive_weights(link, version, on_weight_update)
 
 
-def refit(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> Refit:
-    return Refit(backend, generator, Link("disk", "nowhere", "", 0), spans, **options)
+def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> WeightSync:
+    return WeightSync(backend, generator, Link("disk", "nowhere", "", 0), spans, **options)
 
 
 def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
     generator, spans, versions = Noting(), Spans(), list[int]()
     backend = FakeBackend()
-    hand_over = refit(
+    sync = weight_sync(
         GeneratorHandle(generator, busy(spans)),
         BackendHandle(backend, timed(spans)),
         spans,
         after=versions.append,
         on_weight_update="continue",
     )
-    hand_over(version=3)
-    hand_over(version=4)
+    sync(version=3)
+    sync(version=4)
     assert generator.told == [(3, "continue"), (4, "continue")]
     assert versions == [link.version for link in backend.sent] == [3, 4]
     assert len({link.session for link in backend.sent}) == 2
-    assert [span.phase for span in spans.drain()] == ["refit", "refit"]
+    assert [span.phase for span in spans.drain()] == ["weight_sync", "weight_sync"]
 
 
 def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None:
     spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
     generator = GeneratorHandle(Noting(), busy(spans))
-    hand_over = refit(
+    sync = weight_sync(
         generator, BackendHandle(backend, timed(spans)), spans, after=lambda version: None, places=lambda: tuple(known)
     )
-    hand_over(version=1)
+    sync(version=1)
     known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
-    hand_over(version=2)
+    sync(version=2)
     assert [link.places for link in backend.sent] == [(), tuple(known)]
 
 

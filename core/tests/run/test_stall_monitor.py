@@ -10,7 +10,7 @@ import pytest
 from whet.data.spans import Spans
 from whet.interfaces.weights import Link
 from whet.run.stall_monitor import Waits
-from whet.run.weight_sync import Refit
+from whet.run.weight_sync import WeightSync
 from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
 from whet.testing.fakes import FakeBackend, FakeGenerator
@@ -68,17 +68,19 @@ def test_a_generator_that_works_in_the_background_is_no_wait(spans, tmp_path, ca
 
 
 def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, tmp_path, capsys):
-    refit = Refit(FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None)
+    sync = WeightSync(
+        FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None
+    )
     given, began = threading.Event(), threading.Event()
 
     def give(link: Link | None, proof: Proof | None = None) -> None:
         began.set()
         assert given.wait(10)
 
-    coming_back = threading.Thread(target=refit.again, args=(give,))
+    coming_back = threading.Thread(target=sync.resync, args=(give,))
     coming_back.start()
     assert began.wait(10)
-    trainer = threading.Thread(target=refit, kwargs={"version": 1})
+    trainer = threading.Thread(target=sync, kwargs={"version": 1})
     trainer.start()
     waits = looking(spans, tmp_path)
     time.sleep(0.1)
@@ -86,7 +88,7 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
     given.set()
     for thread in (coming_back, trainer):
         thread.join(10)
-    assert capsys.readouterr().err.startswith("waiting on backend.refit since 0 s")
+    assert capsys.readouterr().err.startswith("waiting on backend.weight_sync since 0 s")
 
 
 def test_the_age_of_a_wait_is_not_cut_by_the_end_of_a_step(spans):

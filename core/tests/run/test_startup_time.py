@@ -12,7 +12,7 @@ def test_parts_and_the_rest_add_up_to_the_time_since_the_beginning():
     now = time.time()
     startup = Startup(now - 10)
     assert startup.metrics([Span("backend", "start", now - 9, 4.0)], 2.0, first=False) == {}
-    inside = Span("backend", "refit", now - 0.5, 0.25)  # of the first step, which is a part already
+    inside = Span("backend", "weight_sync", now - 0.5, 0.25)  # of the first step, which is a part already
     before = Span("generator", "start", now - 5, 1.0)
     told = startup.metrics([before, inside], 2.0, first=True)
     assert told["seconds/startup"] == pytest.approx(10, abs=0.5)

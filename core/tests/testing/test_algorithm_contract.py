@@ -48,7 +48,7 @@ GOOD = """
                 batch = batch.with_columns(advantages=batch["reward"])
                 for part in batch.split(2, seed=step.seed):
                     step.log(parts.backend.train(part, parts.loss))
-                parts.refit(version=step.number)
+                parts.sync_weights(version=step.number)
                 step.finish(batch)
 
     @hookimpl
@@ -117,13 +117,13 @@ MUTANTS = {
     "trains nothing": ("batch.split(2, seed=step.seed)", "[]", "test_every_step_trains_and_is_finished_once_in_order"),
     "never finishes": ("step.finish(batch)", "pass", "test_every_step_trains_and_is_finished_once_in_order"),
     "counts for itself": (
-        "parts.refit(version=step.number)",
-        "parts.refit(version=self.carried); self.carried += 1",
+        "parts.sync_weights(version=step.number)",
+        "parts.sync_weights(version=self.carried); self.carried += 1",
         "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
     ),
     "hands over too soon": (
         "batch = parts.rollouts",
-        "parts.refit(version=step.number); batch = parts.rollouts",
+        "parts.sync_weights(version=step.number); batch = parts.rollouts",
         "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
     ),
     "carries state": (
@@ -138,7 +138,8 @@ MUTANTS = {
         'advantages=batch["reward"], secret=batch["reward"]',
         "test_it_adds_no_columns_but_those_of_its_facts",
     ),
-    "sleeps": ("parts.refit(", "parts.backend.sleep(); parts.refit(", "test_it_leaves_sleep_and_checkpoints_to_others"),
+    "sleeps": ("parts.sync_weights(", "parts.backend.sleep(); parts.sync_weights(",
+               "test_it_leaves_sleep_and_checkpoints_to_others"),
     "trains before it": ("for step in", "parts.backend.train(parts.rollouts.take(1), None)\n            for step in",
                          "test_a_run_without_steps_does_nothing"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import attrs
 import pytest
 import torch
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.weights import broadcast, bucket_stream
 from whet.weights.exchange import Exchange
@@ -111,7 +111,7 @@ def test_who_comes_too_late_takes_the_copy(
 def test_where_no_copy_is_kept_who_comes_too_late_is_told_why(exchange: Exchange) -> None:
     link = make_link(exchange, receivers=1, kept=False)
     hand_over(link, make_weights())
-    with pytest.raises(RefitError, match=r"keeps no copy .*cluster\.recovery"):
+    with pytest.raises(WeightSyncError, match=r"keeps no copy .*cluster\.recovery"):
         list(receive(link, 1))
 
 
@@ -124,7 +124,7 @@ def test_a_sender_that_fails_half_way_is_quoted_at_once(exchange: Exchange) -> N
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(send, link, failing())
         begin = time.monotonic()
-        with pytest.raises(RefitError, match="gave up: MemoryError: no room for the next"):
+        with pytest.raises(WeightSyncError, match="gave up: MemoryError: no room for the next"):
             list(receive(link))
         assert time.monotonic() - begin < 30
         assert isinstance(sent.exception(30), MemoryError)
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_found(exchange: Exchange, monkeypatch: pytest.MonkeyPa
         return data
 
     monkeypatch.setattr(broadcast._Receiving, "take", flipped)
-    with pytest.raises(RefitError, match=r"layer\.0 is damaged: checksum"):
+    with pytest.raises(WeightSyncError, match=r"layer\.0 is damaged: checksum"):
         hand_over(make_link(exchange, receivers=1), make_weights())
 
 
@@ -188,7 +188,7 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
 
 LEAVING = """
 import sys, threading, torch
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.weights import broadcast
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link, Places
 from whet.runtime.wire import decode, encode
 from whet.weights import staged_copy
@@ -104,7 +104,7 @@ def test_who_waits_for_a_session_that_is_passed_over_is_refused_at_once(exchange
     later, begun = make_link(exchange, 3), time.monotonic()
     send(later, weights(3))
     for receiver in receivers:
-        with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {later.session}"):
+        with pytest.raises(WeightSyncError, match=f"sender 0 refused it: it holds session {later.session}"):
             receiver.result(10)
     assert time.monotonic() - begun < 5.0
 
@@ -113,7 +113,7 @@ def test_who_waits_for_a_sender_that_never_begins_is_told_what_that_holds(exchan
     before = make_link(exchange, 1, timeout_seconds=1.0)
     send(before, weights(1))
     link = make_link(exchange, 2, exchange.places(), timeout_seconds=1.0)
-    with pytest.raises(RefitError, match=f"sender 0 refused it: it holds session {before.session}"):
+    with pytest.raises(WeightSyncError, match=f"sender 0 refused it: it holds session {before.session}"):
         list(receive(link))
 
 
@@ -121,7 +121,7 @@ def test_a_session_that_is_over_is_refused_at_once(exchange: Noted) -> None:
     old = make_link(exchange, 1)
     send(old, weights(1))
     send(make_link(exchange, 2), weights(2))
-    with pytest.raises(RefitError, match="sender 0 refused it: it holds session"):
+    with pytest.raises(WeightSyncError, match="sender 0 refused it: it holds session"):
         list(receive(attrs.evolve(old, places=exchange.places())))
 
 

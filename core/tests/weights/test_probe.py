@@ -10,9 +10,9 @@ from whet.config.sections import ProbeSection
 from whet.data.batch import Batch
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Spans
-from whet.errors import RefitError, RequestLost
+from whet.errors import RequestLost, WeightSyncError
 from whet.interfaces.weights import Link
-from whet.run.weight_sync import Refit
+from whet.run.weight_sync import WeightSync
 from whet.testing.fakes import Done, FakeBackend
 from whet.weights.probe import Probe, Proof, bound_of
 
@@ -51,7 +51,7 @@ def test_what_the_trainer_has_not_scored_counts_up_to_where_it_differs() -> None
     ids=["far", "no number", "old", "other"],
 )
 def test_what_is_wrong_is_said(made: list[Completion], said: str) -> None:
-    with pytest.raises(RefitError) as caught:
+    with pytest.raises(WeightSyncError) as caught:
         PROOF.check(2, made)
     assert str(caught.value).startswith("after the hand-over of version 4 replica 2 of the generator ")
     assert said in str(caught.value)
@@ -117,7 +117,7 @@ def test_every_replica_is_asked_the_same_and_the_trainer_once() -> None:
 def test_the_one_that_is_off_is_named_and_a_low_temperature_allows_more() -> None:
     generator = Halving()
     generator.off[1] = 0.0015
-    with pytest.raises(RefitError, match="replica 1 of the generator does not compute"):
+    with pytest.raises(WeightSyncError, match="replica 1 of the generator does not compute"):
         made(generator, [])(7)
     assert made(generator, [], temperature=0.5)(7) is not None
 
@@ -128,12 +128,12 @@ def test_sequences_fit_into_the_room_that_there_is() -> None:
     assert {len(r.tokens) + r.sampling.max_tokens for r in generator.asked} == {12}
 
 
-def due(refit: Refit, probe: Probe, batches: list[Batch], versions: range) -> list[int]:
+def due(sync: WeightSync, probe: Probe, batches: list[Batch], versions: range) -> list[int]:
     """Hand versions over and give those that were probed."""
     found = []
     for version in versions:
         before = len(batches)
-        refit(version=version)
+        sync(version=version)
         found += [version] if len(batches) > before else []
     return found
 
@@ -142,7 +142,7 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
     generator, batches = Halving(), list[Batch]()
     monkeypatch.setattr(Proof, "check", lambda self, replica, completions: 0.0)  # here it is about when
     probe = made(generator, batches)
-    refit = Refit(
+    sync = WeightSync(
         FakeBackend(),
         generator,
         Link("disk", "nowhere", "", 0),
@@ -150,16 +150,16 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
         after=lambda version: None,
         probe=probe,  # type: ignore[arg-type]
     )
-    assert due(refit, probe, batches, range(3, 8)) == [3, 4, 5]
+    assert due(sync, probe, batches, range(3, 8)) == [3, 4, 5]
     given: list[Any] = []
-    refit.again(lambda link, proof=None: given.append((link, proof)))
+    sync.resync(lambda link, proof=None: given.append((link, proof)))
     assert given[0][0].version == 7
     assert given[0][1] is None
-    assert due(refit, probe, batches, range(8, 12)) == [8, 10]
-    refit(version=15)
-    refit.again(lambda link, proof=None: given.append((link, proof)))
+    assert due(sync, probe, batches, range(8, 12)) == [8, 10]
+    sync(version=15)
+    sync.resync(lambda link, proof=None: given.append((link, proof)))
     assert given[1][1].version == 15
     generator.away = {0, 1}
-    assert due(refit, probe, batches, range(20, 21)) == []
+    assert due(sync, probe, batches, range(20, 21)) == []
     generator.away = {1}
-    assert due(refit, probe, batches, range(21, 23)) == [21]
+    assert due(sync, probe, batches, range(21, 23)) == [21]

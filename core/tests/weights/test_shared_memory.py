@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.weights import shared_memory
 from whet.weights.transfer import receive, send
@@ -79,7 +79,7 @@ def test_a_full_file_system_is_an_error_and_not_a_dead_process(tmp_path: Path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
-    with pytest.raises(RefitError, match=r"No space left on device.*use the transport `disk`"):
+    with pytest.raises(WeightSyncError, match=r"No space left on device.*use the transport `disk`"):
         send(make_link(tmp_path), [("a", torch.zeros(10))])
 
 
@@ -87,7 +87,7 @@ def test_weights_larger_than_free_memory_are_an_error_and_not_a_dead_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 << 20)
-    with pytest.raises(RefitError, match=r"weights of 4 MB do not fit into memory: 1 MB are available.*`disk`"):
+    with pytest.raises(WeightSyncError, match=r"weights of 4 MB do not fit into memory: 1 MB are available.*`disk`"):
         send(make_link(tmp_path), [("a", torch.zeros(1 << 20))])
 
 
@@ -112,7 +112,7 @@ def test_memory_lives_as_long_as_its_sender_and_a_successor_takes_its_place(tmp_
             assert process.stdout is not None
             assert process.stdout.readline() == "sent\n"
             assert {name: float(t.mean()) for name, t in receive(link)} == {"a": 3.0}
-        with pytest.raises(RefitError, match=r"a in .*memory-.* is damaged: its sender is gone"):
+        with pytest.raises(WeightSyncError, match=r"a in .*memory-.* is damaged: its sender is gone"):
             list(receive(link))
     assert mapped() - before <= 1, "mappings of senders that are gone are kept"
 
@@ -131,7 +131,7 @@ def test_a_number_that_another_file_has_by_now_is_not_read(tmp_path: Path) -> No
         other.flush()
         name = f"memory-{os.getpid()}-{other.fileno()}"
         manifest.write_text(manifest.read_text().replace(written(tmp_path), name))
-        with pytest.raises(RefitError, match="its sender is gone"):
+        with pytest.raises(WeightSyncError, match="its sender is gone"):
             list(receive(link))
 
 

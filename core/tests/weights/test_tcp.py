@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send
@@ -38,14 +38,14 @@ def test_a_session_begun_while_another_is_read_is_refused(exchange: Exchange) ->
     reading = receive(link)
     next(reading)
     send(make_link(exchange, 2), large(100.0))
-    with pytest.raises(RefitError, match=r"another session"):
+    with pytest.raises(WeightSyncError, match=r"another session"):
         list(reading)
 
 
 @pytest.mark.parametrize("end", [send, receive])
 def test_who_does_not_know_the_token_takes_no_part(exchange: Exchange, end: object) -> None:
     link = attrs.evolve(make_link(exchange), token="00" * 32)
-    with pytest.raises(RefitError, match="does not know the run's token"):
+    with pytest.raises(WeightSyncError, match="does not know the run's token"):
         list(receive(link)) if end is receive else send(link, [])
 
 
@@ -64,7 +64,7 @@ def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) ->
         reading = receive(link)
         assert next(reading)[1].numel() == 8_000_000
         sender.kill()
-        with pytest.raises(RefitError, match="ended half way"):
+        with pytest.raises(WeightSyncError, match="ended half way"):
             list(reading)
 
 

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from whet.errors import ConfigError, RefitError
+from whet.errors import ConfigError, WeightSyncError
 from whet.interfaces.weights import Link
 from whet.plan.transport import choose_transport
 from whet.weights import bucket_stream
@@ -135,7 +135,7 @@ def test_tied_tensors_arrive_under_both_names(transport: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nothing_sent_is_an_error_after_the_deadline(transport: str, tmp_path: Path) -> None:
-    with pytest.raises(RefitError, match=r"after 0\.05 s"):
+    with pytest.raises(WeightSyncError, match=r"after 0\.05 s"):
         taken(make_link(transport, tmp_path, timeout_seconds=0.05))
 
 
@@ -143,7 +143,7 @@ def test_nothing_sent_is_an_error_after_the_deadline(transport: str, tmp_path: P
 def test_an_earlier_session_is_refused_as_stale(transport: str, tmp_path: Path) -> None:
     earlier = make_link(transport, tmp_path, 6)
     send(earlier, make_weights())
-    with pytest.raises(RefitError, match=f"session {earlier.session}.*version 6"):
+    with pytest.raises(WeightSyncError, match=f"session {earlier.session}.*version 6"):
         taken(make_link(transport, tmp_path, 7, timeout_seconds=0.05))
 
 
@@ -152,7 +152,7 @@ def test_another_version_under_the_same_session_is_refused(transport: str, tmp_p
     sent = make_link(transport, tmp_path, 3)
     send(sent, make_weights())
     wanted = attrs.evolve(sent, version=4)
-    with pytest.raises(RefitError, match="sent version 3, wanted 4"):
+    with pytest.raises(WeightSyncError, match="sent version 3, wanted 4"):
         taken(wanted)
 
 
@@ -161,13 +161,13 @@ def test_a_name_from_two_senders_is_refused(transport: str, tmp_path: Path) -> N
     link = make_link(transport, tmp_path, senders=2)
     send(link, make_weights(), sender=0)
     send(link, make_weights()[:1], sender=1)
-    with pytest.raises(RefitError, match=r"embed\.weight came"):
+    with pytest.raises(WeightSyncError, match=r"embed\.weight came"):
         taken(link)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_name_sent_twice_is_refused_at_the_sender(transport: str, tmp_path: Path) -> None:
-    with pytest.raises(RefitError, match=r"embed\.weight was sent twice"):
+    with pytest.raises(WeightSyncError, match=r"embed\.weight was sent twice"):
         send(make_link(transport, tmp_path), [*make_weights(), make_weights()[0]])
 
 
@@ -180,7 +180,7 @@ def test_a_sender_that_fails_half_way_ends_the_wait_of_the_receiver(transport: s
     link = make_link(transport, tmp_path, timeout_seconds=60.0)
     with pytest.raises(MemoryError):
         send(link, failing())
-    with pytest.raises(RefitError, match="gave up: MemoryError: no room for the next"):
+    with pytest.raises(WeightSyncError, match="gave up: MemoryError: no room for the next"):
         taken(link)
 
 
@@ -188,7 +188,7 @@ def test_a_missing_sender_is_named(tmp_path: Path) -> None:
     for transport in BY_BYTES:
         link = make_link(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
         send(link, make_weights(), sender=0)
-        with pytest.raises(RefitError, match=r"1 of 2 senders.*sender 1: none"):
+        with pytest.raises(WeightSyncError, match=r"1 of 2 senders.*sender 1: none"):
             taken(link)
 
 
@@ -201,7 +201,7 @@ def test_a_flipped_bit_is_found(transport: str, tmp_path: Path) -> None:
     at = data.find(make_weights()[3][1].numpy().tobytes()) + 5000
     data[at] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RefitError, match=r"large\.weight in .*(weights|memory)-.* is damaged: .*checksum"):
+    with pytest.raises(WeightSyncError, match=r"large\.weight in .*(weights|memory)-.* is damaged: .*checksum"):
         taken(link)
 
 
@@ -211,7 +211,7 @@ def test_a_file_cut_short_is_found(transport: str, tmp_path: Path) -> None:
     send(link, make_weights())
     file = sent_file(link)
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(RefitError, match="is damaged"):
+    with pytest.raises(WeightSyncError, match="is damaged"):
         taken(link)
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_gone_is_found(tmp_path: Path) -> None:
     link = make_link("disk", tmp_path)
     send(link, make_weights())
     sent_file(link).unlink()
-    with pytest.raises(RefitError, match="is damaged"):
+    with pytest.raises(WeightSyncError, match="is damaged"):
         taken(link)
 
 
@@ -228,7 +228,7 @@ def test_a_broken_manifest_is_named(transport: str, tmp_path: Path) -> None:
     link = make_link(transport, tmp_path)
     send(link, make_weights())
     (tmp_path / "manifest-0.json").write_text('{"session": "x"')
-    with pytest.raises(RefitError, match=r"manifest-0\.json is no manifest"):
+    with pytest.raises(WeightSyncError, match=r"manifest-0\.json is no manifest"):
         taken(link)
 
 
@@ -241,7 +241,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(transport: str, name
     document = json.loads(file.read_text())
     document["entries"][2]["file"] = name
     file.write_text(json.dumps(document))
-    with pytest.raises(RefitError, match="wanted one beside it"):
+    with pytest.raises(WeightSyncError, match="wanted one beside it"):
         taken(link)
 
 
@@ -252,7 +252,7 @@ def test_a_session_begun_while_another_is_read_is_refused(transport: str, tmp_pa
     reading = receive(link)
     next(reading)
     send(make_link(transport, tmp_path, 2), make_weights(2))
-    with pytest.raises(RefitError, match=r"another session|damaged"):
+    with pytest.raises(WeightSyncError, match=r"another session|damaged"):
         list(reading)
 
 

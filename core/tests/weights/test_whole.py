@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.weights.whole import Shape, check_whole, failure_among, stored_shapes
 
 STORED: dict[str, Shape] = {
@@ -39,27 +39,27 @@ def sent(**changes: Any) -> list[tuple[str, Shape]]:
     ],
 )
 def test_a_part_of_it_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RefitError, match=message):
+    with pytest.raises(WeightSyncError, match=message):
         check_whole(sent(**changes), STORED, tied=True)
 
 
 def test_the_output_layer_alone_is_refused_also_where_it_is_the_embedding() -> None:
-    with pytest.raises(RefitError, match="5 parameters were not sent"):
+    with pytest.raises(WeightSyncError, match="5 parameters were not sent"):
         check_whole([("lm_head.weight", (384, 64))], STORED, tied=True)
     without_embedding = [(name, shape) for name, shape in STORED.items() if "embed" not in name]
-    with pytest.raises(RefitError, match=r"1 parameters were not sent: model\.embed_tokens\.weight"):
+    with pytest.raises(WeightSyncError, match=r"1 parameters were not sent: model\.embed_tokens\.weight"):
         check_whole([*without_embedding, ("lm_head.weight", (384, 64))], STORED, tied=True)
 
 
 def test_an_untied_output_layer_must_come() -> None:
-    with pytest.raises(RefitError, match=r"1 parameters were not sent: lm_head\.weight"):
+    with pytest.raises(WeightSyncError, match=r"1 parameters were not sent: lm_head\.weight"):
         check_whole(STORED.items(), {**STORED, "lm_head.weight": (384, 64)}, tied=False)
 
 
 def test_what_the_model_has_not_is_refused() -> None:
-    with pytest.raises(RefitError, match=r"the model folder has no model\.layers\.1\.x, but that was sent"):
+    with pytest.raises(WeightSyncError, match=r"the model folder has no model\.layers\.1\.x, but that was sent"):
         check_whole([*STORED.items(), ("model.layers.1.x", (1,))], STORED, tied=True)
-    with pytest.raises(RefitError, match="was sent twice"):
+    with pytest.raises(WeightSyncError, match="was sent twice"):
         check_whole([*STORED.items(), *STORED.items()], STORED, tied=True)
 
 

@@ -89,7 +89,7 @@ def offline_loop(
         if validation and step.due(config.validate_every):
             step.log(validate())
         if step.due(parts.config.evaluation.every):
-            parts.refit(version=step.number)  # the generator plays the evaluation's episodes
+            parts.sync_weights(version=step.number)  # the generator plays the evaluation's episodes
         step.finish(batch)
 
 

@@ -167,8 +167,8 @@ class DeadlinesSection:
     """One optimizer step, scoring or loss evaluation."""
     generate: float = field(default=1800.0, validator=above(0, SECONDS))
     """One completion, from request to last token."""
-    refit: float = field(default=600.0, validator=above(0, SECONDS))
-    """One hand-over of weights."""
+    weight_sync: float = field(default=600.0, validator=above(0, SECONDS), metadata=renamed("refit"))
+    """One weight sync: backend to generator."""
     save: float = field(default=1800.0, validator=above(0, SECONDS))
     """Writing or reading a checkpoint."""
     episode: float = field(default=3600.0, validator=above(0, SECONDS))

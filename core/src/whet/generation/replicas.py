@@ -44,7 +44,9 @@ class Replicas:
         Each serves what is asked from now on when it has them.
         """
         seconds = link.timeout_seconds
-        taking = self._started("receive_weights", link, link.version, on_weight_update, phase="refit", seconds=seconds)
+        taking = self._started(
+            "receive_weights", link, link.version, on_weight_update, phase="weight_sync", seconds=seconds
+        )
         self._dispatcher.hold(taking.pending, taking.lives)
         return taking
 
@@ -74,7 +76,7 @@ class Replicas:
         self.workers.start_on(rank, "sleep" if asleep else "wake").result()
 
     def _receive(self, rank: int, link: Link, proof: Proof | None) -> None:
-        ask = partial(self.workers.start_on, phase="refit", timeout_seconds=link.timeout_seconds)
+        ask = partial(self.workers.start_on, phase="weight_sync", timeout_seconds=link.timeout_seconds)
         ask(rank, "receive_weights", link, link.version, "drain").result()
         if proof is not None:
             proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))

@@ -112,13 +112,18 @@ class Parts:
     """Of algorithms fed by rollouts: `take(n)` gives a batch of n groups."""
     data: "OfflineData | None"
     """Of algorithms fed by data files."""
-    refit: Callable[..., None]
-    """`refit(version=n)` hands the backend's weights to the generator."""
+    sync_weights: Callable[..., None]
+    """`sync_weights(version=n)` sends the backend's weights to the generator."""
     steps: "Steps"
     """Iterate over it: the steps that are left."""
     evaluate: Callable[[int], "Mapping[str, Metric]"]
     """`evaluate(step)` evaluates on the environments of the config's `evaluation`."""
     seed: int
+
+    @property
+    def refit(self) -> Callable[..., None]:
+        """Return `sync_weights`: its name of before, for one version."""
+        return self.sync_weights
 
     def build(self, selection: Selection) -> Any:
         """Build a component that runs on the driver, e.g. an advantage estimator."""

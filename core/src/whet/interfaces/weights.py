@@ -56,5 +56,5 @@ class Proof(Protocol):
         ...
 
     def check(self, replica: int, completions: "Sequence[Completion]") -> float:
-        """Return the mean |difference| of a replica's logprobs from the trainer's, in nats. Raises `RefitError`."""
+        """Return the mean |replica's logprobs - trainer's logprobs| in nats. Raises `WeightSyncError`."""
         ...

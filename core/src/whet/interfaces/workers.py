@@ -115,7 +115,7 @@ class Workers(Protocol):
     overtaken by it, where nobody waits for the one before the other.
 
     `phase` names the kind of wait, for errors and for the deadline where `timeout_seconds` is None: a field of
-    `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`); empty: the method's name. A stream's
+    `DeadlinesSection` (`start`, `train`, `generate`, `weight_sync`, `save`); empty: the method's name. A stream's
     deadline is for each of its items.
     """
 

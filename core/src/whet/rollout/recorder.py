@@ -1,7 +1,7 @@
 """Records some sequences of a step token by token: what sampler, trainer and algorithm say of each token.
 
     take            choose sequences; the trainer scores them with the weights that are about to be trained
-    train, refit    the algorithm, which knows nothing of it
+    train, sync     the algorithm, which knows nothing of it
     finish          columns that the algorithm added; rows are made on the thread that writes them
 
 Nothing is drawn and nothing is changed, so a run's numbers are the same with and without it.

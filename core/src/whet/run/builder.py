@@ -33,7 +33,7 @@ from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import Waits
 from whet.run.start_workers import Starting, lanes, make_slices
 from whet.run.startup_time import Startup
-from whet.run.weight_sync import Refit, make_probe
+from whet.run.weight_sync import WeightSync, make_probe
 from whet.weights.transfer import MEETING
 
 log = logging.getLogger(__name__)
@@ -143,10 +143,10 @@ class Builder:
         parts = Parts(
             config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
             roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
-            evaluate=evaluate, rollouts=rollouts, refit=self._refit(backend, generator, stream, probe),
+            evaluate=evaluate, rollouts=rollouts, sync_weights=self._weight_sync(backend, generator, stream, probe),
             seed=config.run.seed,
         )  # fmt: skip
-        parts.refit(version=run.done)
+        parts.sync_weights(version=run.done)
         if self.config.endpoint.serve:
             self._serve(generator, chat, stream)
         return parts
@@ -401,28 +401,28 @@ class Builder:
         )  # fmt: skip
         return steps
 
-    def _refit(
+    def _weight_sync(
         self, backend: "Backend", generator: Any, stream: "RolloutStream | None", probe: "Probe | None"
     ) -> Callable[..., None]:
         if generator is None:
             return lambda version: None
         link, places = self._link()
-        refit = Refit(
+        sync = WeightSync(
             backend, generator, link, self.spans, stream.set_version if stream else lambda version: None,
             self.config.rollout.on_weight_update, probe, places,
         )  # fmt: skip
         if self.recovery is not None:
-            self.recovery.hand_over_again = refit.again
+            self.recovery.resync = sync.resync
 
-        def hand_over(*, version: int) -> None:
-            self._turns.training()  # before other hand-overs are locked out, one of which requests may wait for
-            refit(version=version)
+        def sync_weights(*, version: int) -> None:
+            self._turns.training()  # before other weight syncs are locked out, one of which requests may wait for
+            sync(version=version)
 
-        return hand_over
+        return sync_weights
 
     def _link(self) -> "tuple[Link, Callable[[], Places]]":
         """Give what all hand-overs have in common, and how to find out where senders were at the last one."""
-        way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.refit, self.config.cluster.recovery
+        way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
         assert way is not None  # there is a generator
         if way.transport not in MEETING:
             folder = str(self.folder.scratch.resolve() / "weights")

@@ -50,7 +50,7 @@ class Recovery:
         self._replicas, self._runs = (Budget(n, section.refill) for n in (section.replicas, section.restarts))
         self._lock = threading.Lock()
         self._furthest = 0
-        self.hand_over_again: Again | None = None
+        self.resync: Again | None = None
         """Gives one receiver the weights of the last hand-over; None before there can be any."""
         self.losses = Counter[str]()
         """See `whet.interfaces.workers.Replacing`."""
@@ -65,10 +65,10 @@ class Recovery:
 
     def hand_over(self, give: "Give") -> None:
         """See `whet.interfaces.workers.Replacing`."""
-        if self.hand_over_again is None:
+        if self.resync is None:
             give(None)
         else:
-            self.hand_over_again(give)
+            self.resync(give)
 
     def grant_run(self, error: WorkerLost, after_step: int) -> bool:
         """Say whether the run may begin again after its last checkpoint."""

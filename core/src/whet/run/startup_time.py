@@ -14,7 +14,7 @@ TOTAL = "seconds/startup"
 """The metric of the whole time; its parts are `seconds/startup.PART`."""
 BEFORE = frozenset({"load plugins", "config", "prepare", "import", "start", "load", "tokenise"})
 """Phases that come before the first step and are no part of it."""
-_OUTERMOST = BEFORE | {"refit", "probe", "evaluate", "score", "sleep", "wake"}
+_OUTERMOST = BEFORE | {"weight_sync", "probe", "evaluate", "score", "sleep", "wake"}
 """Phases before the first step; of those within each other the inner one counts."""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from whet.weights.probe import Proof
 
 
-class Refit:
+class WeightSync:
     """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused.
 
     Where a probe is due, the hand-over ends when the generator has shown that it computes with them.
@@ -43,9 +43,9 @@ class Refit:
         self._changing = threading.Lock()
 
     def __call__(self, *, version: int) -> None:
-        """Hand over the weights made by step `version`. Raises `RefitError` where the generator does not have them."""
+        """Send the weights of step `version` to the generator. Raises `WeightSyncError` where it does not have them."""
         with ExitStack() as held:
-            with self._spans.phase("backend", "refit"):
+            with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
                 self._last, self._proof = self._link(version), None
                 self._hand_over(self._last)
@@ -54,7 +54,7 @@ class Refit:
                     self._proof = self._probe(version)
         self._after(version)
 
-    def again(self, give: "Give") -> None:
+    def resync(self, give: "Give") -> None:
         """Give one receiver the weights of the last hand-over; None: there was none yet.
 
         The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins. Nor

@@ -22,7 +22,7 @@ class Event:
     """One call that the algorithm made."""
 
     name: str
-    """E.g. `take`, `train`, `refit`, `finish`."""
+    """E.g. `take`, `train`, `sync_weights`, `finish`."""
     step: int
     """Of the call of `finish`, its number; else the step under way, 0 before the first."""
     batch: Batch | None = None
@@ -128,10 +128,10 @@ class WatchedRollouts:
         return batch
 
 
-def watched_refit(watch: Watch) -> Callable[..., None]:
-    """Give a `refit` that is noted."""
+def watched_sync(watch: Watch) -> Callable[..., None]:
+    """Return a `sync_weights` whose calls are noted."""
 
-    def refit(*, version: int) -> None:
-        watch.note("refit", value=version)
+    def sync_weights(*, version: int) -> None:
+        watch.note("sync_weights", value=version)
 
-    return refit
+    return sync_weights

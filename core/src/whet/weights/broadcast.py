@@ -36,7 +36,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, on this process's current GPU where it comes by NCCL. Raises `RefitError`."""
+    """Give every tensor, on this process's current GPU where it comes by NCCL. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving(link, receiver))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whet.errors import RefitError, WhetError, in_words
+from whet.errors import WeightSyncError, WhetError, in_words
 from whet.interfaces.weights import Link
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
@@ -110,7 +110,7 @@ def send(
 
 
 def receive(link: Link, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, on whatever device it comes. Raises `RefitError`."""
+    """Give every tensor, on whatever device it comes. Raises `WeightSyncError`."""
     deadline = time.monotonic() + link.timeout_seconds
     found = offers(link, receiver, deadline)
     given: set[str] = set()
@@ -231,7 +231,7 @@ def _bucket(
         tensor = data[place : place + byte_count(entry)].view(dtype).view(entry.shape)
         found = checksum(tensor)
         if found != entry.checksum:
-            raise RefitError(
+            raise WeightSyncError(
                 f"{title(link)}: {entry.name} is damaged: checksum {found:08x}, wanted {entry.checksum:08x}"
             )
         yield entry, tensor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.weights import bucket_stream
 from whet.weights.bucket_stream import Broken, tell, told
@@ -30,7 +30,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, as a view of the sender's memory. Raises `RefitError`."""
+    """Give every tensor, as a view of the sender's memory. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving())
 
 
@@ -46,7 +46,9 @@ class _Sending:
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
         """Nothing is to be made."""
         if device.type != "cuda":
-            raise RefitError(f"{title(self._link)}: cuda-ipc hands over what is on a GPU, found tensors on {device}")
+            raise WeightSyncError(
+                f"{title(self._link)}: cuda-ipc hands over what is on a GPU, found tensors on {device}"
+            )
         self._guests, self._device = [guest.connection for guest in guests], device
 
     def room(self, size: int) -> "torch.Tensor":

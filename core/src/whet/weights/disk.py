@@ -41,7 +41,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor. Raises `RefitError` for a missing, stale, contradictory or damaged hand-over."""
+    """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
     manifests = await_manifests(link)
     for manifest in manifests:
         for file in dict.fromkeys(entry.file for entry in manifest.entries):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def publish(link: Link, sender: int, entries: Iterable[Entry], failed: str = "")
 
 
 def read(link: Link, sender: int) -> Manifest | None:
-    """Read a sender's manifest; None where there is none. Raises `RefitError` where it is no manifest."""
+    """Read a sender's manifest; None where there is none. Raises `WeightSyncError` where it is no manifest."""
     path = manifest_path(link, sender)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -107,13 +107,13 @@ def read(link: Link, sender: int) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefitError(f"{path} is no manifest of a weight hand-over: {error}") from error
+        raise WeightSyncError(f"{path} is no manifest of a weight hand-over: {error}") from error
 
 
 def await_manifests(link: Link) -> list[Manifest]:
     """Wait until every sender of the link has published, and give the manifests in order of sender.
 
-    Raises `RefitError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
+    Raises `WeightSyncError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
     """
     deadline, pause = time.monotonic() + link.timeout_seconds, 0.0005
     manifests: dict[int, Manifest] = {}
@@ -125,7 +125,7 @@ def await_manifests(link: Link) -> list[Manifest]:
         if len(manifests) == link.senders:
             break
         if time.monotonic() > deadline:
-            raise RefitError(_overdue(link, [s for s in range(link.senders) if s not in manifests]))
+            raise WeightSyncError(_overdue(link, [s for s in range(link.senders) if s not in manifests]))
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
     ordered = [manifests[sender] for sender in range(link.senders)]
@@ -134,33 +134,35 @@ def await_manifests(link: Link) -> list[Manifest]:
 
 
 def still_current(link: Link, manifests: Iterable[Manifest]) -> None:
-    """Raise `RefitError` if a sender began another session while this one was read."""
+    """Raise `WeightSyncError` if a sender began another session while this one was read."""
     for manifest in manifests:
         now = read(link, manifest.sender)
         if now is None or now.session != link.session:
-            raise RefitError(f"{title(link)}: sender {manifest.sender} began another session while this one was read")
+            raise WeightSyncError(
+                f"{title(link)}: sender {manifest.sender} began another session while this one was read"
+            )
 
 
-def damaged(link: Link, entry: Entry, found: str) -> RefitError:
+def damaged(link: Link, entry: Entry, found: str) -> WeightSyncError:
     """Make the error for bytes that are not those of the manifest."""
     where = Path(link.address) / entry.file
-    return RefitError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
+    return WeightSyncError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
 
 
 def check(link: Link, manifests: list[Manifest]) -> None:
-    """Raise `RefitError` where a sender gave up, or a version or a name contradicts the link."""
+    """Raise `WeightSyncError` where a sender gave up, or a version or a name contradicts the link."""
     owner: dict[str, int] = {}
     for manifest in manifests:
         if manifest.failed:
-            raise RefitError(f"{title(link)}: sender {manifest.sender} gave up: {manifest.failed}")
+            raise WeightSyncError(f"{title(link)}: sender {manifest.sender} gave up: {manifest.failed}")
         if manifest.version != link.version:
-            raise RefitError(
+            raise WeightSyncError(
                 f"{title(link)}: sender {manifest.sender} sent version {manifest.version}, wanted {link.version}"
             )
         for entry in manifest.entries:
             first = owner.setdefault(entry.name, manifest.sender)
             if first != manifest.sender:
-                raise RefitError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
+                raise WeightSyncError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
 
 
 def _overdue(link: Link, missing: list[int]) -> str:

@@ -19,7 +19,7 @@ from whet.data import randomness
 from whet.data.batch import Batch, from_sequences
 from whet.data.metrics import Metric, largest
 from whet.data.records import Completion, FloatArray, IntArray, Request, Sampling
-from whet.errors import RefitError, RequestLost
+from whet.errors import RequestLost, WeightSyncError
 
 if TYPE_CHECKING:
     from whet.config.sections import ProbeSection
@@ -68,7 +68,7 @@ class Proof:
         """Give the mean |difference| of a replica's logprobs from the trainer's, in nats.
 
         Of completions that the trainer has not scored, up to the first token in which they differ from those. Raises
-        `RefitError` where the mean is above the bound or no number, where there is nothing to compare, or where
+        `WeightSyncError` where the mean is above the bound or no number, where there is nothing to compare, or where
         another version made the tokens.
         """
         versions = {version for completion in completions for _, version in completion.versions}
@@ -95,8 +95,8 @@ class Proof:
                 found = logprobs[:length]
         return found
 
-    def _refused(self, replica: int, what: str) -> RefitError:
-        return RefitError(
+    def _refused(self, replica: int, what: str) -> WeightSyncError:
+        return WeightSyncError(
             f"after the hand-over of version {self.version} replica {replica} of the generator {what}. Either it has "
             "wrong or old weights (a tensor that the engine did not take, a part of a fused module, a packed copy), or "
             "it computes the model in another way (temperature, attention, positions, quantisation). Take another "
@@ -139,7 +139,7 @@ class Probe:
     def __call__(self, version: int) -> Proof | None:
         """Probe all replicas that are there, while the trainer holds what it sent; None where there is none.
 
-        Raises `RefitError`; see `Proof.check`.
+        Raises `WeightSyncError`; see `Proof.check`.
         """
         proof = self._drawn(version)
         self.overdue = False  # from now on one that comes back says so

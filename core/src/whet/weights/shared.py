@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 
 if TYPE_CHECKING:
@@ -43,18 +43,18 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor that this process's senders left. Raises `RefitError` if none of this session comes."""
+    """Give every tensor that this process's senders left. Raises `WeightSyncError` if none of this session comes."""
     with _changed:
         offer = _await(link)
         if offer.version != link.version:
-            raise RefitError(
+            raise WeightSyncError(
                 f"hand-over {link.session}: the sender sent version {offer.version}, wanted {link.version}"
             )
         seen: set[str] = set()
         tensors = [item for sender in sorted(offer.weights) for item in offer.weights[sender]]
     for name, tensor in tensors:
         if name in seen:
-            raise RefitError(f"hand-over {link.session}: {name} came twice")
+            raise WeightSyncError(f"hand-over {link.session}: {name} came twice")
         seen.add(name)
         yield name, tensor
     with _changed:
@@ -72,7 +72,7 @@ def _await(link: Link) -> _Offer:
         left = deadline - time.monotonic()
         if left <= 0:
             found = f"session {offer.session} of version {offer.version}" if offer else "nothing"
-            raise RefitError(
+            raise WeightSyncError(
                 f"hand-over {link.session} of version {link.version}: after {link.timeout_seconds:g} s this process "
                 f"holds {found} at {link.address!r}; the sender must run before the receiver and in its process"
             )

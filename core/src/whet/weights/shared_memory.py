@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define
 
-from whet.errors import RefitError, in_words
+from whet.errors import WeightSyncError, in_words
 from whet.interfaces.weights import Link
 from whet.runtime.machine import available_memory
 from whet.weights.manifest import (
@@ -88,7 +88,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor as a view of the shared memory, to be copied before the next is asked for.
 
-    Raises `RefitError` for a missing, stale, contradictory or damaged hand-over.
+    Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over.
     """
     manifests = await_manifests(link)
     for manifest in manifests:
@@ -111,7 +111,7 @@ def _new_room(folder: Path, sender: int) -> _Room:
     try:
         descriptor = os.memfd_create(f"{_TITLE}-{sender}")
     except OSError as error:
-        raise RefitError(f"no shared memory for weights: {error.strerror}; use the transport `disk`") from error
+        raise WeightSyncError(f"no shared memory for weights: {error.strerror}; use the transport `disk`") from error
     name = f"memory-{os.getpid()}-{descriptor}"
     return _Room(name, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor)
 
@@ -141,7 +141,7 @@ def _grow(room: _Room, size: int) -> None:
     try:
         more, free = size - os.fstat(descriptor).st_size, available_memory()
         if room.descriptor >= 0 and more > free:
-            raise RefitError(
+            raise WeightSyncError(
                 f"weights of {size / 1e6:.0f} MB do not fit into memory: {free / 1e6:.0f} MB are available; give the "
                 "container more, or use the transport `disk`"
             )
@@ -149,7 +149,7 @@ def _grow(room: _Room, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         where = room.path if room.descriptor < 0 else "the shared memory of weights"
-        raise RefitError(
+        raise WeightSyncError(
             f"{where} cannot grow to {size / 1e6:.0f} MB: {error.strerror}; make room, or use the transport `disk`"
         ) from error
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import RefitError, WhetError, in_words
+from whet.errors import WeightSyncError, WhetError, in_words
 from whet.interfaces.weights import Link
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import receive_exactly
@@ -31,7 +31,7 @@ Offer = dict[str, Any]
 """What a sender said of itself: `sender`, `address`, `place`, and what it sent last: `session`, `version`."""
 
 
-class UnreachableError(RefitError):
+class UnreachableError(WeightSyncError):
     """A sender, or the exchange, cannot be reached."""
 
 
@@ -52,7 +52,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor. Raises `RefitError` for a missing, stale, contradictory or damaged hand-over."""
+    """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
     deadline = time.monotonic() + link.timeout_seconds
     if len(link.places) == link.senders:
         try:
@@ -72,7 +72,7 @@ def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
 
 
 def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
-    """Wait until all senders of a session have said where they are. Raises `RefitError`."""
+    """Wait until all senders of a session have said where they are. Raises `WeightSyncError`."""
     with closing(connect(link, link.address, f"receiver/{link.session}/{receiver}")) as exchange:
         seconds = deadline - time.monotonic()
         send_message(exchange, encode({"senders": link.senders, "seconds": seconds}))
@@ -83,7 +83,7 @@ def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
         seen = [
             f"session {found[n]['session']}, version {found[n]['version']}" if n in found else "none" for n in missing
         ]
-        raise RefitError(
+        raise WeightSyncError(
             f"{title(link)}: {len(missing)} of {link.senders} senders did not come to {link.address}, after "
             f"{link.timeout_seconds:g} s; found of "
             + "; ".join(f"sender {n}: {what}" for n, what in zip(missing, seen, strict=True))
@@ -109,7 +109,7 @@ def take(
                 if entry.name not in given:
                     yield entry.name, tensor
             if said(link, connection, deadline).get("session") != link.session:
-                raise RefitError(
+                raise WeightSyncError(
                     f"{title(link)}: sender {manifest.sender} began another session while this one was read"
                 )
 
@@ -132,7 +132,7 @@ def address(offer: Offer) -> str:
 
 
 def said(link: Link, connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Wait for the next message. Raises `RefitError`."""
+    """Wait for the next message. Raises `WeightSyncError`."""
     try:
         message: dict[str, Any] = decode(receive_message(connection, deadline=deadline), records=False)
         return message
@@ -147,7 +147,7 @@ def entries_of(documents: Iterable[dict[str, Any]]) -> tuple[Entry, ...]:
 
 def _manifest(link: Link, sender: int, message: dict[str, Any]) -> Manifest:
     if "manifest" not in message:
-        raise RefitError(f"{title(link)}: sender {sender} refused it: {message.get('refused')}")
+        raise WeightSyncError(f"{title(link)}: sender {sender} refused it: {message.get('refused')}")
     entries = entries_of(message["manifest"].pop("entries"))
     return Manifest(**{**message["manifest"], "sender": sender}, entries=entries)
 
@@ -163,13 +163,13 @@ def _tensor(link: Link, entry: Entry, connection: socket.socket, deadline: float
     tensor: torch.Tensor = flat.view(getattr(torch, entry.dtype)).view(entry.shape)
     found = checksum(tensor)
     if found != entry.checksum:
-        raise RefitError(
+        raise WeightSyncError(
             f"{title(link)}: {entry.name} is damaged: checksum {found:08x}, wanted {entry.checksum:08x}; its "
             "sender may have begun another session"
         )
     return tensor
 
 
-def _cut(link: Link, error: BaseException) -> RefitError:
+def _cut(link: Link, error: BaseException) -> WeightSyncError:
     why = f"it took more than {link.timeout_seconds:g} s" if isinstance(error, TimeoutError) else in_words(error)
-    return RefitError(f"{title(link)}: it ended half way: {why}")
+    return WeightSyncError(f"{title(link)}: it ended half way: {why}")

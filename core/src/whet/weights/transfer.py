@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
     may gather them as it goes.
     """
     if not 0 <= sender < link.senders:
-        raise RefitError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
+        raise WeightSyncError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
     _transport(link).send(link, _once_each(link, weights), sender)
 
 
 def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give (name, tensor) of every sender; copy a tensor before asking for the next.
 
-    Raises `RefitError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
+    Raises `WeightSyncError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
     until then must not be used.
     """
     yield from _transport(link).receive(link, receiver)
@@ -55,7 +55,9 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
 
 def _transport(link: Link) -> ModuleType:
     if link.transport not in TRANSPORTS:
-        raise RefitError(f"hand-over {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}")
+        raise WeightSyncError(
+            f"hand-over {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}"
+        )
     return import_module(f"whet.weights.{TRANSPORTS[link.transport]}")
 
 
@@ -63,6 +65,6 @@ def _once_each(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]") -> "It
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
-            raise RefitError(f"hand-over {link.session}: {name} was sent twice")
+            raise WeightSyncError(f"hand-over {link.session}: {name} was sent twice")
         seen.add(name)
         yield name, tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.data.bounded import MODEL_VALUES, loads
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.weights.transfer import STREAMED, receive
 
@@ -32,29 +32,29 @@ def stored_shapes(folder: str | Path) -> dict[str, Shape]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > LONGEST_HEADER:
-                raise RefitError(f"{file} is no safetensors file: its header would have {length:,} bytes")
+                raise WeightSyncError(f"{file} is no safetensors file: its header would have {length:,} bytes")
             try:
                 header = loads(stream.read(length), MODEL_VALUES)
             except ValueError as error:
-                raise RefitError(f"{file} is no safetensors file: {error}") from error
+                raise WeightSyncError(f"{file} is no safetensors file: {error}") from error
         found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return found
 
 
 def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], *, tied: bool) -> None:
-    """Raise `RefitError` unless what was sent is what the folder holds. tied: the output layer is the embedding."""
+    """Raise `WeightSyncError` unless the folder holds what was sent. tied: the output layer is the embedding."""
     seen: dict[str, Shape] = {}
     for name, shape in sent:
         if name in seen:
-            raise RefitError(f"{name} was sent twice")
+            raise WeightSyncError(f"{name} was sent twice")
         if name in stored and shape != stored[name]:
-            raise RefitError(f"{name} was sent with shape {shape}, wanted {stored[name]}")
+            raise WeightSyncError(f"{name} was sent with shape {shape}, wanted {stored[name]}")
         seen[name] = shape
     free = {name for name in {*stored, *seen} if name.endswith(DERIVED) or (tied and name.endswith(HEAD))}
     if unknown := sorted(seen.keys() - stored.keys() - free):
-        raise RefitError(f"the model folder has no {_listed(unknown)}, but that was sent")
+        raise WeightSyncError(f"the model folder has no {_listed(unknown)}, but that was sent")
     if missing := sorted(stored.keys() - seen.keys() - free):
-        raise RefitError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
+        raise WeightSyncError(f"{len(missing)} parameters were not sent: {_listed(missing)}")
 
 
 def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
@@ -72,8 +72,8 @@ def receive_whole(
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Begin to take a hand-over that must hold what a folder does; an engine may keep the tensors that it is given.
 
-    Raises `RefitError` now, before there is a first tensor, but for what is streamed: of that, whether it was whole is
-    known after the last.
+    Raises `WeightSyncError` now, before there is a first tensor, but for what is streamed: of that, whether it was
+    whole is known after the last.
     """
     if link.transport not in STREAMED:
         tensors = list(receive(link, receiver))

@@ -68,7 +68,7 @@ def run(tmp_path, tiny_model_folder):
                 model=SimpleNamespace(dtype="float32"),
                 evaluation=SimpleNamespace(every=0),
             ),
-            refit=lambda version: None,
+            sync_weights=lambda version: None,
         )
         algorithm.run(parts)
         return SimpleNamespace(

@@ -102,8 +102,8 @@ class Table:
         uniform = np.where(np.asarray(batch["loss_mask"]) & (batch["tokens"] != 256), np.float32(np.log(1 / 4)), 0)
         return found if weights == "policy" else {"logprobs": uniform.astype(np.float32)}
 
-    def refit(self, version: int) -> None:
-        self._said.append("refit")
+    def sync_weights(self, version: int) -> None:
+        self._said.append("sync_weights")
         self.acting, self.version = self.logits.detach().clone(), version
 
 
@@ -120,14 +120,14 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
         greedy=facts_of(config.advantages, ModelInfo("")).greedy_sample,
     )  # fmt: skip
 
-    def refit(version: int) -> None:
-        policy.refit(version)
+    def sync_weights(version: int) -> None:
+        policy.sync_weights(version)
         rollouts.set_version(version)
 
     numbers = Steps(Step(n, said) for n in range(1, steps + 1))
     parts = SimpleNamespace(
-        config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers, refit=refit,
-        loss=to_spec(config.loss), build=build_selection,
+        config=SimpleNamespace(rollout=section), rollouts=rollouts, backend=policy, steps=numbers,
+        sync_weights=sync_weights, loss=to_spec(config.loss), build=build_selection,
     )  # fmt: skip
     try:
         Grpo(config).run(parts)  # type: ignore[arg-type]
@@ -227,20 +227,20 @@ def test_filtered_groups_are_replaced_so_that_every_group_teaches() -> None:
 def test_the_order_of_a_step() -> None:
     said: list[str] = []
     run(2, said, prompts_per_step=2)
-    assert said == ["train", "refit", "finish"] * 2
+    assert said == ["train", "sync_weights", "finish"] * 2
     said.clear()
     run(1, said, prompts_per_step=2, minibatches=3)
-    assert said == ["score", "train", "train", "train", "refit", "finish"]
+    assert said == ["score", "train", "train", "train", "sync_weights", "finish"]
     said.clear()
     run(1, said, prompts_per_step=2, epochs=2)
-    assert said == ["score", "train", "train", "refit", "finish"]
+    assert said == ["score", "train", "train", "sync_weights", "finish"]
     said.clear()
     run(1, said, prompts_per_step=2, kl_reward={"weight": 0.1})
-    assert said == ["reference", "train", "refit", "finish"]
+    assert said == ["reference", "train", "sync_weights", "finish"]
     said.clear()
     guard = {"max_token_gap": 5.0}
     run(1, said, prompts_per_step=2, correction=guard, loss={"use": "gspo", "kl": {"weight": 0.1}})
-    assert said == ["reference", "score", "train", "refit", "finish"]
+    assert said == ["reference", "score", "train", "sync_weights", "finish"]
 
 
 @pytest.mark.parametrize(

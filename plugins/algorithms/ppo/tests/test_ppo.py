@@ -9,7 +9,7 @@ from whet.component import Spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
-from whet.testing.steps import Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_refit
+from whet.testing.steps import Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_sync
 from whet_ppo.config import PpoConfig
 from whet_ppo.ppo import Ppo, name_of
 
@@ -43,7 +43,7 @@ def run():
             roles={"critic": Named(watch, "critic")},
             loss=Spec("the:policy"),
             steps=numbers,
-            refit=watched_refit(watch),
+            sync_weights=watched_sync(watch),
         )
         Ppo(config).run(parts)
         return SimpleNamespace(watch=watch, names=[event.name for event in watch.events], metrics=numbers.metrics)
@@ -52,7 +52,7 @@ def run():
 
 
 def test_the_order_of_a_step(run):
-    trained = ["critic train"] * 2 + ["policy train"] * 2 + ["refit", "finish"]
+    trained = ["critic train"] * 2 + ["policy train"] * 2 + ["sync_weights", "finish"]
     assert run().names == ["take", "policy logprobs policy", "critic values policy", *trained]
 
 
@@ -84,7 +84,7 @@ def test_first_the_critic_learns_alone_and_the_weights_are_handed_over_all_the_s
     watch = run(steps=3, critic_warmup=2).watch
     assert {event.step for event in watch.named("policy train")} == {3}
     assert {event.step for event in watch.named("critic train")} == {1, 2, 3}
-    assert [event.value for event in watch.named("refit")] == [1, 2, 3]
+    assert [event.value for event in watch.named("sync_weights")] == [1, 2, 3]
 
 
 def test_critic_and_policy_are_trained_on_the_same_targets_with_their_own_losses(run):

@@ -58,7 +58,7 @@ def run(tmp_path, tiny_model_folder):
             steps=steps,
             loss=Spec("whet_sft.losses:Nll"),
             config=SimpleNamespace(evaluation=SimpleNamespace(every=evaluate_every)),
-            refit=lambda version: events.append(f"refit {version}"),
+            sync_weights=lambda version: events.append(f"sync_weights {version}"),
         )
         Sft(config).run(parts)
         return SimpleNamespace(steps=steps, batches=parts.backend.trained, events=events)
@@ -91,9 +91,9 @@ def test_a_resumed_run_does_not_begin_its_curves_again(run):
 
 def test_the_generator_gets_the_weights_before_it_is_evaluated(run):
     found = run(20, SftConfig(batch_size=4), evaluate_every=3)
-    order = ["refit 3", "finish 3", "refit 6", "finish 6"]
+    order = ["sync_weights 3", "finish 3", "sync_weights 6", "finish 6"]
     assert [event for event in found.events if event in order] == order
-    assert sum("refit" in event for event in found.events) == 2
+    assert sum("sync_weights" in event for event in found.events) == 2
 
 
 def test_the_validation_loss_is_the_mean_over_tokens_of_all_batches_and_names_no_nll(run):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig
 
-from whet.errors import RefitError, WhetError
+from whet.errors import WeightSyncError, WhetError
 from whet_hf import loading
 from whet_hf.fused import FusedDecoder, unsupported
 from whet_hf.loading import choose_decoder, decoding_error, load_model, take_weights
@@ -50,15 +50,15 @@ def test_tied_weights_may_come_under_either_name_or_both(load: Any) -> None:
 def test_what_is_missing_unknown_double_or_of_another_shape_is_named(load: Any) -> None:
     model = load("qwen2").model
     weights = weights_of(model)
-    with pytest.raises(RefitError, match=r"1 parameters were not sent: model\.norm\.weight"):
+    with pytest.raises(WeightSyncError, match=r"1 parameters were not sent: model\.norm\.weight"):
         take_weights(model, [(n, t) for n, t in weights if n != "model.norm.weight"])
-    with pytest.raises(RefitError, match="and 21 more"):
+    with pytest.raises(WeightSyncError, match="and 21 more"):
         take_weights(model, weights[:0])
-    with pytest.raises(RefitError, match=r"has no parameter model\.extra"):
+    with pytest.raises(WeightSyncError, match=r"has no parameter model\.extra"):
         take_weights(model, [("model.extra", torch.zeros(1))])
-    with pytest.raises(RefitError, match="was sent twice"):
+    with pytest.raises(WeightSyncError, match="was sent twice"):
         take_weights(model, [weights[0], weights[0]])
-    with pytest.raises(RefitError, match=r"shape \(64,\), wanted \(384, 64\)"):
+    with pytest.raises(WeightSyncError, match=r"shape \(64,\), wanted \(384, 64\)"):
         take_weights(model, [(weights[0][0], torch.zeros(64))])
 
 

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from whet.data.records import Completion, Request, Sampling
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 from whet.interfaces.weights import Link
 from whet.interfaces.workers import WorkerRank
 from whet.weights.transfer import send
@@ -310,9 +310,9 @@ def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reaso
         taking = asyncio.create_task(own_worker.receive_weights(link, 5, "continue"))
         await asyncio.sleep(0.01)
         gate.opened.set()
-        with pytest.raises(RefitError, match="1 parameters were not sent"):
+        with pytest.raises(WeightSyncError, match="1 parameters were not sent"):
             await taking
-        with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
+        with pytest.raises(WeightSyncError, match="the last hand-over failed: 1 parameters were not sent"):
             await running
 
     run(failing())
@@ -321,9 +321,9 @@ def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reaso
 def test_after_a_refused_hand_over_nothing_is_generated_until_a_whole_one(
     own_worker: Worker, requests_of: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(RefitError, match="1 parameters were not sent"):
+    with pytest.raises(WeightSyncError, match="1 parameters were not sent"):
         run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 2, leave_out=1), 2, "drain"))
-    with pytest.raises(RefitError, match="the last hand-over failed: 1 parameters were not sent"):
+    with pytest.raises(WeightSyncError, match="the last hand-over failed: 1 parameters were not sent"):
         run(ask(own_worker, requests_of(2)))
     run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 3, factor=1.0), 3, "drain"))
     (outcomes,) = run(ask(own_worker, requests_of(2)))

@@ -20,7 +20,7 @@ def test_parts_of_a_step_add_up_to_it():
         span("generator", "generate", -1.0, 8.0),  # beside the driver, from the step before into the next
         span("backend", "train", 4.0, 2.0),
         span("backend", "record", 4.5, 0.5),  # inside another phase
-        span("backend", "refit", 9.0, 0.5),
+        span("backend", "weight_sync", 9.0, 0.5),
     ])  # fmt: skip
     found = shares(Window(1, 0.0, 10.0), spans)
     assert found == pytest.approx(
@@ -29,7 +29,7 @@ def test_parts_of_a_step_add_up_to_it():
             "backend.train": 1.5,
             "backend.record": 0.5,
             "generator.generate": 1,
-            "backend.refit": 0.5,
+            "backend.weight_sync": 0.5,
             "other": 2.5,
         }
     )

@@ -25,7 +25,7 @@ from whet.interfaces.algorithm import Algorithm, Parts
 from whet.plan.plan import facts_of
 from whet.plugins.registry import Registry, load_plugins
 from whet.testing.contracts.component import MODEL
-from whet.testing.steps import ROLLOUT_COLUMNS, Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_refit
+from whet.testing.steps import ROLLOUT_COLUMNS, Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_sync
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "conversations": [
@@ -158,11 +158,11 @@ class AlgorithmContract:
         if "rollouts" not in facts.inputs:
             pytest.skip("it is not fed by rollouts")
         watch = self._run(selection, facts, chat, tmp_path, steps=3)
-        assert [event.value for event in watch.named("refit")] == [1, 2, 3]
+        assert [event.value for event in watch.named("sync_weights")] == [1, 2, 3]
         for step in (1, 2, 3):
             names = [event.name for event in watch.events if event.step == step]
             last_train = len(names) - 1 - names[::-1].index("train")
-            assert last_train < names.index("refit") < names.index("finish")
+            assert last_train < names.index("sync_weights") < names.index("finish")
 
     def test_it_leaves_sleep_and_checkpoints_to_others(
         self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
@@ -206,7 +206,7 @@ class AlgorithmContract:
             loss=loss,
             rollouts=rollouts,
             data=data if "data" in facts.inputs else None,
-            refit=watched_refit(watch),
+            sync_weights=watched_sync(watch),
             steps=steps,  # type: ignore[arg-type]
             evaluate=lambda step: {},
             seed=0,

@@ -313,7 +313,7 @@ class BackendContract(SleepRules):
         backend.export(tmp_path / "export")
         expected = dict(Reference(tmp_path / "export").weights())
         for transport in self.transports:
-            folder = tmp_path / f"refit-{transport}"
+            folder = tmp_path / f"weights-{transport}"
             folder.mkdir()
             link = Link(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
             pending = backend.send_weights(link)

@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from whet.data.records import Completion, Request
-from whet.errors import RefitError, WhetError, WorkerError
+from whet.errors import WeightSyncError, WhetError, WorkerError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.testing.deadline import deadline
@@ -120,7 +120,7 @@ class WeightRules:
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
-            with pytest.raises((RefitError, WorkerError)):
+            with pytest.raises((WeightSyncError, WorkerError)):
                 self._hand_over(own, self._link(own, transport, number), other.weights()[:-1])
             self._serves_old_weights_or_none(own, reference)
 
@@ -130,7 +130,7 @@ class WeightRules:
         for number, transport in enumerate(self.transports, start=1):
             sent = evolve(self._link(own, transport, number), timeout_seconds=1.0)
             transfer.send(sent, other.weights())
-            with pytest.raises((RefitError, WorkerError)):
+            with pytest.raises((WeightSyncError, WorkerError)):
                 self._receive(own, evolve(sent, version=number + 1))
             self._serves_old_weights_or_none(own, reference)
 
@@ -140,7 +140,7 @@ class WeightRules:
         if self.processes > 1:
             pytest.skip("after a rank has failed the others are in an unknown state: the run ends")
         for number, transport in enumerate(self.transports, start=1):
-            with pytest.raises((RefitError, WorkerError)):
+            with pytest.raises((WeightSyncError, WorkerError)):
                 self._hand_over(own, self._link(own, transport, 10 * number), reference.weights()[:-1])
             self._hand_over(own, self._link(own, transport, 10 * number + 1), other.weights())
             request = own.request(seed=9)
@@ -154,7 +154,7 @@ class WeightRules:
             receivers = self.receivers or max(1, self.processes)
             more = {"token": token, "receivers": receivers, "places": _exchange().places()}
         else:
-            folder = subject.scratch / f"refit-{transport}"
+            folder = subject.scratch / f"weights-{transport}"
             folder.mkdir(exist_ok=True)
             address = str(folder)
         return Link(transport, address, session, version, timeout_seconds=30.0, **more)

@@ -35,7 +35,7 @@ class Distill:
             batch = with_advantages(batch, moves, own)
             for part in batch.split(config.minibatches, seed=step.seed):
                 step.log(backend.train(part, parts.loss))
-            parts.refit(version=step.number)
+            parts.sync_weights(version=step.number)
             step.finish(batch)
 
     def _scores(self, batch: Batch) -> bool:

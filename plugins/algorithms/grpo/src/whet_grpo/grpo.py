@@ -60,7 +60,7 @@ class Grpo:
             for epoch in range(config.epochs):
                 for part in batch.split(config.minibatches, seed=derive_seed(step.seed, "epoch", epoch)):
                     step.log(backend.train(part, loss))
-            parts.refit(version=step.number)
+            parts.sync_weights(version=step.number)
             step.finish(batch)
 
 

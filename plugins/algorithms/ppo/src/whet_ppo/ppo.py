@@ -66,7 +66,7 @@ class Ppo:
                 batch = logged(step, keep_uncertain(batch, backend, config.top_entropy))
                 for part in parts_of(batch, config, step, config.epochs):
                     step.log(backend.train(part, loss))
-            parts.refit(version=step.number)
+            parts.sync_weights(version=step.number)
             step.finish(batch)
 
 

@@ -69,7 +69,7 @@ class Fsdp2Backend:
 
     def send_weights(self, link: Link) -> Pending:
         """Start to send the policy's weights over a link."""
-        return self._awake.start("send_weights", link, phase="refit", timeout_seconds=link.timeout_seconds)
+        return self._awake.start("send_weights", link, phase="weight_sync", timeout_seconds=link.timeout_seconds)
 
     def save(self, folder: Path) -> Pending:
         """Start to save weights, optimizer and schedule; done when durable."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.errors import RefitError, WhetError
+from whet.errors import WeightSyncError, WhetError
 from whet_hf.decode import Decoder
 from whet_hf.fused import FusedDecoder, unsupported
 from whet_hf.plain import PlainDecoder
@@ -91,7 +91,7 @@ def decoding_error(decoder: Decoder, model: Any) -> float:
 
 
 def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy new weights into the model. Raises `RefitError` unless each parameter comes, and no name twice.
+    """Copy new weights into the model. Raises `WeightSyncError` unless each parameter comes, and no name twice.
 
     Of tied parameters any one name is enough. After an error the weights are a mixture and must not be used.
     """
@@ -102,11 +102,11 @@ def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in weights:
         target = targets.get(name, buffers.get(name))
         if target is None:
-            raise RefitError(f"{type(model).__name__} has no parameter {name}, but it was sent")
+            raise WeightSyncError(f"{type(model).__name__} has no parameter {name}, but it was sent")
         if name in seen:
-            raise RefitError(f"{name} was sent twice")
+            raise WeightSyncError(f"{name} was sent twice")
         if target.shape != tensor.shape:
-            raise RefitError(f"{name} was sent with shape {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
+            raise WeightSyncError(f"{name} was sent with shape {tuple(tensor.shape)}, wanted {tuple(target.shape)}")
         with torch.no_grad():
             target.copy_(tensor)
         seen.add(name)
@@ -114,4 +114,4 @@ def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     if wanted:
         names = sorted(wanted.values())
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise RefitError(f"{len(names)} parameters were not sent: {', '.join(names[:5])}{more}")
+        raise WeightSyncError(f"{len(names)} parameters were not sent: {', '.join(names[:5])}{more}")

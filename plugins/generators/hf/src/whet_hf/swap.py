@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from attrs import define, field
 
-from whet.errors import RefitError
+from whet.errors import WeightSyncError
 
 
 @define(eq=False)
@@ -53,12 +53,12 @@ class Weights:
                     self._do()
 
     def between_tokens(self) -> int:
-        """Let new weights in if there are any, and give the version of the next token. Raises `RefitError`."""
+        """Let new weights in if there are any, and give the version of the next token. Raises `WeightSyncError`."""
         if self._work is not None:
             with self._changed:
                 self._meet()
         if self.broken:
-            raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self.broken}")
+            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self.broken}")
         return self.version
 
     def in_running_batch(self, work: Callable[[], None]) -> "Future[None] | None":

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from whet.errors import RefitError, in_words
+from whet.errors import WeightSyncError, in_words
 from whet.interfaces.weights import Link
 from whet.weights.whole import receive_whole, stored_shapes
 from whet_sglang.arguments import SWITCH
@@ -115,5 +115,5 @@ def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any])
     for _ in arriving:  # a loader that stops early would leave unsaid whether that was all
         pass
     if broken := next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), ""):
-        raise RefitError(f"after the weights were loaded {broken} holds numbers that are not finite")
+        raise WeightSyncError(f"after the weights were loaded {broken} holds numbers that are not finite")
     report["spoilt"] = False

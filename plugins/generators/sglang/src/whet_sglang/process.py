@@ -14,7 +14,7 @@ from typing import Any
 from attrs import asdict, define
 
 from whet.data.records import Completion, Request
-from whet.errors import RefitError, WhetError
+from whet.errors import WeightSyncError, WhetError
 from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
@@ -154,7 +154,7 @@ class Process:
             if error.args == ("aborted",):
                 outcomes.put_nowait(nothing_yet(request.id))
             raise
-        except RefitError as error:
+        except WeightSyncError as error:
             outcomes.put_nowait(error)
         except Exception as error:  # SGLang refuses a request by whatever its parts raise
             said = str(error) if isinstance(error, WhetError) else f"request {request.id}: SGLang refused it: {error}"
@@ -167,7 +167,7 @@ class Process:
         while not self._gate.is_set():
             await self._gate.wait()
         if self._broken:
-            raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
         self._asked[request.id].inside = True
         output = await self._engine.async_generate(
             input_ids=request.tokens.tolist(),
@@ -210,9 +210,9 @@ class Process:
         failure, spoilt = failure_among(reports)
         if failure:
             self._broken = failure if spoilt else broken
-            raise RefitError(failure)
+            raise WeightSyncError(failure)
         if len(reports) != self._processes or {report["session"] for report in reports} != {link.session}:
-            raise RefitError(f"hand-over {link.session}: SGLang's {self._processes} processes took {reports}")
+            raise WeightSyncError(f"hand-over {link.session}: SGLang's {self._processes} processes took {reports}")
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
@@ -254,9 +254,9 @@ def _tags() -> set[str]:
 
 
 def _must(link: Link, done: bool, *said: str) -> None:
-    """Raise `RefitError` where SGLang says that it did not do what it was asked, of which it raises nothing."""
+    """Raise `WeightSyncError` where SGLang says that it did not do what it was asked, of which it raises nothing."""
     if not done:
-        raise RefitError(f"hand-over {link.session}: SGLang {': '.join(said)}")
+        raise WeightSyncError(f"hand-over {link.session}: SGLang {': '.join(said)}")
 
 
 def _name(id_: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
-from whet.errors import RefitError, WhetError, WorkerError, WorkerLost
+from whet.errors import WeightSyncError, WhetError, WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
 from whet.interfaces.workers import WorkerRank
@@ -30,7 +30,7 @@ Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
 LONG = 1e7
-DEADLINES = DeadlinesSection(start=LONG, generate=LONG, refit=LONG)
+DEADLINES = DeadlinesSection(start=LONG, generate=LONG, weight_sync=LONG)
 """Who asks this worker has deadlines."""
 ENVIRONMENT = {
     SWITCH: "1",
@@ -92,7 +92,7 @@ class Worker:
         try:
             await self._ask("receive_weights", link, version, on_weight_update)
         except WhetError as error:
-            raise RefitError(str(error)) from error
+            raise WeightSyncError(str(error)) from error
 
     async def sleep(self) -> None:
         """Give a GPU's memory back, weights to the host; SGLang does not say how much. On a CPU it cannot."""

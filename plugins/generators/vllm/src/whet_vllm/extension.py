@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from whet.errors import RefitError, in_words
+from whet.errors import WeightSyncError, in_words
 from whet.interfaces.weights import Link
 from whet.weights.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
@@ -103,7 +103,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
         finally:  # also after an error: else the next hand-over would find half of this one
             finalize_layerwise_reload(self.model, config)
         if left := sorted(wanted - taken):
-            raise RefitError(f"vLLM's model took nothing for {', '.join(left[:5])}")
+            raise WeightSyncError(f"vLLM's model took nothing for {', '.join(left[:5])}")
         self.report["spoilt"] = False
         return len(names)
 

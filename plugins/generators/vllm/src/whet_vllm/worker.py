@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from attrs import asdict
 
 from whet.data.records import Completion, Request
-from whet.errors import RefitError, WhetError
+from whet.errors import WeightSyncError, WhetError
 from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import Link
@@ -167,7 +167,7 @@ class Worker:
         finally:
             self._waiting.discard(request.id)
         if self._broken:
-            raise RefitError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
         prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
         last = None
         async for output in self._engine.llm.generate(prompt, sampling_params(request, limit), request.id):
@@ -183,7 +183,7 @@ class Worker:
             return WhetError(self._engine.dead())
         if isinstance(error, (VLLMClientError, ValueError)):
             return request.id, f"request {request.id}: vLLM refused it: {error}"
-        if isinstance(error, WhetError) and not isinstance(error, RefitError):
+        if isinstance(error, WhetError) and not isinstance(error, WeightSyncError):
             return request.id, str(error)
         return error
 
@@ -254,13 +254,13 @@ class Worker:
         failure, spoilt = failure_among(reports)
         if failure:
             self._broken = failure if spoilt else broken
-            raise RefitError(failure)
+            raise WeightSyncError(failure)
         if {report["session"] for report in reports} != {link.session}:
-            raise RefitError(f"hand-over {link.session}: vLLM's workers took {reports}")
+            raise WeightSyncError(f"hand-over {link.session}: vLLM's workers took {reports}")
         await llm.update_weight_version(str(version))
         found = await llm.get_weight_version()
         if found != str(version):
-            raise RefitError(f"hand-over {link.session}: vLLM says that it has version {found}, wanted {version}")
+            raise WeightSyncError(f"hand-over {link.session}: vLLM says that it has version {found}, wanted {version}")
         self._broken = ""
 
 
