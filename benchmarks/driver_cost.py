@@ -40,7 +40,7 @@ from whet.data.metrics import mean
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Span
 from whet.generation.replicas import Replicas
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RankArguments
 from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
@@ -273,11 +273,11 @@ def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, flo
 
         def send_weights(version: int) -> None:
             workers.start(
-                "send_weights", Link("tcp", "10.0.0.1:1", str(version), version), phase="weight_sync"
+                "send_weights", TransferSpec("tcp", "10.0.0.1:1", str(version), version), phase="weight_sync"
             ).result()
 
         def receive_weights(version: int) -> None:
-            replicas.receive_weights(Link("tcp", "10.0.0.1:1", str(version), version), version).result()
+            replicas.receive_weights(TransferSpec("tcp", "10.0.0.1:1", str(version), version), version).result()
 
         spent: dict[str, list[float]] = {part: [] for part in PARTS}
 

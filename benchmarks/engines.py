@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from whet.component import resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
 from whet.testing.models import make_model, make_tokenizer
 from whet.testing.processes import descendants
@@ -230,7 +230,7 @@ def hand_over(options: argparse.Namespace, generator: Any, model: Path, folder: 
     size = sum(tensor.nbytes for _, tensor in weights)
     handed, copied = [], []
     for version in range(1, options.rounds + 3):
-        link = Link("shared-memory", str(folder / "weights"), f"{version}-0", version)
+        link = TransferSpec("shared-memory", str(folder / "weights"), f"{version}-0", version)
         begin = time.perf_counter()
         pending = generator.receive_weights(link, version)
         send(link, weights)

@@ -59,8 +59,12 @@ class CheckpointError(WhetError):
     """A checkpoint or run folder is incomplete, or belongs to another run."""
 
 
-class EnvironmentError(WhetError):
+class EpisodeError(WhetError):
     """An environment broke its contract: it raised, or gave a reward that is no finite number."""
+
+
+EnvironmentError = EpisodeError
+"""The name of before, for one version. It shadows a builtin."""
 
 
 class InfrastructureError(WhetError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from whet.data.records import Completion, Request
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 
 
@@ -19,7 +19,7 @@ class Replica:
         self.rank, self.notes = rank.rank, Path(notes)
         time.sleep(0.5)
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: str = "drain") -> None:
+    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: str = "drain") -> None:
         """Note it."""
         self.note(str(version))
 

@@ -2,12 +2,12 @@
 
 import random
 
-from whet.generation.load_balancer import Loads
+from whet.generation.load_balancer import LoadBalancer
 
 
 def test_the_least_is_that_of_a_look_at_all_whatever_changes() -> None:
     chance, size = random.Random(7), 12
-    loads, there = Loads(size), frozenset(range(size))
+    loads, there = LoadBalancer(size), frozenset(range(size))
     for _ in range(5000):
         if chance.random() < 0.02:
             there = frozenset(chance.sample(range(size), chance.randint(1, size)))
@@ -19,7 +19,7 @@ def test_the_least_is_that_of_a_look_at_all_whatever_changes() -> None:
 
 
 def test_what_is_past_is_forgotten() -> None:
-    loads, there = Loads(2), frozenset({0, 1})
+    loads, there = LoadBalancer(2), frozenset({0, 1})
     for _ in range(1000):
         loads.add(loads.least(there), 1)
         loads.add(0, -loads.each()[0])

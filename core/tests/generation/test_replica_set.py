@@ -12,17 +12,17 @@ import pytest
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
 from whet.generation.dispatcher import MOST_LOSSES, RequestDispatcher
-from whet.generation.replica_set import Roster
-from whet.interfaces.weights import Link
+from whet.generation.replica_set import ReplicaSet
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Heard
 from whet.runtime.futures import Answers
 from whet.runtime.inline import merged
 
-LINK = Link("disk", "somewhere", "3-0", 3)
+LINK = TransferSpec("disk", "somewhere", "3-0", 3)
 
 
 class Mortal:
-    """Workers at the edge that roster and dispatcher see: a rank dies with its message where it is told to."""
+    """Workers at the edge that replicas and dispatcher see: a rank dies with its message where it is told to."""
 
     alone = True
 
@@ -69,12 +69,12 @@ class Granting:
         give(LINK)
 
 
-def made(workers: Mortal, grants: int = 10) -> tuple[RequestDispatcher, Granting, list[tuple[int, Link]]]:
-    received: list[tuple[int, Link]] = []
+def made(workers: Mortal, grants: int = 10) -> tuple[RequestDispatcher, Granting, list[tuple[int, TransferSpec]]]:
+    received: list[tuple[int, TransferSpec]] = []
     granting = Granting(grants)
-    roster = Roster(workers, granting, lambda rank, link, proof: received.append((rank, link)))  # type: ignore[arg-type]
-    dispatcher = RequestDispatcher(workers, roster)  # type: ignore[arg-type]
-    roster.changed = dispatcher.wake
+    replicas = ReplicaSet(workers, granting, lambda rank, link, proof: received.append((rank, link)))  # type: ignore[arg-type]
+    dispatcher = RequestDispatcher(workers, replicas)  # type: ignore[arg-type]
+    replicas.changed = dispatcher.wake
     return dispatcher, granting, received
 
 
@@ -125,10 +125,10 @@ def test_a_restart_that_is_lost_because_the_run_ends_is_not_tried_again() -> Non
                 raise WorkerLost("generator", rank, "start", "its process was closed")
 
     workers = Ending(1, lambda rank, message: False)
-    roster = Roster(workers, Granting(10))  # type: ignore[arg-type]
-    assert roster.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
+    replicas = ReplicaSet(workers, Granting(10))  # type: ignore[arg-type]
+    assert replicas.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
     assert began.wait(10)
-    roster.close()
+    replicas.close()
     ended.set()
     for thread in threading.enumerate():
         if thread.name == "whet-replace-0":
@@ -144,11 +144,11 @@ def test_no_replica_is_started_anew_where_all_processes_are_lost() -> None:
             raise ClusterLost("generator", rank, "start", "Ray is gone")
 
     granting = Granting(10)
-    at_once = Roster(Gone(1, lambda rank, message: False), granting)  # type: ignore[arg-type]
+    at_once = ReplicaSet(Gone(1, lambda rank, message: False), granting)  # type: ignore[arg-type]
     assert not at_once.lost(0, 0, ClusterLost("generator", 0, "generate", "Ray is gone"))
     assert isinstance(at_once.failure, ClusterLost)
     assert not granting.asked
-    later = Roster(Gone(1, lambda rank, message: False), granting, changed=came_to_know.set)  # type: ignore[arg-type]
+    later = ReplicaSet(Gone(1, lambda rank, message: False), granting, changed=came_to_know.set)  # type: ignore[arg-type]
     assert later.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
     assert came_to_know.wait(10)
     assert isinstance(later.failure, ClusterLost)
@@ -176,19 +176,19 @@ def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
 def test_one_death_costs_one_restart_whenever_its_messages_are_heard_to_fail() -> None:
     came_back = threading.Event()
     workers, granting = Mortal(1, lambda rank, message: False), Granting(10)
-    roster = Roster(workers, granting, changed=came_back.set)  # type: ignore[arg-type]
+    replicas = ReplicaSet(workers, granting, changed=came_back.set)  # type: ignore[arg-type]
     workers.holds[0].clear()
     error, life = WorkerLost("generator", 0, "generate", "killed by signal 9"), 0
-    assert roster.lost(0, life, error)
-    assert roster.lost(0, life, error)
-    assert roster.present() == set()
+    assert replicas.lost(0, life, error)
+    assert replicas.lost(0, life, error)
+    assert replicas.present() == set()
     workers.holds[0].set()
     assert came_back.wait(10)
-    assert roster.lost(0, life, error)  # late news of the first life
-    assert roster.present() == {0}
+    assert replicas.lost(0, life, error)  # late news of the first life
+    assert replicas.present() == {0}
     assert len(granting.asked) == 1
     came_back.clear()
-    assert roster.lost(0, life + 1, error)
+    assert replicas.lost(0, life + 1, error)
     assert came_back.wait(10)
     assert len(granting.asked) == 2
 
@@ -222,7 +222,7 @@ def test_what_names_the_only_replica_is_refused_while_that_is_away_whoever_else_
 
     async def asked() -> list[Any]:
         waiting = asyncio.create_task(ask(dispatcher, requests(2)))
-        while dispatcher.roster.present():
+        while dispatcher.replicas.present():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         named = Request("named", np.arange(3), Sampling(8), 1, replica=0)
@@ -297,7 +297,7 @@ def test_where_all_begins_again_after_a_loss_the_prompt_that_kills_is_found_all_
     def sitting() -> tuple[Poisoned, list[Any]]:
         workers = Poisoned(1, lambda rank, message: False)
         workers.alone = False
-        dispatcher = RequestDispatcher(workers, Roster(workers, granting))  # type: ignore[arg-type]
+        dispatcher = RequestDispatcher(workers, ReplicaSet(workers, granting))  # type: ignore[arg-type]
         return workers, run(ask(dispatcher, asked))
 
     for _ in range(MOST_LOSSES - 1):
@@ -346,7 +346,7 @@ def test_a_replica_that_is_lost_after_it_was_chosen_is_not_asked_before_it_has_w
         asked = asyncio.create_task(dispatcher.generate(requests(1)[0]))
         while dispatcher.outstanding == [0]:
             await asyncio.sleep(0)
-        assert dispatcher.roster.lost(0, 0, WorkerLost("generator", 0, "weight_sync", "killed by signal 9"))
+        assert dispatcher.replicas.lost(0, 0, WorkerLost("generator", 0, "weight_sync", "killed by signal 9"))
         for _ in range(20):
             await asyncio.sleep(0)
         assert workers.messages == []

@@ -15,12 +15,12 @@ import pytest
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
 from whet.generation.replicas import Replicas
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Workers
 from whet.runtime.local import LocalCluster
 from whet.weights.probe import Proof
 
-LINK = Link("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)
+LINK = TransferSpec("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)
 SCORED = {(i, (seed,)): np.array([-1.0], np.float32) for i, seed in enumerate((11, 12))}
 PROOF = Proof(7, (np.arange(3), np.arange(4)), Sampling(1), (11, 12), 0.1, "both in float32", SCORED)
 
@@ -71,7 +71,7 @@ def test_a_replica_that_is_replaced_while_weights_are_handed_over_gets_them_once
         workers = Losing(cluster.slice("generator", 2).spawn(target, {"notes": str(notes)}))
         replicas = Replicas(workers, replacing)
         error = WorkerLost("generator", 1, "generate", "killed by signal 9")
-        workers.found_lost = lambda: replicas._roster.lost(1, 0, error)
+        workers.found_lost = lambda: replicas._replica_set.lost(1, 0, error)
         replicas.receive_weights(LINK, 7).result()
         replacing.over.set()
         assert replacing.back.wait(20.0)
@@ -90,7 +90,7 @@ def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Pa
         workers = cluster.slice("generator", 1).spawn(target, {"notes": str(tmp_path / "notes")})
         replicas = Replicas(workers, replacing)
         (tmp_path / "off").write_text("-1.5")
-        replicas._roster.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
+        replicas._replica_set.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
         with pytest.raises(WorkerError, match="after the hand-over of version 7 replica 0 of the generator") as caught:
             asyncio.run(replicas.generate(Request("r", np.arange(3), Sampling(1), 5)))
         replicas.close()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Task
-from whet.errors import DataError
-from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import Environment, SingleTurn, checked_rewards
 from whet.testing.fakes import FakeModel
 
@@ -65,17 +64,17 @@ def test_finite_numbers_of_any_kind_pass() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, [1.0], complex(1, 0)])
 def test_a_reward_that_is_no_finite_number_is_refused_by_name(value: object) -> None:
-    with pytest.raises(WhetEnvironmentError, match=r"'sums' gave the reward 'correct' = .*, wanted a finite number"):
+    with pytest.raises(EpisodeError, match=r"'sums' gave the reward 'correct' = .*, wanted a finite number"):
         checked_rewards({"fine": 1.0, "correct": value}, "sums")
 
 
 @pytest.mark.parametrize("rewards", [None, 1.0, {}, [], [("correct", 1.0)], "correct"])
 def test_what_is_no_mapping_of_rewards_is_refused(rewards: object) -> None:
-    with pytest.raises(WhetEnvironmentError, match=r"'sums' returned .*, wanted a mapping"):
+    with pytest.raises(EpisodeError, match=r"'sums' returned .*, wanted a mapping"):
         checked_rewards(rewards, "sums")
 
 
 def test_a_long_reward_is_quoted_short() -> None:
-    with pytest.raises(WhetEnvironmentError) as caught:
+    with pytest.raises(EpisodeError) as caught:
         checked_rewards({"correct": "x" * 100_000}, "sums")
     assert len(str(caught.value)) < 300

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from whet.component import Facts
-from whet.plan.compatibility import misfits
+from whet.plan.compatibility import incompatibilities
 
 CONFIG: Any = SimpleNamespace(algorithm=SimpleNamespace(name="bandit"))
 
@@ -15,7 +15,7 @@ def found(algorithm: Facts | None = None, **others: Facts) -> list[str]:
     facts = {"algorithm": algorithm or Facts(group_size=4), "backend": Facts()}
     paths = {"loss": "algorithm.loss", "advantages": "algorithm.advantages", "filter": "algorithm.filters.0"}
     facts |= {paths.get(name, name): fact for name, fact in others.items()}
-    return [str(problem) for problem in misfits(CONFIG, facts)]
+    return [str(problem) for problem in incompatibilities(CONFIG, facts)]
 
 
 def test_what_fits_is_let_through() -> None:

@@ -13,7 +13,7 @@ from whet.component import Spec
 from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import WhetError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle
 from whet.runtime.event_loop import EpisodeLoop
@@ -21,7 +21,7 @@ from whet.testing.batches import random_batch
 from whet.testing.fakes import FakeBackend, FakeGenerator
 
 SIDES = (("backend", "critic"), ("generator", "judge"))
-LINK = Link("disk", "somewhere", "1-0", 1)
+LINK = TransferSpec("disk", "somewhere", "1-0", 1)
 
 
 class Parts:

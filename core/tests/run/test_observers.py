@@ -5,7 +5,7 @@ import pytest
 from whet import hookimpl
 from whet.data.files import read_rows
 from whet.plugins.registry import new_manager
-from whet.run.observers import Watchers
+from whet.run.observers import Observers
 from whet.run.run_folder import RunFolder
 from whet.run.steps import Interrupted
 
@@ -34,13 +34,13 @@ class Notes:
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
 def test_a_failing_logger_is_dropped_and_noted(tmp_path, kind):
     good, bad = Notes(), Notes(fail=kind)
-    watchers = Watchers(new_manager(), RunFolder(tmp_path))
-    watchers.add("bad", bad)
-    watchers.add("good", good)
-    watchers.log(1, {"loss": 0.5})
-    watchers.log(2, {"loss": 0.4})
-    watchers.close()
-    watchers.close()
+    observers = Observers(new_manager(), RunFolder(tmp_path))
+    observers.add("bad", bad)
+    observers.add("good", good)
+    observers.log(1, {"loss": 0.5})
+    observers.log(2, {"loss": 0.4})
+    observers.close()
+    observers.close()
     assert good.seen == [(1, {"loss": 0.5}), (2, {"loss": 0.4}), ("closed", False)]
     assert bad.seen == []
     (row,) = read_rows(tmp_path / "journal.jsonl")
@@ -52,10 +52,10 @@ def test_a_signal_that_comes_while_a_logger_works_is_not_the_loggers_failure(tmp
         def status(self, text):
             raise Interrupted
 
-    watchers = Watchers(new_manager(), RunFolder(tmp_path))
-    watchers.add("slow", Interrupting())
+    observers = Observers(new_manager(), RunFolder(tmp_path))
+    observers.add("slow", Interrupting())
     with pytest.raises(Interrupted):
-        watchers.status("rollouts, 3 of 8 episodes finished")
+        observers.status("rollouts, 3 of 8 episodes finished")
 
 
 def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
@@ -70,9 +70,9 @@ def test_hooks_see_every_step_and_a_failing_one_is_noted(tmp_path):
 
     manager = new_manager()
     manager.register(Plugin())
-    watchers = Watchers(manager, RunFolder(tmp_path))
+    observers = Observers(manager, RunFolder(tmp_path))
     for step in (1, 2, 3):
-        watchers.log(step, {})
+        observers.log(step, {})
     assert Plugin.seen == [1, 2, 3]
     (row,) = read_rows(tmp_path / "journal.jsonl")
     assert "whet_step_finished" in row["who"]
@@ -95,6 +95,6 @@ def test_a_plugin_can_wrap_the_run(tmp_path):
 
     manager = new_manager()
     manager.register(Profiler())
-    hooks = Watchers(manager, RunFolder(tmp_path)).hooks
+    hooks = Observers(manager, RunFolder(tmp_path)).hooks
     hooks.whet_run(algorithm=Algorithm(), parts="the parts")
     assert order == ["before", "the parts", "after"]

@@ -10,7 +10,7 @@ from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.run.closing import closing_all
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
 from whet.run.weight_sync import WeightSync
@@ -24,13 +24,13 @@ class Noting(FakeGenerator):
         super().__init__("a", delay_seconds=0.02)
         self.told: list[tuple[int, OnWeightUpdate]] = []
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
         self.told.append((version, on_weight_update))
         return super().receive_weights(link, version, on_weight_update)
 
 
 def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> WeightSync:
-    return WeightSync(backend, generator, Link("disk", "nowhere", "", 0), spans, **options)
+    return WeightSync(backend, generator, TransferSpec("disk", "nowhere", "", 0), spans, **options)
 
 
 def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:

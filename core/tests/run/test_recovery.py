@@ -6,7 +6,7 @@ import pytest
 
 from whet.config.sections import RecoverySection
 from whet.errors import WorkerLost
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.run.recovery import Budget, Recovery
 from whet.run.run_folder import RunFolder
 
@@ -60,7 +60,7 @@ def test_switched_off_nothing_is_granted(tmp_path):
 
 
 def test_before_the_first_hand_over_a_replica_has_its_weights_already(tmp_path):
-    given: list[Link | None] = []
+    given: list[TransferSpec | None] = []
     Recovery(RecoverySection(), RunFolder(tmp_path)).hand_over(given.append)
     assert given == [None]
 

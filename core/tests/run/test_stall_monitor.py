@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from whet.data.spans import Spans
-from whet.interfaces.weights import Link
-from whet.run.stall_monitor import Waits
+from whet.interfaces.weights import TransferSpec
+from whet.run.stall_monitor import StallMonitor
 from whet.run.weight_sync import WeightSync
 from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
@@ -23,25 +23,25 @@ def spans() -> Spans:
     return Spans()
 
 
-def looking(spans: Spans, tmp_path: Path, notice: float = 0.05, **more) -> Waits:
-    waits = Waits(spans, tmp_path / "waits.log", 0, **more)
-    waits._notice = notice  # no thread: the test looks
-    return waits
+def looking(spans: Spans, tmp_path: Path, notice: float = 0.05, **more) -> StallMonitor:
+    monitor = StallMonitor(spans, tmp_path / "waits.log", 0, **more)
+    monitor._notice = notice  # no thread: the test looks
+    return monitor
 
 
 def test_a_wait_is_told_when_it_has_lasted_and_again_when_it_has_doubled(spans, tmp_path, capsys):
-    waits = looking(spans, tmp_path)
+    monitor = looking(spans, tmp_path)
     with spans.phase("rollout", "take"):
-        waits.look()
+        monitor.look()
         assert capsys.readouterr().err == ""
         told = []
         for _ in range(40):
             time.sleep(0.01)
-            waits.look()
+            monitor.look()
             told += capsys.readouterr().err.splitlines()
     assert told[0].startswith("waiting on rollout.take since 0 s: no worker owes an answer; stacks are in ")
     assert 2 <= len(told) <= 4  # at 0.05, 0.1, 0.2 and 0.4 s at the earliest
-    waits.look()
+    monitor.look()
     assert capsys.readouterr().err == ""
     log = (tmp_path / "waits.log").read_text()
     assert "driver, MainThread:" in log
@@ -49,31 +49,31 @@ def test_a_wait_is_told_when_it_has_lasted_and_again_when_it_has_doubled(spans, 
 
 
 def test_a_wait_as_long_as_ones_before_is_usual(spans, tmp_path, capsys):
-    waits = looking(spans, tmp_path)
+    monitor = looking(spans, tmp_path)
     with spans.phase("rollout", "take"):
         time.sleep(0.2)
     with spans.phase("rollout", "take"):
         time.sleep(0.1)
-        waits.look()
+        monitor.look()
     assert capsys.readouterr().err == ""
     assert spans.longest("rollout", "take") >= 0.2
 
 
 def test_a_generator_that_works_in_the_background_is_no_wait(spans, tmp_path, capsys):
-    waits = looking(spans, tmp_path)
+    monitor = looking(spans, tmp_path)
     with spans.phase("generator", "generate"):
         time.sleep(0.06)
-        waits.look()
+        monitor.look()
     assert capsys.readouterr().err == ""
 
 
 def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, tmp_path, capsys):
     sync = WeightSync(
-        FakeBackend(), FakeGenerator("a"), Link("disk", "nowhere", "", 0), spans, after=lambda version: None
+        FakeBackend(), FakeGenerator("a"), TransferSpec("disk", "nowhere", "", 0), spans, after=lambda version: None
     )
     given, began = threading.Event(), threading.Event()
 
-    def give(link: Link | None, proof: Proof | None = None) -> None:
+    def give(link: TransferSpec | None, proof: Proof | None = None) -> None:
         began.set()
         assert given.wait(10)
 
@@ -82,9 +82,9 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
     assert began.wait(10)
     trainer = threading.Thread(target=sync, kwargs={"version": 1})
     trainer.start()
-    waits = looking(spans, tmp_path)
+    monitor = looking(spans, tmp_path)
     time.sleep(0.1)
-    waits.look()
+    monitor.look()
     given.set()
     for thread in (coming_back, trainer):
         thread.join(10)
@@ -102,11 +102,11 @@ def test_the_age_of_a_wait_is_not_cut_by_the_end_of_a_step(spans):
 def test_workers_that_owe_an_answer_are_named_with_what_they_do(spans, tmp_path, capsys):
     with LocalCluster(tmp_path) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
-        waits = looking(spans, tmp_path, processes=cluster)
+        monitor = looking(spans, tmp_path, processes=cluster)
         with spans.phase("backend", "train"):
             pending = workers.start("hang", phase="train")
             time.sleep(0.3)
-            waits.look()
+            monitor.look()
         told = capsys.readouterr().err
         assert "waiting on backend.train since 0 s: backend-0 train since 0 s (its process computes" in told
         assert "scripted_worker.py" in (tmp_path / "waits.log").read_text()
@@ -137,19 +137,19 @@ def test_episodes_are_told_by_where_they_wait():
 
 
 def test_the_thread_tells_by_itself_and_ends(spans, tmp_path, capfd):
-    waits = Waits(spans, tmp_path / "waits.log", 0.05)
+    monitor = StallMonitor(spans, tmp_path / "waits.log", 0.05)
     with spans.phase("backend", "train"):
         deadline = time.monotonic() + 10
         while not (tmp_path / "waits.log").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    waits.close()
-    waits.close()
+    monitor.close()
+    monitor.close()
     assert "waiting on backend.train" in capfd.readouterr().err
-    assert not any(thread.name == "whet-waits" for thread in threading.enumerate())
+    assert not any(thread.name == "whet-stall-monitor" for thread in threading.enumerate())
 
 
 def test_switched_off_there_is_no_thread(spans, tmp_path):
-    waits = Waits(spans, tmp_path / "waits.log", 0)
-    assert not any(thread.name == "whet-waits" for thread in threading.enumerate())
-    waits.close()
+    monitor = StallMonitor(spans, tmp_path / "waits.log", 0)
+    assert not any(thread.name == "whet-stall-monitor" for thread in threading.enumerate())
+    monitor.close()

@@ -19,7 +19,7 @@ from whet.data.model_info import write_chat_template
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Site
 from whet.testing.contracts.backend import BackendContract
 from whet.testing.fakes import Done
@@ -102,7 +102,7 @@ class PlainBackend:
         rows = [self.outputs(batch, i, model) for i in range(batch.sequences)]
         return {name: np.concatenate([row[name].numpy() for row in rows]).astype(np.float32) for name in outputs}
 
-    def send_weights(self, link: Link) -> Done:
+    def send_weights(self, link: TransferSpec) -> Done:
         transfer.send(link, self.sent())
         return Done()
 

@@ -11,8 +11,7 @@ import pytest
 
 from whet.data.messages import Message
 from whet.data.records import Task
-from whet.errors import DataError
-from whet.errors import EnvironmentError as WhetEnvironmentError
+from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.testing.contracts.environment import EnvironmentContract
 from whet.testing.fakes import FakeModel
@@ -183,7 +182,7 @@ def test_the_contract_catches(what: str) -> None:
     contract.make = make  # type: ignore[method-assign]
     test = getattr(contract, name)
     arguments = () if name == "test_closing_twice_is_safe" else (make(),)
-    with pytest.raises((AssertionError, pytest.fail.Exception, WhetEnvironmentError)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, EpisodeError)):
         test(*arguments)
 
 

@@ -14,11 +14,11 @@ from whet.interfaces.backend import Backend
 from whet.interfaces.environment import Model
 from whet.interfaces.generator import Generator
 from whet.interfaces.logger import Logger
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.testing.fakes import ByteCodec, FakeBackend, FakeGenerator, FakeModel, MemoryLogger
 
 CODEC = ByteCodec()
-LINK = Link("disk", "nowhere", "session", version=3)
+LINK = TransferSpec("disk", "nowhere", "session", version=3)
 
 
 def ask(generator: Generator, prompt: str = "2+2=", seed: int = 0, **sampling: Any) -> Completion:

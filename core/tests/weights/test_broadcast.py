@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights import broadcast, bucket_stream
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send
@@ -30,9 +30,9 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
     made.close()
 
 
-def make_link(exchange: Exchange, version: int = 1, **options: object) -> Link:
+def make_link(exchange: Exchange, version: int = 1, **options: object) -> TransferSpec:
     usual = {"timeout_seconds": 20.0, "token": exchange.token, "receivers": 2, **options}
-    return Link("broadcast", exchange.address, uuid.uuid4().hex, version, **usual)  # type: ignore[arg-type]
+    return TransferSpec("broadcast", exchange.address, uuid.uuid4().hex, version, **usual)  # type: ignore[arg-type]
 
 
 def make_weights(seed: int = 0, count: int = 12) -> Weights:
@@ -41,7 +41,7 @@ def make_weights(seed: int = 0, count: int = 12) -> Weights:
     return [(f"layer.{n}", torch.randn(n + 1, 37, generator=draw).to(kinds[n % 2])) for n in range(count)]
 
 
-def hand_over(link: Link, *parts: Weights) -> list[dict[str, torch.Tensor]]:
+def hand_over(link: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
     """All senders and receivers at once -> what each receiver took."""
 
     def taken(receiver: int) -> dict[str, torch.Tensor]:
@@ -146,8 +146,8 @@ def test_a_flipped_bit_is_found(exchange: Exchange, monkeypatch: pytest.MonkeyPa
 RECEIVER = """
 import sys
 from whet.weights.transfer import receive
-from whet.interfaces.weights import Link
-link = Link("broadcast", sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3], receivers=2)
+from whet.interfaces.weights import TransferSpec
+link = TransferSpec("broadcast", sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3], receivers=2)
 for number, (name, tensor) in enumerate(receive(link, 1)):
     if number == 2:
         print("two", flush=True)
@@ -192,9 +192,9 @@ from whet.errors import WeightSyncError
 from whet.weights import broadcast
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 exchange = Exchange("127.0.0.1")
-link = Link("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)
+link = TransferSpec("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)
 sending = threading.Thread(target=send, args=(link, [("a", torch.ones(9))]))
 sending.start()
 broadcast._Receiving.take = lambda self, *about: 1 / 0

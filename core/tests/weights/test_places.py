@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link, Places
+from whet.interfaces.weights import Places, TransferSpec
 from whet.runtime.wire import decode, encode
 from whet.weights import staged_copy
 from whet.weights.exchange import Exchange
@@ -39,16 +39,16 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     made.close()
 
 
-def make_link(exchange: Exchange, version: int, places: Places = (), **options: Any) -> Link:
+def make_link(exchange: Exchange, version: int, places: Places = (), **options: Any) -> TransferSpec:
     usual = {"timeout_seconds": 20.0, "token": exchange.token, "places": places, **options}
-    return Link("tcp", exchange.address, uuid.uuid4().hex, version, **usual)
+    return TransferSpec("tcp", exchange.address, uuid.uuid4().hex, version, **usual)
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{n}", torch.full((5, 7), float(100 * version + n))) for n in range(4)]
 
 
-def begin(pool: ThreadPoolExecutor, link: Link) -> list["Future[dict[str, float]]"]:
+def begin(pool: ThreadPoolExecutor, link: TransferSpec) -> list["Future[dict[str, float]]"]:
     """Let two receivers come."""
 
     def taken(receiver: int) -> dict[str, float]:
@@ -58,7 +58,7 @@ def begin(pool: ThreadPoolExecutor, link: Link) -> list["Future[dict[str, float]
 
 
 @pytest.fixture
-def early(exchange: Noted) -> Iterator[tuple[Link, list["Future[dict[str, float]]"]]]:
+def early(exchange: Noted) -> Iterator[tuple[TransferSpec, list["Future[dict[str, float]]"]]]:
     """Of version 2: its link, and receivers that came before its sender has begun."""
     send(make_link(exchange, 1), weights(1))
     link = make_link(exchange, 2, exchange.places())
@@ -127,7 +127,7 @@ def test_a_session_that_is_over_is_refused_at_once(exchange: Noted) -> None:
 
 @pytest.mark.parametrize("moved", [0, 1])
 def test_senders_that_are_elsewhere_are_asked_for_at_the_exchange(exchange: Noted, moved: int) -> None:
-    def hand_over(link: Link, version: int) -> None:
+    def hand_over(link: TransferSpec, version: int) -> None:
         with ThreadPoolExecutor() as pool:
             receivers = begin(pool, link)
             parts = enumerate([weights(version)[:2], weights(version)[2:]])
@@ -151,7 +151,7 @@ def test_a_link_with_places_crosses(exchange: Noted) -> None:
     send(make_link(exchange, 1), weights(1))
     link = make_link(exchange, 2, exchange.places())
     assert hash(link) == hash(decode(encode(link)))
-    for crossed in (decode(encode(link)), Link(**json.loads(json.dumps(attrs.asdict(link))))):
+    for crossed in (decode(encode(link)), TransferSpec(**json.loads(json.dumps(attrs.asdict(link))))):
         send(link, weights(2))
         assert [name for name, _ in receive(crossed)] == [name for name, _ in weights(2)]
     assert "receiver" not in exchange.came

@@ -11,7 +11,7 @@ from whet.data.batch import Batch
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import RequestLost, WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.run.weight_sync import WeightSync
 from whet.testing.fakes import Done, FakeBackend
 from whet.weights.probe import Probe, Proof, bound_of
@@ -80,7 +80,7 @@ class Halving:
         logprobs = np.full(len(tokens), np.log(0.5) - self.off[request.replica], np.float32)
         return Completion(request.id, tokens, logprobs, "length", ((0, 7),))
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: str = "drain") -> Done:
+    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: str = "drain") -> Done:
         return Done()
 
 
@@ -145,7 +145,7 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
     sync = WeightSync(
         FakeBackend(),
         generator,
-        Link("disk", "nowhere", "", 0),
+        TransferSpec("disk", "nowhere", "", 0),
         Spans(),
         after=lambda version: None,
         probe=probe,  # type: ignore[arg-type]

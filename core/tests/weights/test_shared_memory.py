@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights import shared_memory
 from whet.weights.transfer import receive, send
 
 
-def make_link(folder: Path, version: int = 1) -> Link:
-    return Link("shared-memory", str(folder), uuid.uuid4().hex, version, timeout_seconds=5.0)
+def make_link(folder: Path, version: int = 1) -> TransferSpec:
+    return TransferSpec("shared-memory", str(folder), uuid.uuid4().hex, version, timeout_seconds=5.0)
 
 
 def written(folder: Path) -> str:
@@ -95,8 +95,8 @@ SENDER = """
 import sys
 import torch
 from whet.weights.transfer import send
-from whet.interfaces.weights import Link
-link = Link("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
+from whet.interfaces.weights import TransferSpec
+link = TransferSpec("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
 send(link, [("a", torch.full((1 << 20,), 3.0))])
 print("sent", flush=True)
 sys.stdin.read()
@@ -138,8 +138,8 @@ def test_a_number_that_another_file_has_by_now_is_not_read(tmp_path: Path) -> No
 RECEIVER = """
 import sys
 from whet.weights.transfer import receive
-from whet.interfaces.weights import Link
-link = Link("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
+from whet.interfaces.weights import TransferSpec
+link = TransferSpec("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
 print(sum(float(t.double().sum()) for _, t in receive(link)))
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send
 
@@ -23,8 +23,8 @@ def exchange() -> Iterator[Exchange]:
     made.close()
 
 
-def make_link(exchange: Exchange, version: int = 1) -> Link:
-    return Link("tcp", exchange.address, uuid.uuid4().hex, version, timeout_seconds=20.0, token=exchange.token)
+def make_link(exchange: Exchange, version: int = 1) -> TransferSpec:
+    return TransferSpec("tcp", exchange.address, uuid.uuid4().hex, version, timeout_seconds=20.0, token=exchange.token)
 
 
 def large(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -52,8 +52,8 @@ def test_who_does_not_know_the_token_takes_no_part(exchange: Exchange, end: obje
 def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) -> None:
     link = make_link(exchange)
     program = (
-        "import sys, torch; from whet.weights.transfer import send; from whet.interfaces.weights import Link\n"
-        "link = Link('tcp', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
+        "import sys, torch; from whet.weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
+        "link = TransferSpec('tcp', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
         "send(link, [(f'large.{n}', torch.zeros(8_000_000)) for n in range(4)])\n"
         "print('sent', flush=True); sys.stdin.read()"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from whet.errors import ConfigError, WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.plan.transport import choose_transport
 from whet.weights import bucket_stream
 from whet.weights.exchange import Exchange
@@ -33,10 +33,10 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 EXCHANGES: list[Exchange] = []
 
 
-def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> Link:
+def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> TransferSpec:
     if transport in MEETING:
         folder, options = EXCHANGES[0].address, {"token": EXCHANGES[0].token, **options}
-    return Link(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
+    return TransferSpec(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
 
 
 def make_weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -51,14 +51,14 @@ def make_weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def sent_file(link: Link) -> Path:
+def sent_file(link: TransferSpec) -> Path:
     """Return the file in which a sender's tensors are."""
     name = json.loads((Path(link.address) / "manifest-0.json").read_text())["entries"][0]["file"]
     _, process, descriptor = f"{name}--".split("-")[:3]
     return Path(f"/proc/{process}/fd/{descriptor}") if name.startswith("memory-") else Path(link.address) / name
 
 
-def taken(link: Link) -> dict[str, torch.Tensor]:
+def taken(link: TransferSpec) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in receive(link)}
 
 

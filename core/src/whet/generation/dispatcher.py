@@ -24,8 +24,8 @@ from attrs import Factory, define, field
 
 from whet.data.records import Completion, Request
 from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
-from whet.generation.load_balancer import Loads
-from whet.generation.replica_set import Roster
+from whet.generation.load_balancer import LoadBalancer
+from whet.generation.replica_set import ReplicaSet
 from whet.interfaces.workers import Heard, PendingEach, Workers
 from whet.runtime.inline import close_stream
 
@@ -74,12 +74,12 @@ class RequestDispatcher:
     """
 
     workers: Workers
-    roster: Roster = field(default=Factory(lambda self: Roster(self.workers), takes_self=True))
+    replicas: ReplicaSet = field(default=Factory(lambda self: ReplicaSet(self.workers), takes_self=True))
     _outbox: list[_Waiting] = field(factory=list, init=False)
     _flushing: bool = field(default=False, init=False)
     """Whether the outbox is about to be looked at."""
     _patience: int = field(default=0, init=False)
-    _loads: Loads = field(init=False)
+    _load_balancer: LoadBalancer = field(init=False)
     _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
     """Of prefixes under way: replica and number of requests."""
     _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
@@ -98,7 +98,7 @@ class RequestDispatcher:
     """By replica: requests whose waiting task was cancelled in this turn of the loop."""
 
     def __attrs_post_init__(self) -> None:
-        self._loads = Loads(self.workers.size)
+        self._load_balancer = LoadBalancer(self.workers.size)
 
     async def generate(self, request: Request) -> Completion:
         """Have one request served. Cancelling the awaiting task aborts it at the worker.
@@ -106,7 +106,7 @@ class RequestDispatcher:
         Raises `WhetError` where the request cannot be served, `RequestLost` where replicas were lost with it again and
         again or the one that it names is away, `WorkerError` where a replica fails or there is none left.
         """
-        if self.roster.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
+        if self.replicas.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
             raise self._given_up(request)
         self._loop = asyncio.get_running_loop()
         waiting = _Waiting(request, self._loop.create_future())
@@ -125,7 +125,7 @@ class RequestDispatcher:
         self._soon(lambda: self._flush(len(self._outbox)))
 
     def hold(self, taking: PendingEach, lives: Mapping[int, int]) -> None:
-        """Hold what comes from now on for a replica until it has answered there; `lives` as of `Roster.asking`.
+        """Hold what comes from now on for a replica until it has answered there; `lives` as of `ReplicaSet.asking`.
 
         May be called from any thread.
         """
@@ -139,7 +139,7 @@ class RequestDispatcher:
     @property
     def outstanding(self) -> list[int]:
         """Tokens under way at each replica, prompts and limits counted."""
-        return self._loads.each()
+        return self._load_balancer.each()
 
     def _send_soon(self, waiting: list[_Waiting]) -> None:
         if not self._flushing:  # what is in the outbox already may be waiting for a replica
@@ -155,7 +155,7 @@ class RequestDispatcher:
             asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
             return None
         self._flushing = False
-        present, failure = self.roster.present(), self.roster.failure
+        present, failure = self.replicas.present(), self.replicas.failure
         if failure is None:
             self._refuse_absent(present)
         if not present and failure is None:
@@ -219,7 +219,7 @@ class RequestDispatcher:
 
     def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
         """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
-        limit, losses = MOST_LOSSES - 1, self.roster.losses
+        limit, losses = MOST_LOSSES - 1, self.replicas.losses
         if not losses and not self._suspects:
             return outbox
         suspects = [w for w in (*self._suspects, *outbox) if losses[w.request.id] >= limit and not w.future.done()]
@@ -237,16 +237,16 @@ class RequestDispatcher:
         if waiting.request.replica is not None:
             rank = waiting.request.replica
         if rank not in there:
-            rank = self._loads.least(there)
+            rank = self._load_balancer.least(there)
         if prefix:
             self._prefixes[prefix] = rank, count + 1
-        self._loads.add(rank, waiting.load)
+        self._load_balancer.add(rank, waiting.load)
         return rank
 
     def _leave(self, waiting: _Waiting) -> None:
         if waiting.rank < 0:
             return
-        self._loads.add(waiting.rank, -waiting.load)
+        self._load_balancer.add(waiting.rank, -waiting.load)
         waiting.rank = -1
         if waiting in self._on_trial:
             self._on_trial.remove(waiting)
@@ -263,7 +263,7 @@ class RequestDispatcher:
         twice = [rank for rank, batch in messages.items() if len({w.request.id for w in batch}) != len(batch)]
         for rank in twice:
             self._fail(messages.pop(rank), WhetError("two requests made at one time have the same id"))
-        with self.roster.asking(messages) as lives:
+        with self.replicas.asking(messages) as lives:
             batches = {rank: _Batch(rank, life, messages.pop(rank)) for rank, life in lives.items()}
             shares = {rank: batch.requests for rank, batch in batches.items()}
             streams = self.workers.streams("generate", shares, phase="generate")
@@ -302,17 +302,17 @@ class RequestDispatcher:
             if not isinstance(error, WhetError):
                 error = WorkerError("generator", batch.rank, "generate", repr(error))
             return self._fail(left, error)
-        self.roster.losses.update(id_ for id_, waiting in batch.open.items() if not waiting.future.done())
+        self.replicas.losses.update(id_ for id_, waiting in batch.open.items() if not waiting.future.done())
         return self._serve_elsewhere(batch.rank, batch.life, left, error)
 
     def _serve_elsewhere(self, rank: int, life: int, left: list[_Waiting], cause: WorkerLost) -> None:
         """Have others serve what was for a replica that is lost, or let it fail."""
-        if not self.roster.lost(rank, life, cause):
+        if not self.replicas.lost(rank, life, cause):
             suspects, self._suspects = self._suspects, []  # they only waited: no dead process may be laid to them
-            return self._fail([*suspects, *left], self.roster.failure or cause)
+            return self._fail([*suspects, *left], self.replicas.failure or cause)
         for waiting in left:
             self._leave(waiting)
-            if self.roster.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
+            if self.replicas.losses[waiting.request.id] >= MOST_LOSSES and not waiting.future.done():
                 waiting.future.set_exception(self._given_up(waiting.request, f"; the last: {cause}"))
         return self._send_again(left)
 
@@ -322,7 +322,7 @@ class RequestDispatcher:
         self._send_soon([waiting for waiting in batch if not waiting.future.done()])
 
     def _given_up(self, request: Request, last: str = "") -> RequestLost:
-        losses = self.roster.losses[request.id]
+        losses = self.replicas.losses[request.id]
         return RequestLost(f"{losses} replicas were lost while they had request {request.id}{last}")
 
     def _settle(self, open_: dict[str, _Waiting], outcome: Any) -> None:
@@ -334,7 +334,7 @@ class RequestDispatcher:
         if waiting.future.done():
             return
         if isinstance(outcome, Completion):
-            self.roster.losses.pop(id_, None)
+            self.replicas.losses.pop(id_, None)
             waiting.future.set_result(outcome)
         else:
             waiting.future.set_exception(WhetError(outcome[1]))

@@ -1,10 +1,10 @@
-"""How much each replica has to do, and which has least."""
+"""Finds the replica with the least load."""
 
 import heapq
 
 
-class Loads:
-    """A number for each rank. Finding the least looks at a few of them, however many there are."""
+class LoadBalancer:
+    """The load of each rank. Finding the least looks at a few of them, however many there are."""
 
     def __init__(self, size: int) -> None:
         self._loads = [0] * size

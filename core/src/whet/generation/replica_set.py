@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from attrs import define, field
 
 from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Replacing, Workers
 from whet.weights.probe import Proof
 
 Rest = Callable[[int, bool], None]
 """(rank, asleep): put the worker of that rank to sleep, or wake it."""
-Receive = Callable[[int, Link, Proof | None], None]
+Receive = Callable[[int, TransferSpec, Proof | None], None]
 """(rank, link, proof): let the worker of that rank take weights, wait for it, and see that it passes the proof."""
 
 
 @define(eq=False)
-class Roster:
+class ReplicaSet:
     """May be used from any thread."""
 
     workers: Workers
@@ -133,7 +133,7 @@ class Roster:
                 self._fail(WorkerError("generator", rank, "start", in_words(error)))
             return
 
-    def _arrive(self, rank: int, link: Link | None, proof: Proof | None) -> None:
+    def _arrive(self, rank: int, link: TransferSpec | None, proof: Proof | None) -> None:
         """Take the weights and be present, before another hand-over can begin without this replica."""
         if link is not None:
             self.receive(rank, link, proof)

@@ -10,8 +10,8 @@ from attrs import frozen
 from whet.data.records import Completion, Request
 from whet.errors import WhetError, WorkerLost
 from whet.generation.dispatcher import RequestDispatcher
-from whet.generation.replica_set import Roster
-from whet.interfaces.weights import Link
+from whet.generation.replica_set import ReplicaSet
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Pending, PendingEach, Replacing, Workers
 from whet.weights.probe import Proof
 
@@ -28,17 +28,19 @@ class Replicas:
     def __init__(self, workers: Workers, replacing: Replacing | None) -> None:
         """Of these workers; `replacing` says what becomes of one that is lost, None: the generator has failed."""
         self.workers = workers
-        self._roster = Roster(workers, replacing, self._receive, self._rest)
-        self._dispatcher = RequestDispatcher(workers, self._roster)
-        self._roster.changed = self._dispatcher.wake
+        self._replica_set = ReplicaSet(workers, replacing, self._receive, self._rest)
+        self._dispatcher = RequestDispatcher(workers, self._replica_set)
+        self._replica_set.changed = self._dispatcher.wake
 
     async def generate(self, request: Request) -> Completion:
         """Have one request served; see `RequestDispatcher.generate`. Raises `WhetError` while they sleep."""
-        if self._roster.asleep:
+        if self._replica_set.asleep:
             raise WhetError(f"request {request.id} comes while the generator sleeps; wake it first")
         return await self._dispatcher.generate(request)
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "HandOver":
+    def receive_weights(
+        self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
+    ) -> "ReplicaCalls":
         """Start to take new weights on every replica that is there; the others get them when they come back.
 
         Each serves what is asked from now on when it has them.
@@ -52,30 +54,30 @@ class Replicas:
 
     def sleep(self) -> int | None:
         """Put every replica to sleep that is there; those that come back meanwhile sleep as well."""
-        self._roster.rest(True)
+        self._replica_set.rest(True)
         given = [count for count in self._started("sleep").answers() if count is not None]
         return sum(given) if given else None
 
     def wake(self) -> None:
         """Wake every replica that is there; those that were lost meanwhile are replaced from now on."""
-        self._roster.rest(False)
+        self._replica_set.rest(False)
         self._started("wake").answers()
 
     def close(self) -> None:
         """End the workers."""
-        self._roster.close()
+        self._replica_set.close()
         self.workers.close()
 
-    def _started(self, method: str, *args: Any, phase: str = "", seconds: float | None = None) -> "HandOver":
+    def _started(self, method: str, *args: Any, phase: str = "", seconds: float | None = None) -> "ReplicaCalls":
         """Start a call on every replica that is there."""
-        with self._roster.asking(range(self.workers.size)) as lives:
+        with self._replica_set.asking(range(self.workers.size)) as lives:
             pending = self.workers.start_each(lives, method, *args, phase=phase, timeout_seconds=seconds)
-        return HandOver(self._roster, lives, pending)
+        return ReplicaCalls(self._replica_set, lives, pending)
 
     def _rest(self, rank: int, asleep: bool) -> None:
         self.workers.start_on(rank, "sleep" if asleep else "wake").result()
 
-    def _receive(self, rank: int, link: Link, proof: Proof | None) -> None:
+    def _receive(self, rank: int, link: TransferSpec, proof: Proof | None) -> None:
         ask = partial(self.workers.start_on, phase="weight_sync", timeout_seconds=link.timeout_seconds)
         ask(rank, "receive_weights", link, link.version, "drain").result()
         if proof is not None:
@@ -105,7 +107,9 @@ class ReplicatedGenerator:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""
         return await self._replicas.generate(request)
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: "OnWeightUpdate" = "drain") -> Pending:
+    def receive_weights(
+        self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
+    ) -> Pending:
         """Start to take new weights over a link. Requests that come from now on wait for them.
 
         `drain` lets those that run end with the old ones; `continue` stops them between two tokens, and they go on with
@@ -127,10 +131,10 @@ class ReplicatedGenerator:
 
 
 @frozen
-class HandOver:
+class ReplicaCalls:
     """Calls of replicas, as of weights on their way: those that are lost meanwhile are replaced, and get them then."""
 
-    roster: Roster
+    replicas: ReplicaSet
     lives: Mapping[int, int]
     """Of each rank that was asked."""
     pending: PendingEach
@@ -147,8 +151,8 @@ class HandOver:
             try:
                 found.append(self.pending.result(rank))
             except WorkerLost as error:
-                if not self.roster.lost(rank, life, error):
-                    raise (self.roster.failure or error) from error
+                if not self.replicas.lost(rank, life, error):
+                    raise (self.replicas.failure or error) from error
         return found
 
     def done(self) -> bool:

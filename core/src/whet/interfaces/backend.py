@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
     from whet.data.metrics import Metric
-    from whet.interfaces.weights import Link
+    from whet.interfaces.weights import TransferSpec
     from whet.interfaces.workers import Pending
 
 Weights = Literal["policy", "reference", "teacher"]
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """Compute outputs (NumPy, each [N] or [N, K], 0 where `loss_mask` is false) without gradient."""
         ...
 
-    def send_weights(self, link: "Link") -> "Pending":
+    def send_weights(self, link: "TransferSpec") -> "Pending":
         """Start to send the policy's weights over a link; done when every bucket has been taken."""
         ...
 

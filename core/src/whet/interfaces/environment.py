@@ -15,8 +15,7 @@ from attrs import field, frozen
 
 from whet.data.messages import Conversation, Message
 from whet.data.records import Reply, Task
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import Undecided
+from whet.errors import EpisodeError, Undecided
 
 
 @frozen(eq=False)
@@ -166,9 +165,7 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
         return None
     answer = cast(Answering, environment).final_answer(messages)
     if answer is not None and not isinstance(answer, str):
-        raise WhetEnvironmentError(
-            f"final_answer() gave {answer!r:.120}, wanted text, or None where there is no answer"
-        )
+        raise EpisodeError(f"final_answer() gave {answer!r:.120}, wanted text, or None where there is no answer")
     return answer or None
 
 
@@ -177,7 +174,7 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
     import math
 
     if not isinstance(rewards, Mapping) or not rewards:
-        raise WhetEnvironmentError(
+        raise EpisodeError(
             f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"
         )
     checked = {}
@@ -187,7 +184,7 @@ def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise WhetEnvironmentError(
+            raise EpisodeError(
                 f"environment {environment!r} gave the reward {name!r} = {value!r:.60}, wanted a finite number"
             )
         checked[str(name)] = number

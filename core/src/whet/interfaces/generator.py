@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from whet.data.records import Completion, Request
-    from whet.interfaces.weights import Link
+    from whet.interfaces.weights import TransferSpec
     from whet.interfaces.workers import Pending
 
 OnWeightUpdate = Literal["drain", "continue", "abort"]
@@ -26,7 +26,9 @@ class Generator(Protocol):
         """
         ...
 
-    def receive_weights(self, link: "Link", version: int, on_weight_update: OnWeightUpdate = "drain") -> "Pending":
+    def receive_weights(
+        self, link: "TransferSpec", version: int, on_weight_update: OnWeightUpdate = "drain"
+    ) -> "Pending":
         """Start to take new weights over a link.
 
         Requests that run are drained: they end with the old weights first; kept: they go on with the new ones, and

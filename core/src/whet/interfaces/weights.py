@@ -1,8 +1,8 @@
-"""A link names one hand-over of weights; its manifest proves that all of it arrived.
+"""A transfer spec describes one weight sync; a manifest proves that all weights arrived.
 
-Senders and receivers meet through the driver, which makes a `Link` per hand-over and gives it to both:
+Senders and receivers meet through the driver, which makes a `TransferSpec` for each weight sync and gives it to both:
 
-    driver    link = Link(transport, address, session, version, dtype)
+    driver    link = TransferSpec(transport, address, session, version, dtype)
     backend   send_weights(link)    -> whet.weights.TRANSPORT.send(link, stream of (name, tensor), sender, senders)
     generator receive_weights(link) -> whet.weights.TRANSPORT.receive(link) gives (name, tensor), checked
 """
@@ -20,8 +20,8 @@ Places = tuple[Mapping[str, Any], ...]
 
 
 @frozen
-class Link:
-    """One hand-over: complete or refused."""
+class TransferSpec:
+    """One weight sync: complete or refused."""
 
     transport: str
     """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same
@@ -30,7 +30,7 @@ class Link:
     """Of shared-memory and disk: a folder. Of shared: a key within the process. Of the others: `host:port` of the
     driver's exchange."""
     session: str
-    """A fresh name for this hand-over; both ends check it."""
+    """A fresh name for this weight sync; both ends check it."""
     version: int
     """Version of the weights: the number of the step that made them; 0 for those loaded."""
     dtype: str = ""
@@ -43,9 +43,13 @@ class Link:
     token: str = field(default="", repr=False)
     """Of what goes by the exchange: what both ends must know, in hexadecimal digits."""
     places: Places = field(default=(), hash=False)
-    """Of tcp: where senders were at the hand-over before. If they are not all there, receivers ask the exchange."""
+    """Of tcp: where senders were at the weight sync before. If they are not all there, receivers ask the exchange."""
     kept: bool = True
     """Of broadcast and cuda-ipc: whether senders keep a copy for receivers that come late."""
+
+
+Link = TransferSpec
+"""The name of before, for one version."""
 
 
 class Proof(Protocol):

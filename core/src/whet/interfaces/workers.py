@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
     from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
-    from whet.interfaces.weights import Link, Proof
+    from whet.interfaces.weights import Proof, TransferSpec
 
 
 def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> None:
@@ -235,7 +235,7 @@ class Slice(Protocol):
 class Give(Protocol):
     """Lets a replica that was lost have weights again."""
 
-    def __call__(self, link: "Link | None", proof: "Proof | None" = None) -> None:
+    def __call__(self, link: "TransferSpec | None", proof: "Proof | None" = None) -> None:
         """Let it take those of the link; None: it has them already. Then it has to pass the proof, if there is one."""
         ...
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 LOSS, ADVANTAGES = "algorithm.loss", "algorithm.advantages"
 
 
-def misfits(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
+def incompatibilities(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
     """Find what does not go together although each part is right by itself. `facts` are by path into the config."""
     yield from _ignored(config, facts)
     yield from _per_token(facts)

@@ -66,7 +66,7 @@ class Way:
     """Why that way: where the two are, or whose choice it is."""
     senders: int = 1
     receivers: int = 1
-    """See `whet.interfaces.weights.Link`."""
+    """See `whet.interfaces.weights.TransferSpec`."""
 
 
 def joins(config: Config) -> bool:

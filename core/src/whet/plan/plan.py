@@ -16,7 +16,7 @@ from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
 from whet.plan.colocation import sleep_problems, turns_and_notes
-from whet.plan.compatibility import misfits
+from whet.plan.compatibility import incompatibilities
 from whet.plan.evaluation import evaluation_problems
 from whet.plan.memory import Room, fullest, memory_problems, rooms, size
 from whet.plan.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, way_of
@@ -153,7 +153,7 @@ def make_plan(
         *_needs(config, roles),
         *_losses(roles, feeds_on),
         *_weights(config, facts),
-        *misfits(config, facts),
+        *incompatibilities(config, facts),
         *_lengths(config, model),
         *_conversations(config, model, roles, models or {}),
         *_shares(config, roles),

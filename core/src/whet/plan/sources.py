@@ -14,7 +14,7 @@ from whet.config.structure import unstructure
 from whet.errors import ConfigError
 from whet.plan.load import Layer, Loaded, stages
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 _MISSING = object()
 
 
@@ -125,14 +125,14 @@ def _meant(key: str, known: Sequence[str]) -> str:
 
 @frozen
 class _Leaf:
-    path: Path
+    path: KeyPath
     value: Any
     cls: type
     field: "attrs.Attribute[Any]"
     owner: str
 
 
-def _leaves(instance: Any, path: Path, owner: str) -> Iterator[_Leaf]:
+def _leaves(instance: Any, path: KeyPath, owner: str) -> Iterator[_Leaf]:
     """Walk the values that hold no further keys."""
     for field in attrs.fields(type(instance)):
         if field.init:
@@ -141,7 +141,7 @@ def _leaves(instance: Any, path: Path, owner: str) -> Iterator[_Leaf]:
             yield from _values(getattr(instance, field.name), below, _Leaf(below, None, type(instance), field, whose))
 
 
-def _values(value: Any, path: Path, holder: _Leaf) -> Iterator[_Leaf]:
+def _values(value: Any, path: KeyPath, holder: _Leaf) -> Iterator[_Leaf]:
     if isinstance(value, Selection):
         yield attrs.evolve(holder, path=(*path, "use"), value=value.name)
         yield from _leaves(value.config, path, f"`{value.name}` of {value.distribution}")
@@ -176,7 +176,7 @@ def _setting(leaf: _Leaf, history: Sequence[tuple[Layer, dict[str, Any]]]) -> Se
     return Setting(".".join(leaf.path), leaf.value, doc.type, doc.allowed, doc.doc, leaf.owner, tuple(origins))
 
 
-def _origins(path: Path, history: Sequence[tuple[Layer, dict[str, Any]]]) -> list[Origin]:
+def _origins(path: KeyPath, history: Sequence[tuple[Layer, dict[str, Any]]]) -> list[Origin]:
     """Return the layers that set a path, the weakest first, without those whose component another one replaced."""
     found: list[Origin] = []
     for layer, document in history:
@@ -190,7 +190,7 @@ def _origins(path: Path, history: Sequence[tuple[Layer, dict[str, Any]]]) -> lis
     return found
 
 
-def _given(layer: Layer, path: Path) -> Any:
+def _given(layer: Layer, path: KeyPath) -> Any:
     """Find what a layer itself says of a path."""
     shared = min(len(layer.under), len(path))
     if layer.under[:shared] != path[:shared] or len(path) < len(layer.under):
@@ -198,7 +198,7 @@ def _given(layer: Layer, path: Path) -> Any:
     return _at(layer.document.value, path[len(layer.under) :])
 
 
-def _at(value: Any, path: Path) -> Any:
+def _at(value: Any, path: KeyPath) -> Any:
     for key in path:
         if isinstance(value, str):  # the short form of `use:`
             value = {"use": value}

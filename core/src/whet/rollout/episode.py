@@ -12,11 +12,10 @@ from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Tools
 from whet.data.records import Episode, Group, IntArray, Sampling, Task, gold_answer
 from whet.endpoint.listener import Listener
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, Undecided, WhetError, WorkerError, in_words
+from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.interfaces.undecided import note, noted
-from whet.rollout.fail_fast import BrokenEnvironment, Trial, is_infrastructure, ungrouped
+from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.gate import Gate
 from whet.rollout.recorded import RecordedModel
 from whet.rollout.routing import Route
@@ -106,7 +105,7 @@ class Player:
     """Whether to ask the environment what each episode answered, where it can say."""
     listener: Listener = field(factory=Listener)
     """Where foreign agents reach the model, while an episode has an endpoint open."""
-    trials: dict[str, Trial] = field(factory=dict)
+    fail_fast: dict[str, FailFast] = field(factory=dict)
     """Of each environment; filled while playing."""
 
     async def group(self, assignment: Assignment, samples: int, greedy: bool = False) -> Group:
@@ -132,12 +131,12 @@ class Player:
         fresh from then on. A request that may be what kills replicas is not made again. `WorkerError` and
         `BrokenEnvironment` come through at once.
         """
-        trial = self._trial(assignment.route.name)
+        fail_fast = self._fail_fast_of(assignment.route.name)
         attempt, failures = 0, Counter[str]()
         cause: BaseException
         while True:
             try:
-                with trial.first_attempt(assignment.index) if not failures else nullcontext():
+                with fail_fast.first_attempt(assignment.index) if not failures else nullcontext():
                     episode = await self._attempt(assignment, sample, attempt)
             except (WorkerError, BrokenEnvironment):
                 raise
@@ -160,12 +159,12 @@ class Player:
                 raise self._failure(assignment, sample, failures.total(), cause) from cause
             assignment.tally["retried"] += 1
             attempt += kind == "failed" or failures[kind] > 1
-            await trial.before_another()
+            await fail_fast.before_another()
             if kind == "infrastructure":
                 await asyncio.sleep(min(PAUSE_SECONDS * 4 ** (failures[kind] - 1), LONGEST_PAUSE_SECONDS))
 
-    def _trial(self, environment: str) -> Trial:
-        return self.trials.setdefault(environment, Trial(environment))
+    def _fail_fast_of(self, environment: str) -> FailFast:
+        return self.fail_fast.setdefault(environment, FailFast(environment))
 
     def _failure(self, assignment: Assignment, sample: int, failures: int, cause: BaseException) -> EpisodeFailed:
         times = f"{failures} times" if failures > 1 else "once"
@@ -196,7 +195,7 @@ class Player:
                     note(str(error))
         sequences = [sequence for sequence in model.family if sequence.turns]
         if not sequences:
-            raise WhetEnvironmentError("it ended without asking the model anything")
+            raise EpisodeError("it ended without asking the model anything")
         return Episode(
             environment=route.name,
             task=assignment.position,

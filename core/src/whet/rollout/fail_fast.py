@@ -9,14 +9,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, Undecided, WorkerError, in_words, place_of
+from whet.errors import EpisodeError, InfrastructureError, Undecided, WorkerError, in_words, place_of
 
 FIRST_GROUPS = 8
 """Groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
 
 
-class BrokenEnvironment(WhetEnvironmentError):  # noqa: N818 - it says what is to be corrected
+class BrokenEnvironment(EpisodeError):  # noqa: N818 - it says what is to be corrected
     """All episodes of an environment's first groups raised the same; its cause is the last error."""
 
 
@@ -52,7 +51,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-class Trial:
+class FailFast:
     """The first attempts at the first episodes of one environment. To be used from one event loop."""
 
     def __init__(self, environment: str) -> None:

@@ -19,8 +19,7 @@ from attrs import evolve, frozen
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import PluginError, WhetError
+from whet.errors import EpisodeError, PluginError, WhetError
 from whet.interfaces.environment import Address
 from whet.rollout.complete import complete
 
@@ -124,7 +123,7 @@ class RecordedModel:
         tokens [appended]: what to append in place of what the chat template makes of the messages.
         """
         if self._busy:
-            raise WhetEnvironmentError("it asked one sequence twice at the same time; use model.fork() for each")
+            raise EpisodeError("it asked one sequence twice at the same time; use model.fork() for each")
         self._busy = True
         try:
             return await self._turn(messages, sampling, tokens)
@@ -172,7 +171,7 @@ class RecordedModel:
 
     async def _out_of_room(self, length: int) -> Reply:
         if not len(self._tokens):
-            raise WhetEnvironmentError(
+            raise EpisodeError(
                 f"its prompt of {length} tokens leaves no room for an answer in {self._player.max_context}; "
                 "raise rollout.max_context or leave the task out"
             )

@@ -17,7 +17,7 @@ from whet.data.metrics import Metrics, merge
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import Parts
 from whet.interfaces.logger import RunInfo
-from whet.interfaces.weights import Link, Places
+from whet.interfaces.weights import Places, TransferSpec
 from whet.interfaces.workers import Site
 from whet.plan.plan import facts_of
 from whet.plan.prepare import Prepared
@@ -26,11 +26,11 @@ from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
 from whet.run.inputs import evaluation_routes, open_chat, open_data, training_routes
 from whet.run.interrupts import Interrupts
-from whet.run.observers import Watchers
+from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.resume import Opened, nothing_left, open_run, own_identity
 from whet.run.run_folder import RunFolder
-from whet.run.stall_monitor import Waits
+from whet.run.stall_monitor import StallMonitor
 from whet.run.start_workers import Starting, lanes, make_slices
 from whet.run.startup_time import Startup
 from whet.run.weight_sync import WeightSync, make_probe
@@ -66,13 +66,13 @@ class Builder:
         prepared: Prepared,
         folder: RunFolder,
         closers: list[Callable[[], None]],
-        watchers: Watchers | None = None,
+        observers: Observers | None = None,
         recovery: Recovery | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
         self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
         self.folder, self.closers = folder, closers
-        self.watchers = watchers or Watchers(prepared.loaded.registry.manager, folder)
+        self.observers = observers or Observers(prepared.loaded.registry.manager, folder)
         self.recovery, self._interrupts = recovery, interrupts
         self.opened = False
         """Whether the run folder is known to be this run's; another run's journal is left alone."""
@@ -100,7 +100,7 @@ class Builder:
             self.spans.add(self.prepared.spans)
             self._startup = Startup(self.prepared.spans[0].begin)
         cluster = self.cluster()
-        self.closers.append(self._watch_waits().close)
+        self.closers.append(self._watch_stalls().close)
         with self.spans.phase("run", "prepare"):
             chat = self.chat()
             data = self._data(chat)
@@ -108,10 +108,10 @@ class Builder:
                 self.training_routes(),
                 self.evaluation_routes(),
             ]
-            run = open_run(self.prepared, self.folder, data, environments[0], self.watchers.status, again)
+            run = open_run(self.prepared, self.folder, data, environments[0], self.observers.status, again)
         self.opened, self.total, saved = True, run.total, run.saved
         if again:
-            self.watchers.rewind(saved.step if saved else -1)
+            self.observers.rewind(saved.step if saved else -1)
         else:
             self._open_loggers(run.done)
         self._turns = Turns(self.plan.turns, self.spans, self._loop)
@@ -141,7 +141,7 @@ class Builder:
             self._turns.generation,
         ) if stream else None  # fmt: skip
         parts = Parts(
-            config=config, algorithm=build_selection(config.algorithm), hooks=self.watchers.hooks, backend=backend,
+            config=config, algorithm=build_selection(config.algorithm), hooks=self.observers.hooks, backend=backend,
             roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
             evaluate=evaluate, rollouts=rollouts, sync_weights=self._weight_sync(backend, generator, stream, probe),
             seed=config.run.seed,
@@ -157,21 +157,21 @@ class Builder:
 
     def nothing_left(self, done: int) -> bool:
         """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
-        return nothing_left(self.prepared, self.folder, done, lambda: self._data(self.chat()), self.watchers.status)
+        return nothing_left(self.prepared, self.folder, done, lambda: self._data(self.chat()), self.observers.status)
 
-    def _watch_waits(self) -> Waits:
+    def _watch_stalls(self) -> StallMonitor:
         def episodes() -> list[str]:
             return [f"episodes: {', '.join(places)}"] if self._episodes and (places := self._episodes.where()) else []
 
         log, notice = self.folder.logs / "waits.log", self.config.cluster.deadlines.notice
-        return Waits(self.spans, log, notice, self._cluster, episodes)
+        return StallMonitor(self.spans, log, notice, self._cluster, episodes)
 
     def chat(self, role: str = "backend") -> "ChatTokenizer":
         """Return the tokenizer of a role's model, with its chat template."""
         return open_chat(self.prepared, self.folder.began(), role)
 
     def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
-        return open_data(self.prepared, chat, self.spans, self.watchers.status)
+        return open_data(self.prepared, chat, self.spans, self.observers.status)
 
     def training_routes(self) -> "list[Route]":
         """Build the environments of training."""
@@ -202,7 +202,7 @@ class Builder:
     def _open_loggers(self, done: int) -> None:
         info = self._info(done)
         for selection in self.config.loggers:
-            self.watchers.add(selection.name, build_selection(selection, info))
+            self.observers.add(selection.name, build_selection(selection, info))
 
     def cluster(self, *only: str) -> "Callable[[str], Slice]":
         """Return a function from roles to slices: of all roles, or of those alone that are named."""
@@ -238,13 +238,13 @@ class Builder:
             run=self._info(),
             seed=self.config.run.seed,
             scratch=self.folder.scratch.resolve(),
-            status=self.watchers.status,
+            status=self.observers.status,
             # What is read by another template or tokenizer may be longer than what the policy sees.
             max_context=0 if role in self.asked else self.plan.max_context,
             trained=role in ("backend", "generator") or self.prepared.roles[role].trained,
             replacing=self.recovery if self.recovery and self.recovery.enabled else None,
         )
-        self.watchers.status(f"{role} to start")
+        self.observers.status(f"{role} to start")
         with self.spans.phase(role, "start"):
             handle = build_selection(self.prepared.roles[role].selection, site)
         self._turns.join(role, handle)
@@ -283,7 +283,7 @@ class Builder:
             routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
             group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
             filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
+            status=self.observers.status, loop=self._loop(), listener=self._listener(),
             greedy=any(found.greedy_sample for found in self.prepared.facts.values()),
         )  # fmt: skip
         self.closers.append(stream.close)
@@ -298,7 +298,7 @@ class Builder:
         return Evaluator(
             routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
             seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.watchers.status, loop=self._loop(), listener=self._listener(),
+            status=self.observers.status, loop=self._loop(), listener=self._listener(),
         )  # fmt: skip
 
     def _evaluation(
@@ -388,7 +388,7 @@ class Builder:
         def log(step: int, numbers: Mapping[str, float]) -> None:
             if self.recovery is not None:
                 self.recovery.finished(step)
-            self.watchers.log(step, numbers)
+            self.observers.log(step, numbers)
 
         def gather() -> Metrics:
             return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}, self._turns.metrics()])
@@ -420,18 +420,18 @@ class Builder:
 
         return sync_weights
 
-    def _link(self) -> "tuple[Link, Callable[[], Places]]":
+    def _link(self) -> "tuple[TransferSpec, Callable[[], Places]]":
         """Give what all hand-overs have in common, and how to find out where senders were at the last one."""
         way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
         assert way is not None  # there is a generator
         if way.transport not in MEETING:
             folder = str(self.folder.scratch.resolve() / "weights")
-            return Link(way.transport, folder, "", 0, timeout_seconds=seconds), tuple
+            return TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds), tuple
         from whet.weights.exchange import Exchange
 
         exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
         self.closers.append(exchange.close)
-        link = Link(
+        link = TransferSpec(
             way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
             timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from whet.run import checkpoint
 from whet.run.builder import Builder
 from whet.run.closing import closing_all
 from whet.run.interrupts import Interrupts
-from whet.run.observers import Watchers
+from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.run_folder import RunFolder
 
@@ -165,7 +165,7 @@ class _Sittings:
 
     prepared: Prepared
     folder: RunFolder
-    watchers: Watchers
+    observers: Observers
     recovery: Recovery
     built: bool = False
     """Whether all parts have been there once: what is lost before that is told at once."""
@@ -181,7 +181,7 @@ class _Sittings:
         """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
         with closing_all([self.folder.settle]) as closers:
             self.interrupts.moment = "start-up"
-            builder = Builder(self.prepared, self.folder, closers, self.watchers, self.recovery, self.interrupts)
+            builder = Builder(self.prepared, self.folder, closers, self.observers, self.recovery, self.interrupts)
             self.steps = None
             self.recovery.resync = None  # an earlier sitting's hand-over ended with its senders
             with self.interrupts.then_closing():
@@ -222,14 +222,14 @@ def _claimed(section: RunSection) -> Iterator[RunFolder]:
 @contextmanager
 def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_Sittings]:
     with closing_all([]) as closers:
-        watchers = Watchers(prepared.loaded.registry.manager, folder)
-        closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), watchers.close]
+        observers = Observers(prepared.loaded.registry.manager, folder)
+        closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), observers.close]
         recovery = Recovery(prepared.config.cluster.recovery, folder)
-        sittings = _Sittings(prepared, folder, watchers, recovery, interrupts=interrupts or Interrupts())
+        sittings = _Sittings(prepared, folder, observers, recovery, interrupts=interrupts or Interrupts())
         try:
             yield sittings
         except Exception as error:
-            watchers.failed = True
+            observers.failed = True
             if sittings.opened:
                 with suppress(WhetError):  # a full disk must not hide what failed
                     folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])

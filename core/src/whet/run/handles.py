@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from whet.data.records import Completion, Request
     from whet.interfaces.backend import Backend, Weights
     from whet.interfaces.generator import Generator, OnWeightUpdate
-    from whet.interfaces.weights import Link
+    from whet.interfaces.weights import TransferSpec
     from whet.interfaces.workers import Pending
     from whet.rollout.stream import RolloutStream
 
@@ -94,7 +94,7 @@ class BackendHandle:
         with self._around("score"):
             return self._backend.score(batch, outputs, weights)
 
-    def send_weights(self, link: "Link") -> "Pending":
+    def send_weights(self, link: "TransferSpec") -> "Pending":
         """See `Backend.send_weights`."""
         with self._around("send_weights"):
             return self._backend.send_weights(link)
@@ -143,7 +143,9 @@ class GeneratorHandle:
                 await stack.enter_async_context(around())
             return await self._generator.generate(request)
 
-    def receive_weights(self, link: "Link", version: int, on_weight_update: "OnWeightUpdate" = "drain") -> "Pending":
+    def receive_weights(
+        self, link: "TransferSpec", version: int, on_weight_update: "OnWeightUpdate" = "drain"
+    ) -> "Pending":
         """See `Generator.receive_weights`."""
         self._receiving()
         return self._generator.receive_weights(link, version, on_weight_update)

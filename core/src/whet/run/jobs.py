@@ -85,8 +85,8 @@ def evaluate(
         builder = _builder(prepared, folder, closers)
         builder.recovery = Recovery(config.cluster.recovery, builder.folder)
         if progress is not None:
-            builder.watchers.add("progress", progress)
-        closers.append(builder.watchers.close)
+            builder.observers.add("progress", progress)
+        closers.append(builder.observers.close)
         prepared.refuse_elsewhere("generator", *builder.asked)
         routes = builder.evaluation_routes()
         cluster = builder.cluster("generator", *builder.asked)

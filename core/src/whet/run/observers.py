@@ -1,4 +1,4 @@
-"""Who watches a run: its loggers and the plugins' hooks. A watcher that fails never ends the run."""
+"""Observers of a run: its loggers and the plugins' hooks. An observer that fails never ends the run."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ class CoreHooks:
         return True
 
 
-class Watchers:
+class Observers:
     """Passes numbers and words on to loggers and hooks."""
 
     def __init__(self, manager: pluggy.PluginManager, folder: RunFolder) -> None:

@@ -38,7 +38,7 @@ class Processes(Protocol):
         ...
 
 
-class Waits:
+class StallMonitor:
     """One thread that looks now and then, while it is open."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Waits:
         self._told: dict[tuple[str, str, float], float] = {}
         """Of waits under way, by role, phase and begin: the seconds after which they are told next."""
         self._over = threading.Event()
-        self._thread = watched("whet-waits", self._watch, over=self._over.is_set) if notice_seconds else None
+        self._thread = watched("whet-stall-monitor", self._watch, over=self._over.is_set) if notice_seconds else None
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
@@ -92,7 +92,7 @@ class Waits:
 
     def _watch(self) -> None:
         pause = min(self._notice / LOOKS, SLOWEST_LOOK_SECONDS)
-        guard = Guard("whet-waits", pause_seconds=0.0)
+        guard = Guard("whet-stall-monitor", pause_seconds=0.0)
         while not self._over.wait(pause):
             try:
                 self.look()

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from whet.data.spans import Spans
-from whet.interfaces.weights import Link, Places
+from whet.interfaces.weights import Places, TransferSpec
 from whet.weights.probe import Probe
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class WeightSync:
     """
 
     def __init__(
-        self, backend: "Backend", generator: "Generator", link: Link, spans: Spans, after: Callable[[int], None],
-        on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
+        self, backend: "Backend", generator: "Generator", link: TransferSpec, spans: Spans,
+        after: Callable[[int], None], on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
         """Take a link that says all but session, version, and the `places` of senders."""
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
         self._template, self._on_weight_update, self._count = link, on_weight_update, itertools.count()
-        self._last: Link | None = None
+        self._last: TransferSpec | None = None
         self._probe, self._places = probe, places
         self._proof: Proof | None = None
         self._changing = threading.Lock()
@@ -65,7 +65,7 @@ class WeightSync:
                 self._probe.overdue = True
             give(self._last, self._proof)
 
-    def _hand_over(self, link: Link) -> None:
+    def _hand_over(self, link: TransferSpec) -> None:
         ends = [
             self._backend.send_weights(link),
             self._generator.receive_weights(link, link.version, self._on_weight_update),
@@ -73,7 +73,7 @@ class WeightSync:
         for end in ends:
             end.result()
 
-    def _link(self, version: int) -> Link:
+    def _link(self, version: int) -> TransferSpec:
         session = f"{version}-{next(self._count)}"
         return attrs.evolve(self._template, session=session, version=version, places=self._places())
 

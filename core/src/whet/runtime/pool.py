@@ -38,8 +38,7 @@ from typing import Any, Final
 from attrs import field, frozen
 
 from whet.component import import_path
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import InfrastructureError, Undecided, WhetError, in_words
+from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, in_words
 from whet.interfaces.undecided import note
 from whet.runtime.channel import receive, send
 from whet.runtime.grader import OUT_OF_MEMORY
@@ -65,7 +64,7 @@ class GraderCrash(InfrastructureError):  # noqa: N818 - the word that callers ca
     """A grader could not be started, was killed from outside, or could not be asked."""
 
 
-class GraderRaised(WhetEnvironmentError):  # noqa: N818
+class GraderRaised(EpisodeError):  # noqa: N818
     """A grader's function raised; its process lives on."""
 
 

@@ -53,7 +53,7 @@ RECORDS: Final = {
     "Metric": "whet.data.metrics",
     "Span": "whet.data.spans",
     "Spec": "whet.component",
-    "Link": "whet.interfaces.weights",
+    "TransferSpec": "whet.interfaces.weights",
     "ModelInfo": "whet.data.model_info",
     "WorkerRank": "whet.interfaces.workers",
 }

@@ -29,7 +29,7 @@ from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for ever, one answer after another, or a rule."""
@@ -240,7 +240,7 @@ class FakeGenerator:
                 return whole[:end], "stop"
         return whole[: sampling.max_tokens], "length"
 
-    def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
         """Pretend to take new weights."""
         self.version = version
         return Done()
@@ -295,7 +295,7 @@ class FakeBackend:
         """Optimizer steps taken."""
         self.trained: list[Batch] = []
         """What it was trained on."""
-        self.sent: list[Link] = []
+        self.sent: list[TransferSpec] = []
         """Hand-overs of weights."""
         self.asleep, self.closed = False, False
 
@@ -316,7 +316,7 @@ class FakeBackend:
         _refuse_asleep("backend", self.asleep)
         return {name: _columns(name, batch, self._score(name, batch)) for name in outputs}
 
-    def send_weights(self, link: Link) -> Done:
+    def send_weights(self, link: TransferSpec) -> Done:
         """Remember the link."""
         _refuse_asleep("backend", self.asleep)
         self.sent.append(link)

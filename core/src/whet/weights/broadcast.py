@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.ports import listen
 from whet.weights import bucket_stream
 from whet.weights.bucket_stream import Broken, is_gone, tell
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.0005
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Broadcast the tensors, cast to `link.dtype`, from the device of the first."""
     bucket_stream.send(link, weights, sender, _Sending(link, sender))
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor, on this process's current GPU where it comes by NCCL. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving(link, receiver))
 
@@ -84,7 +84,7 @@ _lock = threading.Lock()
 
 
 class _Sending:
-    def __init__(self, link: Link, sender: int) -> None:
+    def __init__(self, link: TransferSpec, sender: int) -> None:
         self._link, self._key = link, ("send", link.address, sender, -1)
         self._deadline = time.monotonic() + link.timeout_seconds
         self._guests: list[socket.socket] = []
@@ -144,7 +144,7 @@ class _Sending:
 
 
 class _Receiving:
-    def __init__(self, link: Link, receiver: int) -> None:
+    def __init__(self, link: TransferSpec, receiver: int) -> None:
         self._link, self._receiver = link, receiver
         self._deadline = time.monotonic() + link.timeout_seconds
         self._buffer: torch.Tensor | None = None

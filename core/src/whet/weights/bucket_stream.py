@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.errors import WeightSyncError, WhetError, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
@@ -82,7 +82,7 @@ class Receiving(Protocol):
 
 
 def send(
-    link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
+    link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
 ) -> None:
     """Send to who comes in time, and keep a copy for the others where `link.kept` says so."""
     copy = kept_copy(link, sender)
@@ -109,7 +109,7 @@ def send(
         lane.end()
 
 
-def receive(link: Link, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor, on whatever device it comes. Raises `WeightSyncError`."""
     deadline = time.monotonic() + link.timeout_seconds
     found = offers(link, receiver, deadline)
@@ -153,7 +153,7 @@ def is_gone(connection: socket.socket) -> bool:
 class _Lane:
     """From one sender; once it is broken, nothing more goes along it."""
 
-    def __init__(self, link: Link, plane: Sending, guests: Sequence[Guest]) -> None:
+    def __init__(self, link: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
         self._link, self._plane, self._guests = link, plane, guests
         self._open, self._met = bool(guests), False
 
@@ -187,7 +187,7 @@ class _Lane:
 
 
 def _lanes(
-    link: Link, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
+    link: TransferSpec, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Hear the senders one after another, all of which wait for this receiver."""
     with ExitStack() as open_until_the_end:
@@ -213,7 +213,7 @@ def _lanes(
 
 
 def _bucket(
-    link: Link, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
+    link: TransferSpec, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
 ) -> "Iterator[tuple[Entry, torch.Tensor]]":
     """Give what a message brings."""
     import torch
@@ -254,13 +254,13 @@ def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iter
         yield bucket
 
 
-def _entry(link: Link, copy: KeptCopy, name: str, tensor: "torch.Tensor") -> Entry:
+def _entry(link: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor") -> Entry:
     if link.kept:
         return copy.keep(name, tensor, "")
     return Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor), "")
 
 
-def _unkept(link: Link) -> str:
+def _unkept(link: TransferSpec) -> str:
     """Tell those that come for a copy that there is none."""
     why = "it keeps no copy for receivers that come late, as cluster.recovery allows no replica to be restarted"
     return "" if link.kept else why

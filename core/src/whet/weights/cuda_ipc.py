@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights import bucket_stream
 from whet.weights.bucket_stream import Broken, tell, told
 from whet.weights.manifest import title
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the tensors, cast to `link.dtype`, to the receivers on this process's GPU."""
     alone = attrs.evolve(link, kept=link.kept and sender == 0)  # one copy is enough
     bucket_stream.send(alone, weights, sender, _Sending(link), _gpu())
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor, as a view of the sender's memory. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving())
 
 
 class _Sending:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: TransferSpec) -> None:
         self._link, self._deadline = link, time.monotonic() + link.timeout_seconds
         self._guests: list[socket.socket] = []
         self._device: torch.device

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from whet.data.files import disk_errors
 from whet.errors import in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights.manifest import (
     Entry,
     await_manifests,
@@ -25,7 +25,7 @@ FILE_BYTES = 1 << 30
 """A file is closed once it holds this much, so that a sender holds no more of the whole model in memory."""
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Write the tensors, cast to `link.dtype`, to files of this session and publish the manifest."""
     withdraw(link, sender)
     for old in Path(link.address).glob(f"weights-{sender}-*.safetensors"):
@@ -40,7 +40,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
     publish(link, sender, entries)
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
     manifests = await_manifests(link)
     for manifest in manifests:
@@ -77,7 +77,7 @@ def _write(file: Path, bucket: "dict[str, torch.Tensor]") -> list[Entry]:
     ]
 
 
-def _read(link: Link, file: str, entries: list[Entry]) -> "Iterator[tuple[str, torch.Tensor]]":
+def _read(link: TransferSpec, file: str, entries: list[Entry]) -> "Iterator[tuple[str, torch.Tensor]]":
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -4,8 +4,8 @@ sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place
 receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}         ->  exchange; it answers once all are there
 <-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
 
-Receivers by `tcp` ask at the first hand-over. Later links tell them (`Link.places`), so that a thousand of them do not
-come to the driver every time; they ask again where a sender cannot be reached.
+Receivers by `tcp` ask at the first weight sync. Later specs have the answer (`TransferSpec.places`), so that a thousand
+receivers do not come to the driver every time; they ask again where a sender cannot be reached.
 """
 
 import secrets

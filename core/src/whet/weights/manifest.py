@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, frozen
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 
 if TYPE_CHECKING:
     import torch
@@ -75,19 +75,19 @@ def byte_count(entry: Entry) -> int:
     return dtype.itemsize * torch.Size(entry.shape).numel()
 
 
-def manifest_path(link: Link, sender: int) -> Path:
+def manifest_path(link: TransferSpec, sender: int) -> Path:
     """Say where the manifest of a sender stands."""
     return Path(link.address) / f"manifest-{sender}.json"
 
 
-def withdraw(link: Link, sender: int) -> None:
+def withdraw(link: TransferSpec, sender: int) -> None:
     """Make the folder ready and remove the sender's manifest of an earlier session."""
     path = manifest_path(link, sender)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 
 
-def publish(link: Link, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
+def publish(link: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
     """Write the manifest in one step: it is there as a whole or not at all."""
     path = manifest_path(link, sender)
     draft = path.with_suffix(".tmp")
@@ -95,7 +95,7 @@ def publish(link: Link, sender: int, entries: Iterable[Entry], failed: str = "")
     os.replace(draft, path)
 
 
-def read(link: Link, sender: int) -> Manifest | None:
+def read(link: TransferSpec, sender: int) -> Manifest | None:
     """Read a sender's manifest; None where there is none. Raises `WeightSyncError` where it is no manifest."""
     path = manifest_path(link, sender)
     try:
@@ -110,7 +110,7 @@ def read(link: Link, sender: int) -> Manifest | None:
         raise WeightSyncError(f"{path} is no manifest of a weight hand-over: {error}") from error
 
 
-def await_manifests(link: Link) -> list[Manifest]:
+def await_manifests(link: TransferSpec) -> list[Manifest]:
     """Wait until every sender of the link has published, and give the manifests in order of sender.
 
     Raises `WeightSyncError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
@@ -133,7 +133,7 @@ def await_manifests(link: Link) -> list[Manifest]:
     return ordered
 
 
-def still_current(link: Link, manifests: Iterable[Manifest]) -> None:
+def still_current(link: TransferSpec, manifests: Iterable[Manifest]) -> None:
     """Raise `WeightSyncError` if a sender began another session while this one was read."""
     for manifest in manifests:
         now = read(link, manifest.sender)
@@ -143,13 +143,13 @@ def still_current(link: Link, manifests: Iterable[Manifest]) -> None:
             )
 
 
-def damaged(link: Link, entry: Entry, found: str) -> WeightSyncError:
+def damaged(link: TransferSpec, entry: Entry, found: str) -> WeightSyncError:
     """Make the error for bytes that are not those of the manifest."""
     where = Path(link.address) / entry.file
     return WeightSyncError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
 
 
-def check(link: Link, manifests: list[Manifest]) -> None:
+def check(link: TransferSpec, manifests: list[Manifest]) -> None:
     """Raise `WeightSyncError` where a sender gave up, or a version or a name contradicts the link."""
     owner: dict[str, int] = {}
     for manifest in manifests:
@@ -165,7 +165,7 @@ def check(link: Link, manifests: list[Manifest]) -> None:
                 raise WeightSyncError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
 
 
-def _overdue(link: Link, missing: list[int]) -> str:
+def _overdue(link: TransferSpec, missing: list[int]) -> str:
     lines = []
     for sender in missing:
         found = read(link, sender)
@@ -177,7 +177,7 @@ def _overdue(link: Link, missing: list[int]) -> str:
     )
 
 
-def title(link: Link) -> str:
+def title(link: TransferSpec) -> str:
     """Name a hand-over in errors."""
     return f"hand-over {link.session} of version {link.version}"
 

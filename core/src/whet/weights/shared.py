@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attrs import define, field
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ _offers: dict[str, _Offer] = {}
 _changed = threading.Condition()
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Leave the tensors for receivers of this process; they must not change until the hand-over is over."""
     tensors = list(weights)
     with _changed:
@@ -42,7 +42,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
         _changed.notify_all()
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor that this process's senders left. Raises `WeightSyncError` if none of this session comes."""
     with _changed:
         offer = _await(link)
@@ -63,7 +63,7 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
             del _offers[link.address]
 
 
-def _await(link: Link) -> _Offer:
+def _await(link: TransferSpec) -> _Offer:
     deadline = time.monotonic() + link.timeout_seconds
     while True:
         offer = _offers.get(link.address)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import define
 
 from whet.errors import WeightSyncError, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.machine import available_memory
 from whet.weights.manifest import (
     Entry,
@@ -66,7 +66,7 @@ _mappings: dict[tuple[str, int, str], _Mapping] = {}
 memory of a sender that is gone is free once its successor's is mapped."""
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Write the tensors to the sender's memory, cast to `link.dtype`, and publish the manifest."""
     withdraw(link, sender)
     entries: list[Entry] = []
@@ -85,7 +85,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
     publish(link, sender, entries)
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor as a view of the shared memory, to be copied before the next is asked for.
 
     Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over.
@@ -97,7 +97,7 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
     still_current(link, manifests)
 
 
-def _room(link: Link, sender: int) -> _Room:
+def _room(link: TransferSpec, sender: int) -> _Room:
     """Return the memory of a sender of this process, which is the same for all sessions of a run."""
     found = _rooms.get((link.address, sender))
     if found is None:
@@ -116,7 +116,9 @@ def _new_room(folder: Path, sender: int) -> _Room:
     return _Room(name, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor)
 
 
-def _write(link: Link, sender: int, room: _Room, offset: int, tensor: "torch.Tensor") -> "tuple[torch.Tensor, int]":
+def _write(
+    link: TransferSpec, sender: int, room: _Room, offset: int, tensor: "torch.Tensor"
+) -> "tuple[torch.Tensor, int]":
     import torch
 
     kind = getattr(torch, link.dtype) if link.dtype else tensor.dtype
@@ -165,7 +167,7 @@ def _map(file: Path) -> _Mapping:
     return _Mapping(status.st_ino, data)
 
 
-def _read(link: Link, sender: int, entry: Entry) -> "torch.Tensor":
+def _read(link: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
     import torch
 
     dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -189,7 +191,7 @@ def _read(link: Link, sender: int, entry: Entry) -> "torch.Tensor":
     return tensor
 
 
-def _find(link: Link, entry: Entry) -> Path:
+def _find(link: TransferSpec, entry: Entry) -> Path:
     """Return the path of a sender's memory. Raises `FileNotFoundError` where nobody has it open any more."""
     found = _IN_MEMORY.fullmatch(entry.file)
     if not found:

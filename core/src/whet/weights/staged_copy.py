@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
 from whet.runtime.door import Door
@@ -57,7 +57,7 @@ class KeptCopy:
         self._changed = threading.Condition()
         self.door = Door(address, bytes.fromhex(token), self._serve, purpose="hand-overs of weights")
 
-    def begin(self, link: Link, *, lane: bool = False) -> None:
+    def begin(self, link: TransferSpec, *, lane: bool = False) -> None:
         """Forget what was published, and say whether receivers may come while this session is sent."""
         with self._changed:
             self._session, self._timeout, self._manifest = link.session, link.timeout_seconds, None
@@ -148,7 +148,7 @@ class KeptCopy:
         send_message(guest, encode({"session": now}))
 
 
-def kept_copy(link: Link, sender: int) -> KeptCopy:
+def kept_copy(link: TransferSpec, sender: int) -> KeptCopy:
     """Give that of a sender in this process, which is the same for all sessions of a run."""
     with _lock:
         found = _copies.get((link.address, sender))
@@ -162,7 +162,7 @@ _copies: dict[tuple[str, int], KeptCopy] = {}
 _lock = threading.Lock()
 
 
-def own_address(link: Link) -> str:
+def own_address(link: TransferSpec) -> str:
     """Give the address from which this process reaches the driver: the one at which the other nodes reach it."""
     host, _, port = link.address.rpartition(":")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import WeightSyncError, WhetError, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import receive_exactly
 from whet.runtime.channel import send as send_message
@@ -35,7 +35,7 @@ class UnreachableError(WeightSyncError):
     """A sender, or the exchange, cannot be reached."""
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Copy the tensors, cast to `link.dtype`, and serve them until the next session."""
     copy = kept_copy(link, sender)
     copy.begin(link)
@@ -51,7 +51,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
         announce(link, copy, sender)
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
     deadline = time.monotonic() + link.timeout_seconds
     if len(link.places) == link.senders:
@@ -63,7 +63,7 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
     yield from take(link, receiver, offers(link, receiver, deadline), deadline)
 
 
-def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
+def announce(link: TransferSpec, copy: KeptCopy, sender: int, place: str = "") -> None:
     """Tell the exchange where a sender is; `place`: its GPU."""
     with closing(connect(link, link.address, f"sender/{link.session}/{sender}")) as exchange:
         words = {"version": link.version, "address": list(copy.door.address), "place": place}
@@ -71,7 +71,7 @@ def announce(link: Link, copy: KeptCopy, sender: int, place: str = "") -> None:
         said(link, exchange, time.monotonic() + link.timeout_seconds)
 
 
-def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
+def offers(link: TransferSpec, receiver: int, deadline: float) -> list[Offer]:
     """Wait until all senders of a session have said where they are. Raises `WeightSyncError`."""
     with closing(connect(link, link.address, f"receiver/{link.session}/{receiver}")) as exchange:
         seconds = deadline - time.monotonic()
@@ -92,7 +92,7 @@ def offers(link: Link, receiver: int, deadline: float) -> list[Offer]:
 
 
 def take(
-    link: Link, receiver: int, senders: Sequence[Offer], deadline: float, given: Collection[str] = ()
+    link: TransferSpec, receiver: int, senders: Sequence[Offer], deadline: float, given: Collection[str] = ()
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give what these senders keep, but for names in `given`."""
     with ExitStack() as open_until_the_end:
@@ -114,7 +114,7 @@ def take(
                 )
 
 
-def connect(link: Link, address: str, name: str) -> socket.socket:
+def connect(link: TransferSpec, address: str, name: str) -> socket.socket:
     """Connect to the exchange or a sender under a name. Raises `UnreachableError`."""
     host, _, port = address.rpartition(":")
     try:
@@ -131,7 +131,7 @@ def address(offer: Offer) -> str:
     return f"{host}:{int(port)}"
 
 
-def said(link: Link, connection: socket.socket, deadline: float) -> dict[str, Any]:
+def said(link: TransferSpec, connection: socket.socket, deadline: float) -> dict[str, Any]:
     """Wait for the next message. Raises `WeightSyncError`."""
     try:
         message: dict[str, Any] = decode(receive_message(connection, deadline=deadline), records=False)
@@ -145,14 +145,14 @@ def entries_of(documents: Iterable[dict[str, Any]]) -> tuple[Entry, ...]:
     return tuple(Entry(**{**document, "shape": tuple(document["shape"])}) for document in documents)
 
 
-def _manifest(link: Link, sender: int, message: dict[str, Any]) -> Manifest:
+def _manifest(link: TransferSpec, sender: int, message: dict[str, Any]) -> Manifest:
     if "manifest" not in message:
         raise WeightSyncError(f"{title(link)}: sender {sender} refused it: {message.get('refused')}")
     entries = entries_of(message["manifest"].pop("entries"))
     return Manifest(**{**message["manifest"], "sender": sender}, entries=entries)
 
 
-def _tensor(link: Link, entry: Entry, connection: socket.socket, deadline: float) -> "torch.Tensor":
+def _tensor(link: TransferSpec, entry: Entry, connection: socket.socket, deadline: float) -> "torch.Tensor":
     import torch
 
     try:
@@ -170,6 +170,6 @@ def _tensor(link: Link, entry: Entry, connection: socket.socket, deadline: float
     return tensor
 
 
-def _cut(link: Link, error: BaseException) -> WeightSyncError:
+def _cut(link: TransferSpec, error: BaseException) -> WeightSyncError:
     why = f"it took more than {link.timeout_seconds:g} s" if isinstance(error, TimeoutError) else in_words(error)
     return WeightSyncError(f"{title(link)}: it ended half way: {why}")

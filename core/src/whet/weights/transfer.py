@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ STREAMED = ("cuda-ipc", "broadcast")
 """Transports that give tensors on a GPU, a bucket at a time: a receiver has no room to hold them all."""
 
 
-def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
 
     Does not wait for receivers, but for those of `STREAMED` a while. Tensors are taken one at a time, so an iterator
@@ -44,7 +44,7 @@ def send(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int 
     _transport(link).send(link, _once_each(link, weights), sender)
 
 
-def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Give (name, tensor) of every sender; copy a tensor before asking for the next.
 
     Raises `WeightSyncError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
@@ -53,7 +53,7 @@ def receive(link: Link, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]
     yield from _transport(link).receive(link, receiver)
 
 
-def _transport(link: Link) -> ModuleType:
+def _transport(link: TransferSpec) -> ModuleType:
     if link.transport not in TRANSPORTS:
         raise WeightSyncError(
             f"hand-over {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}"
@@ -61,7 +61,9 @@ def _transport(link: Link) -> ModuleType:
     return import_module(f"whet.weights.{TRANSPORTS[link.transport]}")
 
 
-def _once_each(link: Link, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+def _once_each(
+    link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]"
+) -> "Iterator[tuple[str, torch.Tensor]]":
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:

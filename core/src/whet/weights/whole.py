@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.bounded import MODEL_VALUES, loads
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights.transfer import STREAMED, receive
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 
 
 def receive_whole(
-    link: Link, receiver: int, stored: Mapping[str, Shape], *, tied: bool
+    link: TransferSpec, receiver: int, stored: Mapping[str, Shape], *, tied: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Begin to take a hand-over that must hold what a folder does; an engine may keep the tensors that it is given.
 

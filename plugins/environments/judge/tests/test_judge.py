@@ -9,7 +9,7 @@ from whet.component import Component, RoleNeed, Selection
 from whet.config.structure import structure
 from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
-from whet.errors import ConfigError, DataError, EnvironmentError, Undecided
+from whet.errors import ConfigError, DataError, EpisodeError, Undecided
 from whet.plugins.registry import load_plugins
 from whet.rollout.episode import total_reward
 from whet.testing.fakes import FakeModel
@@ -161,7 +161,7 @@ def test_own_rewards_without_a_weight_of_their_own_count_by_the_factor_too(givin
 
 def test_an_own_reward_with_the_name_of_the_role_is_refused(giving):
     environment = Judge(JudgeConfig(environment=giving("judge")), {"judge": Heard()})
-    with pytest.raises(EnvironmentError, match="has a reward 'judge', too; give the role another name"):
+    with pytest.raises(EpisodeError, match="has a reward 'judge', too; give the role another name"):
         play(environment, "y")
 
 

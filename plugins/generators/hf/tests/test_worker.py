@@ -13,7 +13,7 @@ from attrs import evolve
 
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.weights.transfer import send
 from whet_hf.decode import Job
@@ -201,15 +201,15 @@ def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of
     assert [len(c.tokens) for c in served] == [5, 5]
 
 
-def hand_over(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> Link:
+def hand_over(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> TransferSpec:
     """Send scaled weights; give the link to receive them by."""
-    link = Link("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
+    link = TransferSpec("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
     send(link, [(name, factor * p) for name, p in worker._model.named_parameters()][leave_out:])
     return link
 
 
 async def during(
-    worker: Worker, gate: Gate, requests: list[Request], later: list[Request], link: Link, how: Any
+    worker: Worker, gate: Gate, requests: list[Request], later: list[Request], link: TransferSpec, how: Any
 ) -> Any:
     """Hand weights over while requests run and others wait; whether that was over before the gate was opened."""
     running = asyncio.create_task(ask(worker, requests))

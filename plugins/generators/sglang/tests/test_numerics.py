@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from whet.data.records import Request, Sampling
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, gap
 from whet.testing.site import make_site
@@ -48,7 +48,9 @@ def test_before_after_and_after_twenty_hand_overs(tiny_models: Any, tmp_path: Pa
                 assert largest_gap(runner, generator, first, temperature) < TOLERANCE
             assert largest_gap(runner, generator, other, 1.0) > 0.1, "the two models are told apart"
             for number in range(21):
-                link = Link("shared-memory", str(tmp_path / "weights"), f"s{number}", number + 1, timeout_seconds=60.0)
+                link = TransferSpec(
+                    "shared-memory", str(tmp_path / "weights"), f"s{number}", number + 1, timeout_seconds=60.0
+                )
                 transfer.send(link, (other if number % 2 == 0 else first).weights())
                 generator.receive_weights(link, number + 1).result()
                 if number in (0, 20):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from whet.errors import WorkerError, WorkerLost
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.testing.contracts.engine import EngineFailuresContract, Make
 from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
@@ -49,7 +49,9 @@ class TestVllm(EngineFailuresContract):
     def test_an_engine_that_is_killed_while_weights_arrive_is_a_lost_worker(self, make: Make, tmp_path: Path) -> None:
         generator = make()
         begin = time.monotonic()
-        arriving = generator.receive_weights(Link("disk", str(tmp_path / "never"), "1", 1, timeout_seconds=300.0), 1)
+        arriving = generator.receive_weights(
+            TransferSpec("disk", str(tmp_path / "never"), "1", 1, timeout_seconds=300.0), 1
+        )
         os.kill(self.engine_process(), signal.SIGKILL)
         with pytest.raises(WorkerLost, match="vLLM's engine has died"):
             arriving.result()

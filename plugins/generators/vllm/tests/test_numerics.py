@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo
 
 from whet.data.records import Request, Sampling
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.testing.reference import Reference
 from whet.testing.served import TOLERANCE, gap
 from whet.weights.transfer import send
@@ -47,7 +47,7 @@ class Served:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self.version += 1
-        link = Link(transport, str(self.scratch), f"session-{self.version}", self.version, timeout_seconds=30.0)
+        link = TransferSpec(transport, str(self.scratch), f"session-{self.version}", self.version, timeout_seconds=30.0)
         send(link, weights)
         self.llm.start_weight_update()
         self.llm.update_weights(WeightTransferUpdateRequest(update_info={"link": attrs.asdict(link)}))

@@ -21,7 +21,7 @@ from whet.data.batch import Batch, concatenate, from_sequences
 from whet.data.chat import ChatTokenizer
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Site
 from whet.testing.batches import random_batch
 from whet.testing.contracts.placed import Slices
@@ -315,7 +315,7 @@ class BackendContract(SleepRules):
         for transport in self.transports:
             folder = tmp_path / f"weights-{transport}"
             folder.mkdir()
-            link = Link(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
+            link = TransferSpec(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
             pending = backend.send_weights(link)
             received = [(name, tensor.clone()) for name, tensor in transfer.receive(link)]
             pending.result()

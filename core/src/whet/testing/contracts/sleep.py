@@ -11,7 +11,7 @@ from whet.component import Spec
 from whet.data.batch import Batch
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Site
 from whet.testing.batches import random_batch
 from whet.testing.contracts.placed import Placed, on_gpu
@@ -82,7 +82,7 @@ class SleepRules(Placed):
 
 def _works(backend: Backend, batch: Batch, folder: Path) -> list[Callable[[], Any]]:
     """Give all that a backend may be asked."""
-    link = Link("disk", str(folder), "session", 1)
+    link = TransferSpec("disk", str(folder), "session", 1)
     return [
         lambda: backend.train(batch, LIKELIHOOD),
         lambda: backend.evaluate(batch, LIKELIHOOD),

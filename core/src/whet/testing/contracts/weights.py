@@ -13,7 +13,7 @@ from attrs import evolve
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError, WorkerError
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.testing.deadline import deadline
 from whet.testing.reference import Reference
 from whet.testing.served import PROMPTS, TOLERANCE, Subject, gap
@@ -79,7 +79,7 @@ class WeightRules:
         assert seen, "in twenty attempts no request was under way when weights arrived"
 
     def _hand_over_meanwhile(
-        self, subject: Subject, link: Link, model: Reference, requests: list[Request], how: OnWeightUpdate
+        self, subject: Subject, link: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
     ) -> tuple[list[Completion], Completion]:
         """Hand weights over while requests run -> (their completions, that of a request made afterwards)."""
 
@@ -146,7 +146,7 @@ class WeightRules:
             request = own.request(seed=9)
             assert gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
 
-    def _link(self, subject: Subject, transport: str, version: int) -> Link:
+    def _link(self, subject: Subject, transport: str, version: int) -> TransferSpec:
         session = f"{version}-{uuid.uuid4().hex}"
         more: dict[str, Any] = {}
         if transport in transfer.MEETING:
@@ -157,9 +157,9 @@ class WeightRules:
             folder = subject.scratch / f"weights-{transport}"
             folder.mkdir(exist_ok=True)
             address = str(folder)
-        return Link(transport, address, session, version, timeout_seconds=30.0, **more)
+        return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
 
-    def _hand_over(self, subject: Subject, link: Link, weights: list[tuple[str, Any]]) -> None:
+    def _hand_over(self, subject: Subject, link: TransferSpec, weights: list[tuple[str, Any]]) -> None:
         """Send and receive: at once what is streamed, else one after the other."""
         if link.transport not in transfer.STREAMED:
             transfer.send(link, weights)
@@ -170,7 +170,7 @@ class WeightRules:
             self._receive(subject, link)
             sent.result()
 
-    def _receive(self, subject: Subject, link: Link) -> None:
+    def _receive(self, subject: Subject, link: TransferSpec) -> None:
         with deadline(subject.deadline_seconds, "a hand-over of weights"):
             subject.generator.receive_weights(link, link.version).result()
 

@@ -13,7 +13,7 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
 from whet.interfaces.backend import Weights
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Pending, RankArguments, Site, Workers
 from whet_fsdp2.config import Fsdp2Config
 
@@ -67,7 +67,7 @@ class Fsdp2Backend:
         restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
         return {name: restored[f"output:{name}"] for name in outputs}
 
-    def send_weights(self, link: Link) -> Pending:
+    def send_weights(self, link: TransferSpec) -> Pending:
         """Start to send the policy's weights over a link."""
         return self._awake.start("send_weights", link, phase="weight_sync", timeout_seconds=link.timeout_seconds)
 

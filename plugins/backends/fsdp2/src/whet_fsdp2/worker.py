@@ -30,7 +30,7 @@ from whet.data.model_info import ModelInfo, locate, read_model, write_chat_templ
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.generation.offload import Offload
 from whet.interfaces.loss import Loss
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2 import attention, checkpoint
 from whet_fsdp2.config import Fsdp2Config
@@ -322,7 +322,7 @@ class Worker:
 
     # Weights
 
-    def send_weights(self, link: Link) -> None:
+    def send_weights(self, link: TransferSpec) -> None:
         """Send the weights as the forward pass uses them; rank 0 sends, or every rank to its GPU; all gather."""
         stream = self._weights.computing()
         if not self._first and link.transport != "cuda-ipc":

@@ -14,8 +14,7 @@ from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.model_info import ModelInfo
 from whet.data.records import Reply, Task
-from whet.errors import EnvironmentError as WhetEnvironmentError
-from whet.errors import Undecided
+from whet.errors import EpisodeError, Undecided
 from whet.interfaces.environment import Address, Answering, Environment, Model, states_answers
 from whet.plan.plan import facts_of
 from whet.rollout.scorer import Scorer
@@ -57,7 +56,7 @@ class Judge:
         except Undecided:
             own = dict.fromkeys(self._environment.reward_weights, 0.0)
         if role in own:
-            raise WhetEnvironmentError(f"the environment has a reward {role!r}, too; give the role another name")
+            raise EpisodeError(f"the environment has a reward {role!r}, too; give the role another name")
         self._own |= own.keys()
         value = await self._scorer.value(overheard.messages, cut=self._config.too_long == "cut")
         return {**own, role: self.reward(value)}

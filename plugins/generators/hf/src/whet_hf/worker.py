@@ -18,7 +18,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WhetError
 from whet.generation.offload import Offload
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
 from whet.weights.transfer import receive
@@ -121,7 +121,7 @@ class Worker:
         self._aborts.add([q.id for q in self._running if q.id in chosen])
         yield None
 
-    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. Until one is complete after a failed one, nothing is generated.
 
         The batch that runs is drained, goes on with the new weights, or is aborted; what waits gets them in any case.
@@ -137,12 +137,12 @@ class Worker:
         # Now, so that it comes before the next batch.
         await loop.run_in_executor(compute_thread(), self._take_between_batches, link, version)
 
-    def _take_between_batches(self, link: Link, version: int) -> None:
+    def _take_between_batches(self, link: TransferSpec, version: int) -> None:
         with self._busy:
             self._take(link, version)
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later hand-overs
-    def _take(self, link: Link, version: int) -> None:
+    def _take(self, link: TransferSpec, version: int) -> None:
         self._offload.wake(contents=False)
         try:
             take_weights(self._model, receive(link, self._rank.rank))

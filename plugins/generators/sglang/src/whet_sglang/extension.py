@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from whet.errors import WeightSyncError, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights.whole import receive_whole, stored_shapes
 from whet_sglang.arguments import SWITCH
 from whet_sglang.drawing import draw
@@ -87,7 +87,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     """Take a hand-over into the model of this process, whole or not at all, and write a report.
 
-    `named` is one pair, whose name says in JSON: `link` (the fields of `Link`), `receiver`, `folder` of
+    `named` is one pair, whose name says in JSON: `link` (the fields of `TransferSpec`), `receiver`, `folder` of
     the model, `reports`, a folder. Nothing is raised, of which SGLang would die. A report has `session`, `failure` in
     words, and `spoilt`: whether a mixture was left behind.
     """
@@ -107,7 +107,7 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
 
 def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
     """Load a whole hand-over."""
-    tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), Link(**order["link"])
+    tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["link"])
     with torch.inference_mode(False):  # what is mapped now is read by later hand-overs
         arriving = receive_whole(link, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
     report["spoilt"] = True

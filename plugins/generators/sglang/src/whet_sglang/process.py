@@ -17,7 +17,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.rollout.limits import completion_limit
 from whet.weights.manifest import await_manifests
 from whet.weights.whole import failure_among
@@ -93,7 +93,7 @@ class Process:
         inside = [id_ for id_ in ids if id_ in self._asked and self._asked[id_].inside]
         await asyncio.gather(*map(self._abort, inside))
 
-    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         async with self._arriving:
             self._gate.clear()
@@ -192,7 +192,7 @@ class Process:
                 await asyncio.gather(*map(self._abort, inside))
             await asyncio.wait(inside.values())
 
-    async def _while_all_stand_still(self, link: Link, version: int) -> None:
+    async def _while_all_stand_still(self, link: TransferSpec, version: int) -> None:
         """Take weights between two tokens of those that run, which are computed again afterwards."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -202,7 +202,7 @@ class Process:
         finally:
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def _take(self, link: Link, version: int) -> None:
+    async def _take(self, link: TransferSpec, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         broken, self._broken = self._broken, "it ended half way"
@@ -218,7 +218,7 @@ class Process:
         )
         self._broken = ""
 
-    async def _load(self, link: Link) -> list[dict[str, Any]]:
+    async def _load(self, link: TransferSpec) -> list[dict[str, Any]]:
         """Let SGLang's processes take a hand-over, in a session of its own kind; give their reports."""
         import torch
         from sglang.srt.managers.io_struct import (
@@ -253,7 +253,7 @@ def _tags() -> set[str]:
     return set(GPU_MEMORY_ALL_TYPES)
 
 
-def _must(link: Link, done: bool, *said: str) -> None:
+def _must(link: TransferSpec, done: bool, *said: str) -> None:
     """Raise `WeightSyncError` where SGLang says that it did not do what it was asked, of which it raises nothing."""
     if not done:
         raise WeightSyncError(f"hand-over {link.session}: SGLang {': '.join(said)}")

@@ -18,7 +18,7 @@ from whet.config.sections import DeadlinesSection
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError, WorkerError, WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
 from whet.runtime.log_excerpt import causes, errors, points_elsewhere
@@ -87,7 +87,7 @@ class Worker:
         await self._ask("abort", ids)
         yield None
 
-    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         try:
             await self._ask("receive_weights", link, version, on_weight_update)

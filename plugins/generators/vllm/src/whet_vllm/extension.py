@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from whet.errors import WeightSyncError, in_words
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.weights.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
 
@@ -40,7 +40,7 @@ class Arrival(WeightTransferUpdateInfo):  # type: ignore[misc]  # untyped for wh
     """A hand-over to take, whole."""
 
     link: dict[str, Any] = field(default_factory=dict)
-    """The fields of `whet.interfaces.weights.Link`."""
+    """The fields of `whet.interfaces.weights.TransferSpec`."""
     receiver: int = 0
     """Number of the first of this engine's processes among all that take weights."""
 
@@ -63,7 +63,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
     def receive_weights(self, update_info: Arrival) -> None:
         """Take all of a hand-over."""
         try:
-            link, share = Link(**update_info.link), get_tensor_model_parallel_rank()
+            link, share = TransferSpec(**update_info.link), get_tensor_model_parallel_rank()
             count = self._take(link, update_info.receiver + share)
             self.report.update(session=update_info.link["session"], tensors=count, failure="")
         except Exception as error:
@@ -76,7 +76,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
     def shutdown(self) -> None:
         """Nothing is held."""
 
-    def _take(self, link: Link, receiver: int) -> int:
+    def _take(self, link: TransferSpec, receiver: int) -> int:
         """Load a whole hand-over; give the number of tensors."""
         config = self.model_config
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))

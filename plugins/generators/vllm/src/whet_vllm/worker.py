@@ -24,7 +24,7 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import Link
+from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.rollout.limits import completion_limit
 from whet.runtime.worker_process import give_up
@@ -90,7 +90,7 @@ class Worker:
         await asyncio.wrap_future(self._there(self._abort(ids)))
         yield None
 
-    async def receive_weights(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
         await asyncio.wrap_future(self._there(self._receive(link, version, on_weight_update)))
 
@@ -187,7 +187,7 @@ class Worker:
             return request.id, str(error)
         return error
 
-    async def _receive(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def _receive(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         async with self._arriving:
             self._gate.clear()
             try:
@@ -226,7 +226,7 @@ class Worker:
         """Say what is free on the GPUs of the engine's processes, together."""
         return sum(await self._engine.llm.collective_rpc("whet_free_bytes"))
 
-    async def _change(self, link: Link, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def _change(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         if link.transport in ("shared-memory", "disk"):
             # Those that run need not stand still until the senders are done.
             await asyncio.to_thread(await_manifests, link)
@@ -241,7 +241,7 @@ class Worker:
             await self._engine.llm.resume_generation()
         return None
 
-    async def _take(self, link: Link, version: int) -> None:
+    async def _take(self, link: TransferSpec, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._engine.llm
