@@ -35,7 +35,7 @@ def package(plugin: Path) -> str:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Give the first name of every module that a file imports, wherever in it."""
+    """Return the first name of every module that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -44,7 +44,7 @@ def imports(file: Path) -> Iterator[str]:
 
 
 def heavy_after(code: str, *arguments: str) -> list[str]:
-    """Run code in a fresh interpreter, and give which heavy packages it has imported."""
+    """Run code in a fresh interpreter, and return which heavy packages it has imported."""
     code = f"import sys\n{code}\nprint('loaded:', *sorted(set({HEAVY!r}) & set(sys.modules)))"
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
@@ -203,3 +203,41 @@ def test_every_number_of_every_component_has_a_lower_and_an_upper_bound() -> Non
     assert len(offers) > 30
     found = {f"{kind}/{name}": unbounded(offer.component.config) for kind, name, offer in offers}
     assert {name: fields for name, fields in found.items() if fields} == {}
+
+
+# How functions are described
+
+REFUSED_OPENINGS = {"Give", "Gives", "Say", "Says", "Tell", "Let", "Have", "Note", "Of"}
+"""A function that returns something begins its docstring with "Return", one that acts with the act."""
+ROOMS_TO_REWRITE = (
+    "core/src/whet/endpoint/",
+    "core/src/whet/plan/",
+    "core/src/whet/report/",
+    "core/src/whet/run/",
+    "core/src/whet/runtime/",
+    "core/src/whet/testing/",
+    "plugins/",
+)
+"""Where docstrings may still begin otherwise. This list only gets shorter."""
+
+
+def openings(file: Path) -> Iterator[tuple[int, str]]:
+    """Return the line and the first word of the docstring of each function in a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text.split()[0].strip(".,:;")
+
+
+def test_no_function_is_described_by_a_vague_word() -> None:
+    files = [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/*/src/**/*.py")]
+    held = [file for file in files if not str(file.relative_to(ROOT)).startswith(ROOMS_TO_REWRITE)]
+    found = [(file.relative_to(ROOT), line, word) for file in held for line, word in openings(file)]
+    assert found
+    assert [where for where in found if where[2] in REFUSED_OPENINGS] == []
+
+
+def test_no_template_of_a_package_describes_anything_by_a_vague_word() -> None:
+    files = [*ROOT.glob("core/src/**/*.py.template"), *ROOT.glob("plugins/*/*/src/**/*.py.template")]
+    assert files
+    found = {file.relative_to(ROOT): re.findall(r'"""(\w+)', file.read_text(encoding="utf-8")) for file in files}
+    assert {file: words for file, words in found.items() if REFUSED_OPENINGS.intersection(words)} == {}

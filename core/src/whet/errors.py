@@ -1,7 +1,7 @@
 """The few exceptions that whet raises on purpose.
 
-Each message says what was found, what was wanted, where, and what to change; the command line
-prints the message alone, without a traceback.
+Each message tells what was found, what was wanted, where, and what to change. The command line prints only the message,
+without a traceback.
 """
 
 import functools
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class WhetError(Exception):
-    """Anything that whet reports to its user in plain words."""
+    """An error that whet reports to its user in plain words."""
 
 
 def in_words(error: BaseException) -> str:
-    """Say what was raised: the message alone where it is of whet, else the exception's name, message and place."""
+    """Return the message of an error of whet, or else the exception's name, message and place."""
     if isinstance(error, WhetError):
         return str(error)
     place = place_of(error)
@@ -23,7 +23,7 @@ def in_words(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Say where an error was raised; where that is in a library, also the last place before it that is not."""
+    """Return where an error was raised. If that is in a library, also return the last place before it that is not."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(("<", *_libraries()))]
     places = [f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in (*frames[-1:], *own[-1:])]
@@ -32,18 +32,18 @@ def place_of(error: BaseException) -> str:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of code that is rarely what its user has to change: Python's own, installed packages, whet."""
+    """Return the folders of code that users rarely have to change: Python's own, installed packages, whet."""
     paths = sysconfig.get_paths()
     return (str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 class ConfigError(WhetError):
-    """The configuration, or a file that it names, is wrong. Carries one line per problem."""
+    """The configuration, or a file that it names, is wrong. Has one line per problem."""
 
     def __init__(self, problems: list[str] | str, remedy: str = "") -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         self.remedy = remedy
-        """One act that mends several of the problems."""
+        """One change that fixes several of the problems."""
         super().__init__("\n".join(self.problems))
 
 
@@ -60,7 +60,7 @@ class CheckpointError(WhetError):
 
 
 class EpisodeError(WhetError):
-    """An environment broke its contract: it raised, or gave a reward that is no finite number."""
+    """An environment broke its contract: it raised, or returned a reward that is no finite number."""
 
 
 EnvironmentError = EpisodeError
@@ -68,26 +68,26 @@ EnvironmentError = EpisodeError
 
 
 class InfrastructureError(WhetError):
-    """What an episode stands on failed, not the episode: a sandbox, a server, a process. Environments may raise it.
+    """The infrastructure failed, not the episode: a sandbox, a server, a process. Environments may raise it.
 
-    Such an episode is played again on a budget of its own (`rollout.infrastructure_retries`), and never scored.
+    Such an episode is played again within a limit of its own (`rollout.infrastructure_retries`), and never scored.
     """
 
     again = True
-    """Whether playing it again may help."""
+    """Whether playing the episode again may help."""
 
 
 class Undecided(WhetError):  # noqa: N818 - it says what came of an answer
-    """What a model wrote could not be decided about within the limits of a grader: time, memory, depth.
+    """A grader could not decide about a response within its limits of time, memory or depth.
 
-    It is the answer's fault, not the grader's. An episode whose environment raises this is finished, and every reward
-    of the environment's `reward_weights` is 0, and every other one that its episodes have counts as 0. An environment
-    whose worst reward is another one catches it.
+    This is the response's fault, not the grader's. An episode whose environment raises it is finished. Every reward in
+    the environment's `reward_weights` is 0, and every other reward that the environment's episodes have counts as 0. An
+    environment whose worst reward is not 0 should catch it.
     """
 
 
 class RequestLost(InfrastructureError):  # noqa: N818 - it says what happened to the request
-    """A request was with one replica after another when they were lost, and may be what kills them."""
+    """A request was running on one lost replica after another, and may be what kills them."""
 
     again = False
 
@@ -100,26 +100,28 @@ class WorkerError(WhetError):
     ) -> None:
         self.role, self.rank, self.phase, self.cause, self.last_words = role, rank, phase, cause, last_words
         self.details = details
-        """The worker's traceback, where it raised."""
+        """The worker's traceback, if it raised."""
         who = role if rank is None else f"{role} rank {rank}"
         tail = f"\nIts last words:\n{last_words}" if last_words else ""
         super().__init__(f"{who} failed in {phase}: {cause}{tail}")
 
 
 class WorkerLost(WorkerError):  # noqa: N818 - it says what happened to the worker
-    """A worker's process died or hung: nothing says that the same work would fail again in another process."""
+    """A worker's process died or hung. The same work may succeed in another process."""
 
 
 class ClusterLost(WorkerLost):
-    """What runs all processes is lost, and they with it: none can be started before all are."""
+    """The cluster that runs all processes is lost, and the processes with it. None can be started before the cluster
+    is.
+    """
 
 
 class ClusterGone(WhetError):  # noqa: N818 - it says what happened
-    """What runs processes is there no more."""
+    """The cluster that runs the processes no longer exists."""
 
 
 class WeightSyncError(WhetError):
-    """A weight sync was partial, stale or damaged, and was refused."""
+    """A transfer of weights was partial, stale or damaged, and was refused."""
 
 
 RefitError = WeightSyncError

@@ -88,7 +88,7 @@ def test_the_smallest_reward_of_a_right_answer_may_be_minus_infinity() -> None:
     assert made.at_least == -math.inf
     (doc,) = [doc for doc in describe(LikelihoodSection) if doc.name == "at_least"]
     assert doc.allowed == "at most 1000000.0"
-    assert "`-.inf`: all answers" in doc.doc
+    assert "`-.inf`: all responses" in doc.doc
     for value in (math.inf, math.nan):
         with pytest.raises(ConfigError):
             structure({"at_least": value}, LikelihoodSection, None)

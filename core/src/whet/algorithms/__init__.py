@@ -1,1 +1,1 @@
-"""What several algorithms share: the stages of a policy step, and losses with corrections."""
+"""Code shared by several algorithms: the stages of a policy step, and losses with corrections."""

@@ -2,7 +2,7 @@
 
     forward pass -> trainer's logprobs -> weights and masks -> advantages -> the loss itself
 
-Where a batch gets one optimizer step, the pass that trains on it gives the logprobs that the correction compares, so no
+If a batch gets one optimizer step, the training pass itself computes the logprobs that the correction compares, so no
 other pass is needed; see `whet.algorithms.policy_steps.place_correction`.
 """
 
@@ -20,11 +20,11 @@ from whet.interfaces.loss import Loss, LossResult
 
 
 class Corrected:
-    """Another loss, on advantages that are corrected by what its own forward pass says of each token.
+    """Another loss, on advantages that are corrected with the logprobs of its own forward pass.
 
     The corrections are those of `policy_steps.correct_gap` that leave every token in the mean, so that counts are known
-    before the pass, and that look at each sequence by itself. They carry no gradient. Its metrics are over the
-    sequences that can move the loss.
+    before the pass, and that read each sequence by itself. They carry no gradient. The metrics are over the sequences
+    that can move the loss.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -37,15 +37,15 @@ class Corrected:
         self.weights = self._loss.weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count as the loss does."""
+        """Return the counts of the inner loss."""
         return self._loss.counts(batch)
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences can move the loss before any correction."""
+        """Return which sequences can move the inner loss before any correction."""
         return self._loss.live(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Correct the advantages, and compute the loss."""
+        """Correct the advantages and return the result of the inner loss."""
         logprobs = outputs["logprobs"]
         plain = batch.map(_plain).with_columns(old_logprobs=_plain(logprobs.float()))
         corrected, metrics = correct_gap(plain, self._section)

@@ -1,10 +1,10 @@
-"""What algorithms fed by rollouts do between taking a batch and training on it: small steps from batch to batch.
+"""The stages between taking a batch of rollouts and training on it: small steps from batch to batch.
 
     take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> correct_gap
          -> keep_uncertain -> train
 
-All of them run on the driver, on NumPy columns, and each leaves the batch as it was where its section asks for nothing.
-Only a correction that needs no more than the training pass itself happens there; see `place_correction`.
+All of them run on the driver, on NumPy columns. Each returns the batch unchanged if its section asks for nothing. Only
+a correction that needs nothing but the training pass runs there; see `place_correction`.
 """
 
 from collections.abc import MutableMapping
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 Metrics = dict[str, Metric]
 OldLogprobs = Literal["current", "score", "sampler"]
 _KL_WEIGHT = "kl_reward.weight"
-"""Under this name an adaptive weight is carried from step to step."""
+"""The key under which an adaptive weight is carried from step to step."""
 
 
 def place_correction(
     section: CorrectionSection, scored: bool, penalty: KlRewardSection, uncertain: TopEntropySection | None = None
 ) -> tuple[CorrectionSection, CorrectionSection]:
-    """Split a correction into what happens before the training pass, and what within it; one of the two is nothing.
+    """Split a correction into the part before the training pass and the part within it. One of the two is empty.
 
-    It happens within where that pass is the only one (not `scored`), so that its logprobs are those of the weights
-    before the step, where it need not know the whole batch, where no penalty in the reward reads them before, and where
-    no token leaves the loss mask for its low entropy: a correction looks at all tokens of an answer.
+    It is within the pass if four conditions hold. That pass is the only one (not `scored`), so that its logprobs are
+    those of the weights before the step. The correction does not need the whole batch. No penalty in the reward reads
+    the logprobs earlier. No token leaves the loss mask because of its low entropy: a correction reads all tokens of a
+    response.
     """
     nothing = CorrectionSection()
     cut = uncertain is not None and uncertain.share < 1 and not uncertain.count_rest
@@ -49,7 +50,7 @@ def place_correction(
 
 
 def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
-    """Return the loss with a correction within the training pass, where one is wanted; see `corrected_loss`."""
+    """Return the loss with a correction within the training pass, if one is wanted; see `corrected_loss`."""
     if not section.wanted:
         return loss
     return Spec("whet.algorithms.corrected_loss:Corrected", "", {"loss": asdict(loss), "correction": asdict(section)})
@@ -60,10 +61,10 @@ def choose_old_logprobs(
 ) -> OldLogprobs:
     """Return where the old policy's logprobs come from.
 
-    `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass
-    of the trainer before the first minibatch, for a batch that gets several optimizer steps or a correction before
-    (`scored`). `sampler`: as recorded while sampling. `auto` takes the trainer's at staleness 0, and where what is
-    compared with the sampler must be the trainer's (`corrected`).
+    `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass of
+    the trainer before the first minibatch, for a batch that gets several optimizer steps or an earlier correction
+    (`scored`). `sampler`: as recorded while sampling. `auto` takes the trainer's at staleness 0, and wherever the
+    logprobs that are compared with the sampler's must be the trainer's (`corrected`).
     """
     if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
         return "sampler"
@@ -71,7 +72,7 @@ def choose_old_logprobs(
 
 
 def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:
-    """Add the logprobs of the old policy and of the reference, where they are wanted."""
+    """Add the logprobs of the old policy and of the reference, if they are wanted."""
     if reference:
         scores = backend.score(batch, ("logprobs",), "reference")
         batch = batch.with_columns(reference_logprobs=scores["logprobs"])
@@ -83,14 +84,14 @@ def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) 
 
 
 def logged(step: "Step", made: tuple[Batch, Metrics]) -> Batch:
-    """Log the metrics of a stage and give its batch."""
+    """Log the metrics of a stage and return its batch."""
     batch, metrics = made
     step.log(metrics)
     return batch
 
 
 def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metrics]:
-    """Leave sequences that were cut by their length out of the loss, and say how many."""
+    """Remove sequences that were cut by their length from the loss, and return their share as a metric."""
     if not section.mask:
         return batch, {}
     cut = ~np.asarray(batch["stopped"])
@@ -99,7 +100,7 @@ def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metric
 
 
 def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -> tuple[Batch, Metrics]:
-    """Take the penalty for long answers from their reward; it is a named reward, `overlong`, of its own, too."""
+    """Subtract the penalty for long responses from their reward. It is also a named reward of its own, `overlong`."""
     if not section.penalty:
         return batch, {}
     sizes = of_episodes(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
@@ -110,14 +111,14 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
 def penalise_kl(
     batch: Batch, section: KlRewardSection, carried: MutableMapping[str, Any] | None = None
 ) -> tuple[Batch, Metrics]:
-    """Take the divergence from the reference from the reward, at each token.
+    """Subtract the divergence from the reference from the reward, at each token.
 
-    -weight * KL goes to the column `token_rewards` [N], its sum over an episode to the episode's reward and to the
-    named reward `kl`. The reward without it stays in the column `task_reward`, as a sum of the two in float32 cannot be
-    taken apart again. The policy is that of `old_logprobs` where the batch has them, else the sampler.
+    -weight * KL goes to the column `token_rewards` [N]; its sum over an episode goes to the episode's reward and to the
+    named reward `kl`. The column `task_reward` keeps the reward without it, because a float32 sum of the two cannot be
+    separated again. The policy is that of `old_logprobs` if the batch has them, else the sampler.
 
-    `carried` is what an algorithm carries from step to step (`whet.run.steps.Steps.state`). An adaptive weight is read
-    there and, once it has been charged, adapted there for the next step.
+    `carried` is the state that an algorithm carries from step to step (`whet.run.steps.Steps.state`). An adaptive
+    weight is read from it and, after its use, adapted in it for the next step.
     """
     if not section.weight:
         return batch, {}
@@ -136,7 +137,7 @@ def penalise_kl(
 
 
 def _kl_weight(section: KlRewardSection, carried: MutableMapping[str, Any] | None) -> float:
-    """Return the weight of this step: the one that the steps before have left, or the first."""
+    """Return the weight of this step: the one that the previous steps have left, or the first."""
     return float((carried or {}).get(_KL_WEIGHT, section.weight)) if section.adaptive.target else section.weight
 
 
@@ -159,10 +160,10 @@ def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSec
 
 
 def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection) -> tuple[Batch, Metrics]:
-    """Leave the advantage to the tokens of the highest entropy alone: the share of them that the section says.
+    """Train only on the tokens of the highest entropy: the section's share of them.
 
-    The entropy is that of the weights before the step, and its quantile is over the trained tokens of the whole batch,
-    so that neither depends on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss mask.
+    The entropy is that of the weights before the step. Its quantile is over the trained tokens of the whole batch, so
+    that it does not depend on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss mask.
     Wang et al. 2025 (arXiv:2506.01939).
     """
     if section.share >= 1:
@@ -183,25 +184,25 @@ def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection)
 
 
 def of_episodes(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
-    """Add the values of an episode's sequences up, for each of them. values [B] -> [B]."""
+    """Return for each sequence the sum of values over its episode. values [B] -> [B]."""
     _, episode = np.unique(np.asarray(batch["episode"]), return_inverse=True)
     return np.asarray(np.bincount(episode, values)[episode])
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
-    """Add a reward to each sequence's, and keep it as a named one beside. values [B] float32."""
+    """Add a reward to each sequence's reward, and keep it as a named reward too. values [B] float32."""
     reward = np.asarray(batch["reward"] + values, np.float32)
     return batch.with_columns(**{"reward": reward, f"reward:{name}": np.asarray(values, np.float32)})
 
 
 def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None = None) -> NDArray[Any]:
-    """Clip advantages to plus or minus a bound; 0: not at all. `below` is another bound for negative ones."""
+    """Clip advantages to plus or minus a bound; 0: no bound. `below` is another bound for negative ones."""
     least = bound if below is None else below
     return advantages.clip(-least if least else -np.inf, bound or np.inf) if least or bound else advantages
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
-    """Return advantages/mean, /std, /min and /max over trained tokens, and the share of sequences that have one."""
+    """Return advantages/mean, /std, /min and /max over trained tokens, and the share of them whose advantage is 0."""
     mask = np.asarray(batch["loss_mask"])
     values = np.asarray(of_tokens(batch, "advantages"), np.float64)[mask]
     if not len(values):
@@ -216,11 +217,11 @@ def advantage_metrics(batch: Batch) -> Metrics:
 
 
 def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metrics]:
-    """Correct for the gap between the sampler and the trainer, whatever the loss.
+    """Correct for the gap between the sampler and the trainer, for any loss.
 
-    Every loss of a policy is proportional to its advantage as long as the sign stays, so weights multiply advantages,
-    and what is masked gets the advantage 0. What is dropped, and with `count_masked` false what is masked, leaves the
-    loss mask, and with it every term and every mean. Compares `old_logprobs`, which must be the trainer's, with
+    Every loss of a policy is proportional to its advantage as long as the sign stays. So weights multiply advantages,
+    and a masked token gets the advantage 0. A dropped sequence, and with `count_masked` false a masked token, leaves
+    the loss mask, and with it every term and every mean. Compares `old_logprobs`, which must be the trainer's, with
     `sampler_logprobs`.
     """
     if not section.wanted:
@@ -253,12 +254,12 @@ def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metric
 
 
 def _tokens(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return a column that is [B] or [N] for each token."""
+    """Return a column that is [B] or [N] as a column [N]."""
     return np.asarray(expand(values, lengths)) if len(values) == len(lengths) else values
 
 
 def _product(one: NDArray[Any], other: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Multiply columns that are [B] or [N] each; the finer of the two wins."""
+    """Return the product of two columns that are [B] or [N] each. It is [N] if one of them is."""
     if len(one) != len(other):
         one, other = _tokens(one, lengths), _tokens(other, lengths)
     return np.asarray(one * other)

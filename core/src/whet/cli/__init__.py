@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that `whet --help` answers at once.
+"""The command line. A command imports what it needs when it runs, so that `whet --help` answers at once.
 
 Exit codes: 0 done, 1 an error of the run or its config, 2 wrong usage, 130 ended by Ctrl-C, 143 by SIGTERM.
 """
@@ -13,7 +13,7 @@ BY_CTRL_C = "ended by Ctrl-C"
 
 
 def main() -> None:
-    """Run the command line and exit. Signals are handled before anything else is imported, which takes a while."""
+    """Run the command line and exit. Signals are handled before the slow imports."""
     code = 0
     try:
         signal.signal(signal.SIGTERM, _terminate)
@@ -28,24 +28,26 @@ def main() -> None:
         code = 128 + signal.SIGTERM
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # what is left is Python's own end, which a traceback would disturb
+            signal.signal(number, signal.SIG_DFL)  # only Python's own exit is left, without tracebacks
     _let_go_of_readers()
     sys.exit(code)
 
 
 class Terminated(BaseException):
-    """SIGTERM, as Ctrl-C is KeyboardInterrupt: nothing that handles errors or SystemExit may swallow it."""
+    """Raised by SIGTERM, as KeyboardInterrupt is by Ctrl-C. Code that handles errors or SystemExit must not
+    swallow it.
+    """
 
 
 def _let_go_of_readers() -> None:
-    """Say what is left, where somebody reads it: Python itself would make a failure of `whet run it.yaml | head`."""
+    """Flush the output if there is a reader. Otherwise Python would report an error for `whet run it.yaml | head`."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (OSError, ValueError):  # Python will say so
+        except (OSError, ValueError):  # Python reports it
             pass
 
 

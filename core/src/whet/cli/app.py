@@ -34,23 +34,23 @@ for _command in (demo, run, check, config, data, doctor, evaluate, export, plugi
 
 
 def run_command() -> int:
-    """Run what the command line says, and give the exit code."""
+    """Run the command of the command line, and return the exit code."""
     _fill_standard_streams()
     try:
         code: int = group.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:  # what click makes of Ctrl-C
+    except click.Abort:  # click turns Ctrl-C into this
         say(BY_CTRL_C)
         return 128 + signal.SIGINT
     return code
 
 
 def _fill_standard_streams() -> None:
-    """Open what nobody opened of standard input, output and error: another file in their place would be written to.
+    """Open standard input, output and error if they are closed. Otherwise the next open file would take their place.
 
-    Python leaves them out, and libraries such as Ray count on them.
+    Python leaves closed streams out, and libraries such as Ray rely on them.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:

@@ -1,4 +1,4 @@
-"""`whet check`: go as far as anyone can without resources."""
+"""`whet check`: every check that needs no resources."""
 
 import json
 
@@ -16,12 +16,13 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 def check(config: str, overrides: tuple[str, ...], machine: str | None, as_json: bool) -> int:
     """Check CONFIG and print the plan of its run.
 
-    Nothing is started and no weights are read: this needs no GPU and takes about a second. A warning tells what is not
-    here, GPUs included, and would have to be wherever it runs. What cannot fit into memory is refused.
+    Nothing is started and no weights are read: this needs no GPU and takes about a second. A warning names what is
+    missing on this machine, GPUs included, and must exist where the run starts. A run that cannot fit into memory is
+    refused.
 
-    `--machine` plans for a machine that is not here: `8xH100` is one with eight of these GPUs, `2x8xA100-40GB` are two
-    with eight each, `4x24GB,cores=32,memory=256GB` tells the rest as well. GPUs that are not well known get their
-    memory behind the name. A `.yaml` file lists machines that are not alike.
+    `--machine` plans for another machine: `8xH100` has eight of these GPUs, `2x8xA100-40GB` are two machines with eight
+    each, `4x24GB,cores=32,memory=256GB` also states cores and memory. GPUs that are not well known need their memory
+    after the name. A `.yaml` file lists machines that differ.
     """
     from whet.errors import ConfigError
     from whet.plan.given_machine import given_machine

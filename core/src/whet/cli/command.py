@@ -1,4 +1,4 @@
-"""What all commands share: how they report errors, and the arguments that name a config."""
+"""The common part of all commands: how they report errors, and the arguments that name a config."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +15,12 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class Utf8(click.Command):
-    """Takes arguments that are UTF-8 text."""
+    """A command that takes only arguments in UTF-8."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Read the arguments; what is no text is refused before anything looks for a file of that name."""
+        """Read the arguments. Refuse one that is not text before it is used as a file name."""
         for argument in args:
             if any("\ud800" <= letter <= "\udfff" for letter in argument):
                 raise click.UsageError(f"the argument {argument!r:.80} is not UTF-8 text")
@@ -28,7 +28,7 @@ class Utf8(click.Command):
 
 
 class PlainErrors(Utf8):
-    """Prints what whet reports in plain words; `--traceback` shows where it came from as well."""
+    """A command that prints errors of whet as plain messages. `--traceback` also shows where an error came from."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -36,7 +36,7 @@ class PlainErrors(Utf8):
         self.params.append(click.Option(["--traceback"], is_flag=True, expose_value=False, callback=_keep, help=about))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; errors of whet end it with exit code 1."""
+        """Run the command. An error of whet ends it with exit code 1."""
         try:
             return super().invoke(ctx)
         except WhetError as error:
@@ -45,14 +45,14 @@ class PlainErrors(Utf8):
             raise click.ClickException(message(error)) from error
         except BrokenPipeError:
             raise
-        except (OSError, UnicodeError, RecursionError) as error:  # of what the command was given
+        except (OSError, UnicodeError, RecursionError) as error:  # errors of the files and texts that the command got
             if ctx.meta.get("traceback"):
                 raise
             raise click.ClickException(message(WhetError(_of_input(error)))) from error
 
 
 def _of_input(error: Exception) -> str:
-    """Say in plain words what is wrong with a file, a text or a nesting that nothing else refused."""
+    """Return in plain words what is wrong with a file, a text or a nesting that no other check refused."""
     if isinstance(error, OSError):
         name = f"{str(error.filename)!r:.200}: " if error.filename else ""
         return f"{name}{error.strerror or error}; `--traceback` shows where it was needed"
@@ -66,13 +66,13 @@ class Command(PlainErrors):
 
 
 class Group(PlainErrors, click.Group):
-    """A command with plain errors that has further ones below it."""
+    """A command with plain errors and subcommands."""
 
 
 def message(error: WhetError) -> str:
-    """Write an error for the terminal; several problems get a line each.
+    """Return an error's text for the terminal. Several problems get a line each.
 
-    Errors of environments and graders may quote a model, so what could steer the terminal is shown, not sent.
+    Errors of environments and graders may quote a model, so characters that could control the terminal are escaped.
     """
     problems = error.problems if isinstance(error, ConfigError) else []
     lines = [f"{len(problems)} problems in the config", *(f"  {problem}" for problem in problems)]
@@ -82,31 +82,31 @@ def message(error: WhetError) -> str:
 
 
 def config_arguments(function: Decorated) -> Decorated:
-    """Add the arguments CONFIG and OVERRIDES, which are `key.path=value`."""
+    """Add the arguments CONFIG and OVERRIDES to a command. An override is `key.path=value`."""
     overrides = click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
     return click.argument("config", type=click.Path())(overrides(function))
 
 
 def say(text: str) -> None:
-    """Tell the user how a command goes, on stderr. That nobody listens any more does not make it fail."""
+    """Print progress for the user on stderr. A closed stderr does not make the command fail."""
     with suppress(OSError):
         click.echo(text, err=True)
 
 
 def warn_of_broken(registry: "Registry") -> None:
-    """Say on stderr which plugins cannot be used."""
+    """Print the plugins that cannot be used on stderr."""
     for broken in registry.broken:
         say(f"warning: not usable: {broken}")
 
 
 def registry_option(function: Decorated) -> Decorated:
-    """Add `--config`, for `load_registry`."""
+    """Add `--config`, the argument of `load_registry`."""
     about = "Also see the single-file plugins that this config names."
     return click.option("--config", type=click.Path(), help=about)(function)
 
 
 def load_registry(config: str | None) -> "Registry":
-    """Load the installed plugins, and the single files that a config names; what is wrong with those is a warning."""
+    """Load the installed plugins, and the single files that a config names. Problems of these files are warnings."""
     from whet.plan.load import load_files_of
     from whet.plugins.registry import load_plugins
 

@@ -24,7 +24,7 @@ def config() -> None:
 @click.argument("words", nargs=-1, metavar="[KEY] [KEY.PATH=VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def explain(config: str, words: tuple[str, ...], as_json: bool) -> None:
-    """Explain KEY of CONFIG: its value, where that comes from, what it means and what it may be.
+    """Explain KEY of CONFIG: its value, where it comes from, what it means and which values are allowed.
 
     Without KEY, print every value of the effective config with its source. Overrides count as they do in `whet run`.
     """
@@ -49,7 +49,7 @@ def explain(config: str, words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _lines(setting: "Setting", config: str) -> "Iterator[str]":
-    """Say everything about one key."""
+    """Yield lines with everything about one key."""
     from whet.config.document import to_line
 
     yield f"{click.style(setting.key, bold=True)} = {to_line(setting.value)}"
@@ -79,7 +79,7 @@ def _next(setting: "Setting") -> str:
 
 
 def _rows(found: "Sequence[Setting]") -> "Iterator[str]":
-    """Give a line for each key: key, value, source."""
+    """Yield a line for each key: key, value, source."""
     from whet.config.document import to_line
 
     rows = [(setting.key, to_line(setting.value), str(setting.origin)) for setting in found]

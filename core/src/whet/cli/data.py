@@ -35,16 +35,16 @@ def data() -> None:
     "--records", "most", default=10_000, show_default=True, type=click.IntRange(0), help="Records to count; 0: all."
 )
 @click.option("--tokens", "by_token", is_flag=True, help="Print each token on a line of its own, with its number.")
-@click.option("--plain", is_flag=True, help="Print without colours, as where the output is no terminal.")
+@click.option("--plain", is_flag=True, help="Print without colours, as if the output were no terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def look(
     config: str, overrides: tuple[str, ...], rows: int, split: Split, most: int, by_token: bool, plain: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Show what the data of CONFIG becomes: a few records as tokens, and which of these are trained on.
+    """Show what the data of CONFIG becomes: a few records as tokens, and which tokens are trained on.
 
-    Then counts: records that are left out and why, and how long the sequences are. Of a config that is fed by rollouts,
-    the prompts of its environments are shown. Needs the tokenizer of the model, and neither weights nor torch.
+    Then print counts: records that are left out and why, and how long the sequences are. For a config that trains on
+    rollouts, show the prompts of its environments. Needs the tokenizer of the model, but no weights and no torch.
     """
     seen = _seen(config, overrides, rows, split, most, quiet=as_json)
     if as_json:
@@ -55,20 +55,20 @@ def look(
 
 
 class Seen(NamedTuple):
-    """What is to be shown."""
+    """What is shown."""
 
     title: str
     files: tuple[str, ...]
-    """What was recognised, a line for each file."""
+    """The recognised format of each file, one line per file."""
     shown: "list[Shown]"
     counts: "Counts"
     chat: "ChatTokenizer"
     limit: int
     limit_words: str
     what: str
-    """What a record is called: `record` or `prompt`."""
+    """The word for a record: `record` or `prompt`."""
     length: str = ""
-    """How steps and epochs of the run go together."""
+    """The relation of the run's steps and epochs, as text."""
     allowed: float = 1.0
     """Share of the records that may be malformed."""
 
@@ -96,7 +96,7 @@ def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most
 
 
 class _Status:
-    """Shows how far the reading is, where there is a display."""
+    """Shows the progress of reading, if there is a display."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
@@ -146,7 +146,7 @@ def _records(
 
 
 def _length(config: "Config", facts: "Facts", counts: "Counts") -> str:
-    """Return how many steps the epochs of a run are, or the reverse; empty where not all records were counted."""
+    """Return how many steps the run's epochs are, or the reverse, as text. Empty unless all records were counted."""
     from whet.data.offline import steps_of
 
     size, run = facts.records_per_step, config.run
@@ -223,13 +223,13 @@ def _lines(seen: Seen, style: str) -> Iterator[str]:
 
 
 def _spans(found: "list[Piece]") -> Iterator[str]:
-    """Write each run of tokens that are trained, or are not, on a line of its own."""
+    """Yield each run of trained, or untrained, tokens on a line of its own."""
     for trained, run in itertools.groupby(found, lambda piece: piece.trained):
         yield f"  {'+' if trained else '-'} {''.join(piece.text for piece in run)}"
 
 
 def _coloured(found: "list[Piece]") -> Iterator[str]:
-    """Write the text as it is, trained tokens in colour, special tokens bold; a line break is shown and made."""
+    """Yield the text with trained tokens in colour and special tokens bold. A line break is shown and made."""
     text = "".join(
         click.style(piece.text, fg="green" if piece.trained else None, bold=piece.special, dim=not piece.trained)
         + ("\n    " if piece.text.endswith("\\n") else "")

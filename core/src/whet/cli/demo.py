@@ -1,4 +1,4 @@
-"""`whet demo`: a model that learns, from nothing, in a few minutes on a laptop."""
+"""`whet demo`: trains a small model that starts from nothing, in a few minutes on a laptop."""
 
 import shlex
 import time
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from whet.run.demo import Stage
 
 SHOWN = 6
-"""Values of a course in the table."""
+"""Number of values of a learning curve in the table."""
 
 
 class _Demo(Command):
-    """Names the demos at the end of its help. The catalog is read only then, so that `whet --help` stays instant."""
+    """Lists the demos at the end of its help. The catalog is read only then, so that `whet --help` stays fast."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from whet.plugins.catalog import catalog
@@ -34,17 +34,26 @@ class _Demo(Command):
 @click.command(cls=_Demo, short_help="Make a small model and train it.")
 @click.argument("name", required=False)
 @click.option(
-    "--folder", type=click.Path(file_okay=False, path_type=Path), help="Where all of it goes: runs/quickstart-0."
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for everything that is written: runs/quickstart-0.",
 )
-@click.option("--steps", type=click.IntRange(min=0), help="Of the last run; the others are shortened alike. 0: no run.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, help="Of model, data and runs: 0. Fixed once they are made."
+    "--steps",
+    type=click.IntRange(min=0),
+    help="Steps of the last run; the others are shortened in proportion. 0: no run.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Seed of model, data and runs: 0. It cannot change once they are made.",
 )
 def demo(name: str | None, folder: Path | None, steps: int | None, seed: int) -> int:
     """Make a small model and its data, and train it by supervised fine-tuning and by reinforcement learning.
 
-    NAME is one of the demos that plugins ship; the first of them without NAME. Each takes a few minutes on two CPU
-    cores, and needs neither a GPU nor a download. The same command goes on where it was ended.
+    NAME is one of the demos that plugins ship; without NAME, the first of them. Each takes a few minutes on two CPU
+    cores, and needs neither a GPU nor a download. The same command continues where it was ended.
     """
     from whet.plugins.catalog import catalog
     from whet.plugins.registry import load_plugins
@@ -86,7 +95,7 @@ def _command(stage: "Stage") -> str:
 
 
 def _run(stage: "Stage", registry: "Registry") -> int:
-    """Run one recipe; return 0 when it is finished, else the exit code."""
+    """Run one recipe. Return 0 when it is finished, else the exit code."""
     from whet.run.compose import run
 
     outcome = run(stage.recipe, stage.overrides, registry=registry)
@@ -96,7 +105,7 @@ def _run(stage: "Stage", registry: "Registry") -> int:
 
 
 def _show(runs: "Sequence[Stage]", seconds: float) -> None:
-    """Print what was learned, where it lies, and what to do next."""
+    """Print what was learned, where the results are, and what to do next."""
     from rich.console import Console
     from rich.table import Table
 
@@ -122,7 +131,7 @@ def _show(runs: "Sequence[Stage]", seconds: float) -> None:
 
 
 def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
-    """Yield commands that lead on from a finished demo, and what each is for."""
+    """Yield commands that continue from a finished demo, and what each one is for."""
     again = last.folder.with_name(f"{last.folder.name}-again")
     if is_installed("report"):
         yield f"whet report {last.folder}", "one page of curves, phases and answers, token by token"
@@ -133,7 +142,7 @@ def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
 
 
 def _course(values: "Sequence[float]") -> str:
-    """Write some of the values, first and last among them."""
+    """Return some of the values as text, the first and the last included."""
     count = min(len(values), SHOWN)
     places = [round(i * (len(values) - 1) / max(count - 1, 1)) for i in range(count)]
     return " ".join(f"{values[place]:.3f}" for place in places)

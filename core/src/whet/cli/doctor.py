@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from whet.plan.checks import Check
 
 WIDE = 120
-"""Columns from which on what to change has one of its own; in narrower terminals it stands below what was found."""
+"""Terminals with this many columns show what to change in a column; narrower ones show it below what was found."""
 
 
 @click.command(cls=Command, short_help="Check this machine, and a config on it.")
@@ -24,7 +24,7 @@ WIDE = 120
 def doctor(config: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Check this machine, and with CONFIG also whether its run can start here.
 
-    Each finding is ok, a warning, or a failure with what to change. No check can hang, nothing is left behind. Exit
+    Each finding is ok, a warning, or a failure with what to change. No check can hang, and nothing is left behind. Exit
     code 1: something failed.
     """
     import attrs

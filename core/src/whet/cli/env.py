@@ -1,4 +1,4 @@
-"""`whet env`: Python environments for roles whose engine wants its own."""
+"""`whet env`: Python environments for roles whose engine needs its own."""
 
 import json
 import sys
@@ -12,26 +12,28 @@ from whet.cli.command import Command, Group, say
 
 @click.group(cls=Group, short_help="Make Python environments for engines.")
 def env() -> None:
-    """Make, list and remove Python environments, which `cluster.python` names."""
+    """Make, list and remove Python environments. `cluster.python` names them."""
 
 
 @env.command(cls=Command)
 @click.argument("name")
-@click.option("--install", "wanted", multiple=True, help="A plugin, or anything else; by default whet-NAME.")
-@click.option("--variant", default="", help="Of those that the first plugin knows, e.g. cpu; by default its first.")
-@click.option("--constraints", type=click.Path(), help="A file of versions, instead of the plugin's own.")
-@click.option("--remove", "removed", multiple=True, help="What comes with the others and is taken out again.")
-@click.option("--python", default="", help="The interpreter that it is based on; by default that of `whet`.")
-@click.option("--with", "tool", type=click.Choice(["pip", "uv"]), help="By default uv, where it is installed.")
+@click.option("--install", "wanted", multiple=True, help="A plugin, or any other requirement; by default whet-NAME.")
+@click.option("--variant", default="", help="One of the first plugin's variants, e.g. cpu; by default its first.")
+@click.option("--constraints", type=click.Path(), help="A constraints file, instead of the plugin's own.")
+@click.option("--remove", "removed", multiple=True, help="A package to uninstall after the installation.")
+@click.option("--python", default="", help="The base interpreter; by default that of `whet`.")
+@click.option(
+    "--with", "tool", type=click.Choice(["pip", "uv"]), help="The installer; by default uv, if it is installed."
+)
 def create(
     name: str, wanted: tuple[str, ...], variant: str, constraints: str | None, removed: tuple[str, ...], python: str,
     tool: Any,
 ) -> None:  # fmt: skip
-    """Make the environment NAME for a plugin whose engine wants one of its own.
+    """Make the environment NAME for a plugin whose engine needs an environment of its own.
 
-    It gets core and the plugin as they are here, what the plugin says of its engine, and a record of all versions.
-    `cluster.python: {generator: NAME}` then runs the workers of a role in it. It lies in `WHET_ENVIRONMENTS`, by
-    default `~/.local/share/whet/environments`.
+    It gets core and the plugin in their present versions, the packages that the plugin lists for its engine, and a
+    record of all versions. `cluster.python: {generator: NAME}` then runs the workers of a role in it. Its folder is in
+    `WHET_ENVIRONMENTS`, by default `~/.local/share/whet/environments`.
     """
     from attrs import evolve
 
@@ -50,7 +52,7 @@ def create(
 @env.command("list", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def list_(as_json: bool) -> None:
-    """List the environments that `whet env create` has made, and what is in them."""
+    """List the environments that `whet env create` has made, and their contents."""
     from whet.runtime.interpreters import environments
     from whet.runtime.venvs import listed
 

@@ -15,7 +15,7 @@ from whet.cli.command import Command, config_arguments, warn_of_broken
 def evaluate(
     config: str, overrides: tuple[str, ...], model: str | None, out: str | None, against: str | None
 ) -> None:  # fmt: skip
-    """Evaluate a model on what CONFIG has under `evaluation`."""
+    """Evaluate a model on the environments under `evaluation` in CONFIG."""
     from whet.cli.progress import Progress
     from whet.plugins.registry import load_plugins
     from whet.run.jobs import evaluate as evaluate_config
@@ -26,6 +26,6 @@ def evaluate(
     evaluated = evaluate_config(
         config, overrides, model=model, against=other, registry=registry, progress=Progress()
     )  # fmt: skip
-    click.echo(str(evaluated))  # before the files: where they cannot be written, it is not lost
+    click.echo(str(evaluated))  # before the files, so that it is not lost if they cannot be written
     if out:
         evaluated.write(Path(out))

@@ -1,4 +1,4 @@
-"""`whet new`: write a whole installable package to start from, or a recipe."""
+"""`whet new`: write a complete, installable package to start from, or a recipe."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.component import Kind
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""A folder for each kind of component, and `every` with what all packages have."""
+"""A folder for each kind of component, and `every` with the files of all packages."""
 
 _TORCH = '"torch>=2.8"'
 _TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
@@ -26,13 +26,13 @@ class _Start(NamedTuple):
 
     kind: "Kind"
     what: str
-    """With its article; it begins sentences."""
+    """Name of the component with its article; it begins sentences."""
     about: str
     """What the written package does until it is changed."""
     needs: str = ""
-    """Dependencies beside whet, as they stand in a `pyproject.toml`."""
+    """Dependencies beside whet, in the form of a `pyproject.toml`."""
     prefix: str = ""
-    """Between `whet-` and the name."""
+    """Prefix between `whet-` and the name."""
 
 
 STARTS: dict[str, _Start] = {
@@ -53,7 +53,7 @@ STARTS: dict[str, _Start] = {
 
 @click.group(short_help="Write a package or a recipe to start from.")
 def new() -> None:
-    """Write a new package to start from, whose tests pass as they stand, or a recipe."""
+    """Write a new package to start from, whose tests pass unchanged, or a recipe."""
 
 
 def _command(word: str, start: _Start) -> click.Command:
@@ -63,7 +63,7 @@ def _command(word: str, start: _Start) -> click.Command:
     text = f"Write the package whet-{start.prefix}NAME with {start.what[0].lower()}{start.what[1:]}: {start.about}."
     arguments = [
         click.Argument(["name"]),
-        click.Option(["--into"], type=click.Path(file_okay=False), default=".", help="The folder that it is put into."),
+        click.Option(["--into"], type=click.Path(file_okay=False), default=".", help="The folder for the package."),
     ]
     return Command(word, callback=make, params=arguments, help=text)
 
@@ -87,7 +87,7 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
 
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:
-    """Say who offers the name already: with two of them installed, a config that uses it is refused."""
+    """Warn if another distribution offers the name: with both installed, a config that uses it is refused."""
     from whet.config.messages import kind_word
     from whet.plugins.registry import load_plugins
 
@@ -105,7 +105,7 @@ def _warn_if_taken(kind: "Kind", name: str) -> None:
 
 
 def write(templates: Path, folder: Path, words: dict[str, str]) -> list[Path]:
-    """Fill in all templates of a tree, in contents and names; give the files that were written."""
+    """Fill in all templates of a tree, in contents and names. Return the written files."""
     written = []
     for template in sorted(templates.rglob("*.template")):
         name = Template(str(template.relative_to(templates)).removesuffix(".template")).substitute(words)

@@ -1,4 +1,4 @@
-"""`whet plugins`: what is installed, and what of it cannot be used."""
+"""`whet plugins`: the installed plugins, and those that cannot be used."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ def _print(registry: "Registry") -> None:
 
 
 def _to_install() -> "Iterator[str]":
-    """Yield what there is for somebody who has core alone."""
+    """Yield what can be installed, for a user who has only core."""
     from whet.plugins.catalog import bundle_words, catalog
 
     found = catalog()
@@ -80,7 +80,7 @@ def _to_install() -> "Iterator[str]":
 
 
 def _columns(rows: "Iterable[tuple[str, str]]") -> "Iterator[str]":
-    """Yield two columns, the second folded beside the first."""
+    """Yield lines of two columns. The second column is folded."""
     table = list(rows)
     width = max(len(click.unstyle(first)) for first, _ in table)
     for first, second in table:

@@ -1,4 +1,4 @@
-"""What a command that takes long shows on stderr while it works: what it waits for, and since when."""
+"""What a slow command shows on stderr while it works: what it is waiting for, and for how long."""
 
 import time
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from rich.progress import Progress as Display
 from rich.progress import TextColumn, TimeElapsedColumn
 
 QUIET_SECONDS = 30.0
-"""Without a terminal: the longest silence."""
+"""Without a terminal: the longest time without a line."""
 
 
 class Progress:
-    """A line that is rewritten in a terminal, and printed now and then elsewhere. It is told like a `Logger`."""
+    """A line that is rewritten in a terminal, and printed now and then elsewhere. It has the methods of a `Logger`."""
 
     def __init__(self, console: Console | None = None, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -24,10 +24,10 @@ class Progress:
         self._display, self._task = display, display.add_task("") if display else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """There are no steps."""
+        """Do nothing: there are no steps."""
 
     def status(self, text: str) -> None:
-        """Show what is waited for."""
+        """Show what the command is waiting for."""
         shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)[:100]
         if self._display is not None and self._task is not None:
             self._display.start()
@@ -37,9 +37,9 @@ class Progress:
             self._spoke = time.monotonic()
 
     def rewind(self, step: int) -> None:
-        """There are no steps."""
+        """Do nothing: there are no steps."""
 
     def close(self, failed: bool) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._display is not None:
             self._display.stop()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.plugins.shipped import Recipe
 
 OF_RUNS = ("runs/", "models/")
-"""Folders that recipes name for what other runs have made."""
+"""Folders in recipes that hold the results of other runs."""
 
 
 @click.command("recipe", cls=Command)
@@ -38,7 +38,9 @@ def recipe(name: str | None, into: Path) -> None:
 
 
 def write(found: "Recipe", into: Path) -> list[Path]:
-    """Write a recipe and those that it extends; return the files. Raises `WhetError` for one that would be replaced."""
+    """Write a recipe and the recipes that it extends. Return the files. Raises `WhetError` if a file would be
+    replaced.
+    """
     from whet.errors import WhetError
     from whet.plugins.shipped import with_bases
 
@@ -88,7 +90,7 @@ def _list(registry: "Registry") -> None:
 
 
 def _next(path: Path, registry: "Registry") -> Iterator[str]:
-    """Yield what stands between a recipe and its run, and the commands for it."""
+    """Yield what is missing before a recipe can run, and the commands to run it."""
     from whet.cli.command import message
     from whet.errors import ConfigError
     from whet.plan.load import load_config
@@ -107,7 +109,7 @@ def _next(path: Path, registry: "Registry") -> Iterator[str]:
 
 
 def _absent(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the paths to models and data that lead nowhere here; names on a hub are left alone."""
+    """Yield the paths to models and data that do not exist here. Names on a hub are ignored."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _absent(inner, f"{key}.{name}" if key else str(name))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def run(config: str, overrides: tuple[str, ...]) -> int:
     """Run CONFIG, or continue it after its last checkpoint.
 
-    Keys of the config are changed by KEY.PATH=VALUE, for example `algorithm.group_size=16`. Ctrl-C and SIGTERM end
-    the run after the step under way and save it; a second Ctrl-C ends it at once, without saving.
+    KEY.PATH=VALUE changes a key of the config, for example `algorithm.group_size=16`. Ctrl-C and SIGTERM end the run
+    after the current step and save it. A second Ctrl-C ends it at once, without saving.
     """
     from whet.plugins.registry import load_plugins
     from whet.run.compose import run as run_config
@@ -29,7 +29,7 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
     warn_of_broken(registry)
     try:
         outcome = run_config(config, overrides, registry=registry, began=began)
-    except KeyboardInterrupt:  # during the start-up, or the second one
+    except KeyboardInterrupt:  # during the start-up, or a second Ctrl-C
         say("ended at once; `whet run` with the same config continues after its last checkpoint, if it has one")
         return 128 + signal.SIGINT
     if outcome.before:
@@ -44,7 +44,7 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
 
 
 def nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") -> str:
-    """Return that a run is finished, where its results are, and how to go on."""
+    """Return a message that the run is finished, where its results are, and how to continue."""
     folder, steps = outcome.folder, outcome.steps
     others = [override for override in overrides if not override.startswith(("run.steps=", "run.epochs="))]
     further = f"run.epochs={2 * outcome.epochs:g}" if outcome.epochs else f"run.steps={2 * steps}"

@@ -46,7 +46,7 @@ def schema(name: str | None, config: str | None, as_json: bool) -> None:
 
 
 def _classes(registry: "Registry") -> "Iterator[tuple[str, type]]":
-    """Give the attrs classes of all sections by path, and of all components as KIND/NAME."""
+    """Yield the attrs classes of all sections by path, and of all components as KIND/NAME."""
     from whet.component import KINDS
     from whet.config.explain import sections
 

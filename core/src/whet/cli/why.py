@@ -1,4 +1,4 @@
-"""`whet plugins why`: how a name was found, or why not."""
+"""`whet plugins why`: how a name was found, or why it was not."""
 
 import inspect
 import json
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from whet.plugins.registry import Broken, Offer, Registry
 
 IMPORT_SECONDS = 120.0
-"""How long the import of a target may take."""
+"""Longest time that the import of a target may take."""
 
 
 class Found(NamedTuple):
-    """One component of the name that was asked about."""
+    """One component with the requested name."""
 
     kind: "Kind"
     name: str
@@ -31,16 +31,16 @@ class Found(NamedTuple):
     plugin: str
     """Name of the entry point, or the stem of a single file."""
     module: str
-    """What the entry point names; empty for a single file."""
+    """The module that the entry point names; empty for a single file."""
     summary: str
     config: str
-    """Where the class with its keys is: import path, file and line."""
+    """The class with the component's keys: import path, file and line."""
     target: str
     facts: str
     contested: tuple[str, ...]
     """Distributions that offer the same name too, so that no config can use it."""
     fault: str = ""
-    """Why the target cannot be imported."""
+    """Why the target cannot be imported. Empty: it can."""
 
 
 @click.command(cls=Command)
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 @registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def why(name: str, config: str | None, as_json: bool) -> int:
-    """Say how NAME was found, or why not. NAME is a component, KIND/COMPONENT, or a distribution.
+    """Show how NAME was found, or why it was not. NAME is a component, KIND/COMPONENT, or a distribution.
 
     The target of each component is imported in a process of its own. Exit code 1: no config can use the name.
     """
@@ -84,7 +84,7 @@ def _found(registry: "Registry", name: str) -> "Iterator[Found]":
 
 
 def _every(registry: "Registry") -> "Iterator[tuple[Kind, list[Offer]]]":
-    """Give the offers of each name of each kind."""
+    """Yield the offers of each name of each kind."""
     from whet.component import KINDS
 
     for kind in KINDS:
@@ -112,7 +112,7 @@ def _place(cls: type) -> str:
 
 
 def _checked(found: Found) -> Found:
-    """Import the target where it can neither hang nor harm this process."""
+    """Import the target in a process of its own, where it can neither hang nor harm this one. Return the result."""
     code = (
         "import sys\nfrom whet.component import resolve\nfrom whet.errors import WhetError\n"
         "try:\n    resolve(sys.argv[1])\nexcept WhetError as error:\n    sys.exit(str(error))"
@@ -175,7 +175,7 @@ def _near(registry: "Registry", name: str) -> list[str]:
 
 
 def _suspects(registry: "Registry", name: str) -> "list[Broken]":
-    """Find the broken plugins that might offer it, or that the name names."""
+    """Return the broken plugins that might offer the name, or whose distribution it names."""
     kind = name.rpartition("/")[0]
     named = [broken for broken in registry.broken if broken.distribution == name]
     return named or [broken for broken in registry.broken if not kind or broken.kind in (None, kind)]

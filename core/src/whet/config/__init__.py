@@ -1,1 +1,1 @@
-"""Strict, typed configuration: load YAML, structure it with all errors at once, explain it."""
+"""Strict, typed configuration: load YAML, structure it, report all errors at once, and explain every key."""

@@ -1,9 +1,9 @@
-"""Bounds that the numbers of a config have. Every number of core and of the plugins has a lower and an upper one.
+"""Bounds of the numbers in a config. Every number of core and of the plugins has a lower and an upper bound.
 
 A bound is a validator of attrs on the field, so that `whet schema` and the reference pages show it. The upper bounds
-are far above what anybody trains with: they refuse a number that was mistyped, or that no clock, array or optimizer
-can take. The structuring refuses nan and infinity. A field whose metadata has `infinite: True` takes
-an infinity where its validator has no bound: `inf` without an upper one, `-inf` without a lower one.
+are far above what anybody trains with. They refuse a number that was mistyped, or that no clock, array or optimizer can
+take. nan and infinity are refused when the config is structured. A field whose metadata has `infinite: True` takes an
+infinity where its validator has no bound: `inf` without an upper one, `-inf` without a lower one.
 """
 
 import math
@@ -34,7 +34,7 @@ BYTES = 1 << 50
 GIB = 1_048_576.0
 """GiB of memory."""
 SECONDS = 1_000_000.0
-"""Seconds of a deadline: eleven days. Sockets and polls take less than 25."""
+"""Seconds of a deadline: eleven days. The limit of sockets and polls is 25 days."""
 SEED = (1 << 63) - 1
 """Seeds."""
 FACTOR = 1.0e6
@@ -42,17 +42,17 @@ FACTOR = 1.0e6
 
 
 def between(least: float, most: float) -> Any:
-    """Make a validator that takes numbers from `least` to `most`, both included."""
+    """Return a validator that takes numbers from `least` to `most`, both included."""
     return and_(ge(least), le(most))
 
 
 def above(bound: float, most: float) -> Any:
-    """Make a validator that takes numbers above `bound`, up to `most`."""
+    """Return a validator that takes numbers above `bound`, up to `most`."""
     return and_(gt(bound), le(most))
 
 
 def below(least: float, bound: float) -> Any:
-    """Make a validator that takes numbers from `least`, below `bound`."""
+    """Return a validator that takes numbers from `least`, below `bound`."""
     return and_(ge(least), lt(bound))
 
 
@@ -62,11 +62,11 @@ _NUMBER: Any = type(ge(0))
 _OPTIONAL: Any = type(optional(ge(0)))
 _EACH: Any = type(deep_iterable(ge(0)))
 _EACH_VALUE: Any = type(deep_mapping(value_validator=ge(0)))
-"""Classes of the validators of attrs, which attrs names nowhere."""
+"""Validator classes of attrs. attrs does not export their names."""
 
 
 def items_of(validator: Any, value: Any) -> Items | None:
-    """Return key, item and validator of each item that a validator looks at; None: it looks at the value itself."""
+    """Return key, item and validator of each item that a validator checks. None: it checks the value itself."""
     if isinstance(validator, _OPTIONAL):
         return None if value is None else items_of(validator.validator, value)
     if isinstance(validator, _EACH) and isinstance(value, Sequence):
@@ -77,7 +77,7 @@ def items_of(validator: Any, value: Any) -> Items | None:
 
 
 def unbounded(cls: type) -> list[str]:
-    """Name the fields of a config class and of the classes in it whose numbers lack a lower or an upper bound."""
+    """Return the fields of a config class, and of classes inside it, whose numbers lack a lower or an upper bound."""
     return list(_unbounded(cls, ""))
 
 
@@ -97,7 +97,7 @@ def _unbounded(cls: type, prefix: str) -> Iterator[str]:
 
 
 def _parts(wanted: Any) -> Iterator[Any]:
-    """Give the plain types and classes in a type."""
+    """Yield the plain types and classes inside a type."""
     if typing.get_origin(wanted) is typing.Literal:
         return
     arguments = typing.get_args(wanted)
@@ -111,7 +111,7 @@ def _parts(wanted: Any) -> Iterator[Any]:
 
 
 def _signs(validator: Any) -> Iterator[str]:
-    """Give `<` where a validator has a finite upper bound, and `>` where it has a finite lower one."""
+    """Yield `<` for each finite upper bound of a validator, and `>` for each finite lower bound."""
     if isinstance(validator, (list, tuple, _ALL)):
         for one in validator._validators if isinstance(validator, _ALL) else validator:
             yield from _signs(one)

@@ -1,4 +1,4 @@
-"""Builds components: on the driver from a selection, in a worker from the spec that it travels as."""
+"""Builds components: from a selection on the driver, from a spec in a worker."""
 
 from typing import Any
 
@@ -7,13 +7,15 @@ from whet.config.structure import structure, unstructure
 
 
 def to_spec(selection: Selection) -> Spec:
-    """Turn a selection into what travels to a worker. Components inside its config travel along."""
+    """Return the spec of a selection, which can be sent to a worker. It includes the components inside its config."""
     config = unstructure(selection.config, portable=True)
     return Spec(selection.component.target, import_path(selection.component.config), config)
 
 
 def build(spec: Spec, *args: Any) -> Any:
-    """Import the target and call it with its config, then `args`. Needs no plugins, so it works in any process."""
+    """Import the target and call it with its config, then `args`. Needs no plugin registry, so it works in any
+    process.
+    """
     target = resolve(spec.target)
     if not spec.config_type:
         return target(spec.config, *args)
@@ -21,5 +23,5 @@ def build(spec: Spec, *args: Any) -> Any:
 
 
 def build_selection(selection: Selection, *args: Any) -> Any:
-    """Import the target and call it with its config, then `args`, on the driver."""
+    """Import the target and call it with its config, then `args`. For the driver."""
     return resolve(selection.component.target)(selection.config, *args)

@@ -1,6 +1,6 @@
-"""Reads and writes YAML: numbers as people write them, no key twice, and every error with its place.
+"""Reads and writes YAML: numbers as people write them, no duplicate keys, and a line for every error.
 
-Scalars are those of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
+Scalars follow YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are text.
 """
 
 import json
@@ -18,16 +18,18 @@ from whet.errors import ConfigError
 
 @frozen
 class Document:
-    """What a YAML text holds."""
+    """A parsed YAML text."""
 
     value: Any
     problems: tuple[str, ...] = ()
-    """Keys that appear twice; the last one stands."""
+    """Keys that appear twice. The last value is used."""
     node: yaml.Node | None = field(default=None, repr=False, eq=False)
-    """The same as YAML, which knows places."""
+    """The tree of YAML nodes, which know their lines."""
 
     def line(self, path: Sequence[str]) -> int | None:
-        """Give the line of a key or item, as far down the path as the text goes; None where there is nothing."""
+        """Return the line of a key or item, or of the deepest part of its path that exists. None: nothing of it
+        exists.
+        """
         node, line = self.node, None
         for key in path:
             found = _step(node, key)
@@ -38,8 +40,8 @@ class Document:
 
 
 def _step(node: yaml.Node | None, key: str) -> tuple[yaml.Node, int] | None:
-    """Give what is under a key, with the line of the key."""
-    if isinstance(node, yaml.MappingNode):  # keys that were merged in by `<<` come before its own
+    """Return the node under a key or index, with the line of the key."""
+    if isinstance(node, yaml.MappingNode):  # keys that `<<` merges in come before the node's own
         for name, value in reversed(node.value):
             if name.value == key:
                 return value, name.start_mark.line + 1
@@ -50,7 +52,7 @@ def _step(node: yaml.Node | None, key: str) -> tuple[yaml.Node, int] | None:
 
 
 def read_file(path: Path) -> Document:
-    """Read a YAML file. Raises `ConfigError` naming file, line and column of what is no YAML."""
+    """Read a YAML file. Raises `ConfigError` with file, line and column of text that is not YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -65,7 +67,7 @@ def read_file(path: Path) -> Document:
 
 
 def read_text(text: str, source: str) -> Document:
-    """Read a YAML text; `source` is its name in errors."""
+    """Parse a YAML text. `source` is its name in errors."""
     loader = None
     try:
         loader = _Loader(text)
@@ -84,15 +86,15 @@ def read_text(text: str, source: str) -> Document:
 
 
 def to_text(value: object) -> str:
-    """Write builtins as YAML that `read_text` and other readers take for the same: the text `1e5` is quoted."""
+    """Return builtins as YAML that every reader takes for the same value: the text `1e5` is quoted."""
     text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    if any(odd in text for odd in "\x85\u2028\u2029\ufeff"):  # line breaks to YAML, and PyYAML does not quote them
+    if any(odd in text for odd in "\x85\u2028\u2029\ufeff"):  # line breaks in YAML, which PyYAML does not quote
         text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=100)
     return str(text)
 
 
 def to_line(value: object) -> str:
-    """Write builtins as YAML on one line."""
+    """Return builtins as YAML on one line."""
     text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=math.inf)
     line = str(text).removesuffix("\n").removesuffix("...").strip()
     return line if len(line.splitlines()) < 2 else json.dumps(value)  # text of several lines
@@ -109,21 +111,21 @@ def _what(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses recursion and remembers keys that appear twice."""
+    """A safe loader that refuses recursion and records duplicate keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.twice: list[str] = []
 
     def mapping(self, node: yaml.MappingNode) -> dict[Hashable, Any]:
-        """Build a mapping, noting duplicate keys; keys that are merged in by `<<` may be overridden."""
+        """Build a mapping and record duplicate keys. Keys that `<<` merges in may be overridden."""
         lines: dict[Hashable, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
-                continue  # refused with its place below
+                continue  # construct_mapping below refuses it with its line
             if key in lines:
                 self.twice.append(f"line {line}: the key {key!r} is given twice, first in line {lines[key]}")
             lines.setdefault(key, line)
@@ -134,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         return list(self.construct_sequence(node, deep=True))
 
     def scalar(self, node: yaml.ScalarNode) -> bool | int | float:
-        """Read a number, or true or false; those that a tag such as `!!int` only claims to be one are refused."""
+        """Return a number, or true or false. Refuse text that a tag such as `!!int` wrongly calls a number."""
         text, kind = str(self.construct_scalar(node)).replace("_", "").lower(), node.tag.rpartition(":")[2]
         if kind == "int" and len(text) > 100:
             raise _refused("an integer of so many digits", node)
@@ -179,12 +181,10 @@ _Loader.yaml_constructors = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """A safe dumper that quotes text which YAML 1.1 or 1.2 would take for something else, and repeats instead of
-    pointing.
-    """
+    """A safe dumper. It quotes text that YAML 1.1 or 1.2 would read as something else, and writes no aliases."""
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, **_Loader.yaml_implicit_resolvers}  # noqa: RUF012 - as in PyYAML
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a list that stands in two places twice."""
+        """Write an object that appears in two places twice."""
         return True

@@ -1,4 +1,4 @@
-"""What an endpoint of a run stands on."""
+"""Checks of the endpoint of a run."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from whet.config.sections import Config
 
 SERVER = "aiohttp"
-"""The package that it is served with."""
+"""The package that serves the endpoint."""
 
 
 def endpoint_problems(config: "Config") -> Iterator[Problem]:
-    """Find out whether there is something to serve, and something to serve it with."""
+    """Find reasons why the endpoint cannot be served: no generator, or the server's package is not installed."""
     if not config.endpoint.serve:
         return
     if config.generator is None:

@@ -1,4 +1,4 @@
-"""Explains config classes: the string under a field is its documentation, printed by `whet schema` and the docs."""
+"""Explains config classes. The string under a field is its documentation, which `whet schema` and the docs print."""
 
 import ast
 import functools
@@ -28,26 +28,28 @@ class FieldDoc:
     """One key of a section or of a component."""
 
     name: str
-    """Dotted path from the class that was asked about."""
+    """Dotted path from the described class."""
     type: str
-    """In words, e.g. `a list of text`."""
+    """The type as text, e.g. `a list of text`."""
     default: str
-    """As YAML; `required` where there is none, empty where the keys below it have their own."""
+    """The default as YAML. `required`: there is none. Empty: the keys below have defaults of their own."""
     doc: str
     """The string under the field, on one line."""
     kind: Kind | None = None
-    """The kind of component that it holds."""
+    """The kind of component that the field holds."""
     allowed: str = ""
-    """What its validators ask for beyond the type, e.g. `at least 1`."""
+    """What its validators require beyond the type, e.g. `at least 1`."""
 
 
 def describe(cls: type) -> list[FieldDoc]:
-    """Describe every key of an attrs class, depth first; keys of classes inside it have dotted names."""
+    """Return the documentation of every key of an attrs class, depth first. Keys of nested classes have dotted
+    names.
+    """
     return list(_described(cls, ""))
 
 
 def markdown(fields: Sequence[FieldDoc]) -> str:
-    """Write a table for reference pages."""
+    """Return a table for reference pages."""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields:
         default = f"`{field.default}`" if field.default not in ("", REQUIRED) else field.default
@@ -57,7 +59,7 @@ def markdown(fields: Sequence[FieldDoc]) -> str:
 
 
 def sections() -> dict[str, type]:
-    """Give the attrs class of every section of a config file, by its dotted path."""
+    """Return the attrs class of every section of a config file, by its dotted path."""
     found: dict[str, type] = {}
     for path, inner in _classes(Config, ""):
         found.setdefault(path, inner)
@@ -65,18 +67,18 @@ def sections() -> dict[str, type]:
 
 
 def selections() -> dict[str, Kind]:
-    """Give the sections of a config file that hold components, with their kinds."""
+    """Return the sections of a config file that hold components, with their kinds."""
     return {field.name: field.metadata["kind"] for field in attrs.fields(Config) if "kind" in field.metadata}
 
 
 def summary(cls: type) -> str:
-    """Give the first paragraph of a class's docstring on one line."""
+    """Return the first paragraph of a class's docstring on one line."""
     return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Read the strings under the fields of a class, its parents' included, on one line each."""
+    """Return the strings under the fields of a class and its parents, on one line each."""
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         docs.update(_own_docs(owner))
@@ -114,7 +116,7 @@ def _described(cls: type, prefix: str) -> Iterator[FieldDoc]:
 
 
 def allowed(validator: Any) -> str:
-    """Say what a validator of attrs asks for, e.g. `at least 1, at most 8`; nothing of other functions."""
+    """Return what a validator of attrs requires, e.g. `at least 1, at most 8`. Empty for other functions."""
     words = _ALLOWED.get(type(validator))
     return words(validator) if words else ""
 
@@ -128,7 +130,7 @@ def _all(validators: Iterable[Any]) -> str:
     return ", ".join(filter(None, map(allowed, validators)))
 
 
-_ALLOWED: dict[type, Callable[[Any], str]] = {  # attrs names the classes of its validators nowhere
+_ALLOWED: dict[type, Callable[[Any], str]] = {  # attrs does not export the classes of its validators
     list: _all,
     tuple: _all,
     type(and_()): lambda all_of: _all(all_of._validators),
@@ -164,7 +166,7 @@ def _default(field: "attrs.Attribute[Any]") -> str:
 
 
 def _inner(wanted: Any) -> tuple[type, str] | None:
-    """Find the attrs class in a type, and what its keys' paths have between: `.N` in a list, `.NAME` in a mapping."""
+    """Return the attrs class inside a type, and the path to its keys: `.N` for a list, `.NAME` for a mapping."""
     if isinstance(wanted, type) and attrs.has(wanted) and wanted is not Selection:
         return wanted, ""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)

@@ -1,4 +1,4 @@
-"""What types and values are called in messages and references: `an integer`, `the text '8'`."""
+"""How types and values are named in messages and references: `an integer`, `the text '8'`."""
 
 import difflib
 import types
@@ -24,17 +24,17 @@ _SINGULAR = {"losses": "loss", "advantages": "advantage estimator"}
 
 
 def kind_word(kind: Kind) -> str:
-    """Name one component of a kind, e.g. `loss`."""
+    """Return the word for one component of a kind, e.g. `loss`."""
     return _SINGULAR.get(kind, kind.removesuffix("s"))
 
 
 def a_kind(kind: Kind) -> str:
-    """Name one component of a kind with its article, e.g. `an algorithm`."""
+    """Return the word for one component of a kind with its article, e.g. `an algorithm`."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind_word(kind)}"
 
 
 def type_words(wanted: Any) -> str:
-    """Name what a type wants, e.g. `a list of text`."""
+    """Return what a type requires as text, e.g. `a list of text`."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted in _PLAIN:
         return _PLAIN[wanted]
@@ -65,14 +65,14 @@ def _class_words(wanted: type) -> str:
 
 
 def _plural(words: str) -> str:
-    """Make `lists of text` of `a list of text`."""
+    """Return the plural, without an article: `lists of text` for `a list of text`."""
     article, _, rest = words.partition(" ")
     noun, _, tail = rest.partition(" ")
     return f"{noun}s {tail}".strip() if article in ("a", "an") else words
 
 
 def value_words(value: object) -> str:
-    """Write a value as the config file would, short and on one line, e.g. `'auto'`, `true`, `null`."""
+    """Return a value as the config file would have it, short and on one line, e.g. `'auto'`, `true`, `null`."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -80,7 +80,7 @@ def value_words(value: object) -> str:
 
 
 def found_words(value: object) -> str:
-    """Name what was found, e.g. `the text '8'`, `a list`."""
+    """Return what was found as text, e.g. `the text '8'`, `a list`."""
     if isinstance(value, str):
         return f"the text {value_words(value)}"
     if isinstance(value, bool) or value is None:
@@ -95,13 +95,13 @@ def found_words(value: object) -> str:
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
-    """Find the known word that was probably meant."""
+    """Return the known word that was probably meant. None: no known word is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def choice_words(word: object, known: Iterable[str]) -> str:
-    """Say what was meant: ` (did you mean 'x'?)`, or else what there is: `; known: a, b`."""
+    """Return a hint: ` (did you mean 'x'?)`, or else the known names: `; known: a, b`."""
     names = list(known)
     match = nearest(word, names)
     if match is not None:
@@ -110,7 +110,7 @@ def choice_words(word: object, known: Iterable[str]) -> str:
 
 
 def path_segment(key: object) -> str:
-    """Write a key of a mapping as a part of a path; keys that are no plain words are quoted."""
+    """Return a key of a mapping as a part of a path. Keys that are no plain words are quoted."""
     text = str(key) if isinstance(key, (str, int)) else repr(key)
     if text and text.isprintable() and "." not in text and len(text) <= 60:
         return text

@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def is_path(named: str) -> bool:
-    """Whether a config names an interpreter by its path rather than by the name of an environment."""
+    """Return whether `named` is the path of an interpreter. Otherwise it is the name of an environment."""
     return os.sep in named
 
 
 def absolute_paths(named: Mapping[str, str]) -> dict[str, str]:
-    """Make those absolute that are paths; names stay as they are."""
+    """Return the mapping with paths made absolute. Names of environments stay unchanged."""
     return {role: str(Path(one).expanduser().absolute()) if is_path(one) else one for role, one in named.items()}

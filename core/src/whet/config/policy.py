@@ -1,4 +1,6 @@
-"""Sections that algorithms fed by rollouts share: what happens between rewards and loss. Imports no torch."""
+"""Config sections shared by algorithms that train on rollouts, for everything between rewards and loss. Needs
+no torch.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -10,7 +12,9 @@ from whet.component import Problem, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
 
 LARGEST_CHANGE = 5
-"""Horizons of episodes in which the weight of `KlControlSection` falls to 0: its relative error counts as 0.2."""
+"""Largest number of episodes in a step, in horizons, at which the weight of `KlControlSection` stays above 0.
+
+The relative error counts as at most 0.2, so a step of 5 horizons can bring the weight to 0."""
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection
@@ -18,36 +22,38 @@ if TYPE_CHECKING:
 
 @frozen
 class OverlongSection:
-    """What happens to answers that are too long."""
+    """What happens to responses that are too long."""
 
     mask: bool = False
     """Leave sequences that were cut by their length out of the loss (DAPO's overlong filtering). Their reward still
     counts in the baseline of their group."""
     penalty: float = field(default=0.0, validator=between(0, FACTOR))
-    """Largest penalty for a long answer, taken from its reward (DAPO's soft overlong punishment); 0: none."""
+    """Largest penalty for a long response, subtracted from its reward (DAPO's soft overlong punishment); 0: no
+    penalty."""
     buffer: int = field(default=0, validator=between(0, TOKENS))
-    """Tokens below `length` over which the penalty rises from 0 to its largest."""
+    """Number of tokens below `length` over which the penalty rises from 0 to its largest value."""
     length: int = field(default=0, validator=between(0, TOKENS))
-    """Longest answer, in tokens that the model produced in all turns of an episode; 0: `rollout.max_tokens`."""
+    """Longest response, in tokens that the model produced in all turns of an episode; 0: `rollout.max_tokens`."""
     bounded: bool = True
-    """Whether the penalty stays at its largest beyond `length`, as in DAPO's paper and TRL; else it goes on rising
-    there, as in verl and NeMo RL."""
+    """Whether the penalty stays at its largest value beyond `length`, as in DAPO's paper and TRL. If not, it keeps
+    rising, as in verl and NeMo RL."""
 
 
 @frozen
 class AverageConfig:
-    """How a loss of each token becomes one number."""
+    """How the per-token losses are reduced to one number."""
 
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each one's mean, as in
-    the paper of GRPO; tokens of short answers weigh more. `constant`: the sum over tokens divided by the number of
+    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each sequence's mean, as
+    in the paper of GRPO; tokens of short responses weigh more. `constant`: the sum over tokens divided by the number of
     sequences times `max_length`, as in Dr. GRPO."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
-    """Of the aggregation `constant`: tokens that each sequence counts as, e.g. `rollout.max_tokens`; 1: the mean over
-    sequences of each one's sum."""
+    """For the aggregation `constant`: the number of tokens that each sequence counts as, e.g. `rollout.max_tokens`; 1:
+    the mean over sequences of each sequence's sum."""
     count_empty: bool = False
-    """Of the aggregations `sequence` and `constant`: whether sequences without a trained token count: those in which
-    the model said nothing, as in TRL, NeMo RL and, of a whole optimizer step, in verl."""
+    """For the aggregations `sequence` and `constant`: whether sequences without a trained token count. These are
+    sequences in which the model produced nothing. They count in TRL, in NeMo RL and, over a whole optimizer step, in
+    verl."""
     count_masked: bool | None = None
     """Whether sequences count whose tokens were all masked afterwards, by `overlong.mask` or a `correction`: true in
     TRL and verl, false in NeMo RL. Null: as `count_empty`."""
@@ -55,108 +61,111 @@ class AverageConfig:
 
 @frozen
 class KlControlSection:
-    """A weight that follows the divergence, so as to hold it at a target: the adaptive controller of Ziegler et al."""
+    """A weight that is adapted so that the divergence stays at a target: the adaptive controller of Ziegler et al."""
 
     target: float = field(default=0.0, validator=between(0, FACTOR))
-    """The divergence from the reference to hold, in nats; 0: the weight stays as it is."""
+    """The target for the divergence from the reference, in nats; 0: the weight stays constant."""
     horizon: float = field(default=10_000.0, validator=above(0, RECORDS))
-    """Episodes in which the weight would change by the whole of the relative error, which counts as at most 0.2. A
-    step has fewer than five times as many."""
+    """Number of episodes in which the weight changes by the whole relative error, which counts as at most 0.2. A step
+    must have fewer than five times as many episodes."""
     per: Literal["sequence", "token"] = "sequence"
-    """What the divergence is of: an episode, summed over its tokens, as in the paper, or a token, averaged over each
-    sequence first, as in verl."""
+    """What the divergence is measured for. `sequence`: an episode, summed over its tokens, as in the paper. `token`: a
+    token, averaged over each sequence first, as in verl."""
 
 
 @frozen
 class KlRewardSection:
-    """A penalty in the reward for leaving the reference policy, token by token."""
+    """A penalty in the reward, per token, for leaving the reference policy."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Taken from the reward for each nat; 0: no penalty, and no reference policy is needed. With `adaptive`: the weight
-    of the first step."""
+    """Subtracted from the reward for each nat; 0: no penalty, and no reference policy is needed. With `adaptive`: the
+    weight of the first step."""
     adaptive: KlControlSection = Factory(KlControlSection)
     """How the weight follows the divergence, if at all."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """How the divergence is estimated from one token; k1 is the one whose gradient, in the reward, is right."""
+    """How the divergence is estimated from one token. In the reward, only k1 has the right gradient."""
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
-    """Bound of log policy - log reference, in nats; 0: none."""
+    """Bound of log policy - log reference, in nats; 0: no bound."""
     clamp: float = field(default=10.0, validator=between(0, FACTOR))
-    """Bound of the estimate, in nats; 0: none."""
+    """Bound of the estimate, in nats; 0: no bound."""
 
 
 @frozen
 class KlLossSection:
-    """A penalty in the loss for leaving the reference policy: a term of its own, averaged as the loss is."""
+    """A penalty in the loss for leaving the reference policy. It is a term of its own, averaged as the loss is."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Of a nat per token; 0: no penalty, and no reference policy is needed."""
+    """Weight of one nat per token; 0: no penalty, and no reference policy is needed."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """How the divergence is estimated from one token."""
     importance: Literal["none", "score", "ratio", "sampler", "sequence"] = "none"
     """What an estimate by k1 or k3 is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1
     whose gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old probability,
-    which makes it right off policy, too. `sampler`: new probability over that of the generator, whosever the old
-    logprobs are, as NeMo RL's on-policy approximation has it. `sequence`: the geometric mean of the sequence's ratios,
-    as TRL has it with ratios of sequences."""
+    which makes it right off policy too. `sampler`: new probability over the generator's, whatever the old logprobs are,
+    as in NeMo RL's on-policy approximation. `sequence`: the geometric mean of the sequence's ratios, as TRL does with
+    ratios of sequences."""
     straight_through: bool = False
-    """Take the gradient of k2 whatever the estimator, as verl's `k3+`; it is right on policy."""
+    """Take the gradient of k2 whatever the estimator is, as verl's `k3+`. It is right on policy."""
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
-    """Bound of log policy - log reference, in nats, beyond which a token gets no gradient; 0: none."""
+    """Bound of log policy - log reference, in nats, beyond which a token gets no gradient; 0: no bound."""
     clamp: float = field(default=10.0, validator=between(0, FACTOR))
-    """Bound of the estimate, in nats, beyond which a token gets no gradient; 0: none."""
+    """Bound of the estimate, in nats, beyond which a token gets no gradient; 0: no bound."""
 
 
 @frozen
 class LikelihoodSection:
-    """A second term: the negative log-likelihood of answers that were right, as in VAPO."""
+    """A second loss term: the negative log-likelihood of correct responses, as in VAPO."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Of its mean over the tokens of right answers; 0: no such term. VAPO has 0.1."""
+    """Weight of the mean over the tokens of correct responses; 0: no such term. VAPO uses 0.1."""
     at_least: float = field(default=1.0, validator=le(FACTOR), metadata={"infinite": True})
-    """The smallest reward of a right answer, a penalty for its length included, one for leaving the reference not.
-    `-.inf`: all answers."""
+    """The smallest reward of a correct response. The reward includes a penalty for length, but none for leaving the
+    reference. `-.inf`: all responses."""
 
 
 @frozen
 class TopEntropySection:
-    """Learning from the tokens alone at which the policy was least sure: those of the highest entropy."""
+    """Training on the tokens at which the policy was least certain: those of the highest entropy."""
 
     share: float = field(default=1.0, validator=above(0, 1))
-    """Share of the trained tokens of a step that teach, those of the highest entropy; 1: all. The paper has 0.2. Below
-    1 the trainer scores the entropy of each batch before it trains on it."""
+    """Share of the trained tokens of a step to train on, those of the highest entropy; 1: all tokens. The paper uses
+    0.2. Below 1 the trainer scores the entropy of each batch before it trains on it."""
     count_rest: bool = True
-    """Whether the other tokens still count in the loss's mean, as in the paper and TRL. Else they leave the loss
-    whole, its penalties included."""
+    """Whether the other tokens still count in the loss's mean, as in the paper and TRL. If not, they leave the loss
+    completely, its penalties included."""
 
 
 @frozen
 class CorrectionSection:
-    """What happens where the trainer's logprobs differ from the sampler's. Where a batch gets one optimizer step, every
-    token stays in the mean and weights are not normalised, the training pass gives them; else the trainer scores each
-    batch before.
+    """What happens where the trainer's logprobs differ from the sampler's.
+
+    The training pass itself computes the correction if a batch gets one optimizer step, every token stays in the mean,
+    and weights are not normalised. Otherwise the trainer scores each batch before it trains on it.
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
-    """Multiply the loss by trainer's over sampler's probability of each token, or of the whole sequence, truncated."""
+    """Multiply the loss by the trainer's over the sampler's probability of each token, or of the whole sequence,
+    truncated."""
     cap: float = field(default=2.0, validator=gt(0), metadata={"infinite": True})
-    """Largest weight; `.inf`: none."""
+    """Largest weight; `.inf`: no bound."""
     floor: float = field(default=0.0, validator=between(0, FACTOR))
     """Smallest weight."""
     normalise: bool = False
-    """Divide the weights by their mean over the batch, so that it is 1, as verl can. What `mask` takes out counts as a
-    weight of 0, unless it counts nowhere (`count_masked`)."""
+    """Divide the weights by their mean over the batch, so that the mean is 1, as verl can. A token that `mask` removes
+    counts as a weight of 0, unless it is left out of the mean (`count_masked`)."""
     mask: Literal["none", "token", "sequence", "product", "worst"] = "none"
-    """Take out what is outside `low` to `high`: tokens by their own ratio (IcePop), sequences by the geometric mean of
-    their tokens' ratios, or by the `product`, or by the `worst` of them."""
+    """Remove what is outside `low` to `high`: tokens by their own ratio (IcePop), sequences by the geometric mean of
+    their tokens' ratios, or by the `product` of the ratios, or by the `worst` ratio."""
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """What `mask` looks at: ratios, or an estimate of the divergence in nats, which must be at most `high`: of a token,
-    for `sequence` the mean over its tokens, for `product` the sum, for `worst` the largest."""
+    """What `mask` compares: ratios, or an estimate of the divergence in nats, which must be at most `high`. The
+    estimate is that of a token; for `sequence` the mean over its tokens, for `product` the sum, for `worst` the
+    largest."""
     low: float = field(default=0.5, validator=between(0, FACTOR))
-    """Smallest ratio that stays."""
+    """Smallest ratio that is kept."""
     high: float = field(default=5.0, validator=above(0, FACTOR))
-    """Largest ratio, or divergence, that stays."""
+    """Largest ratio, or divergence, that is kept."""
     count_masked: bool = True
-    """Whether what `mask` takes out still counts in the loss's mean, as in TRL and NeMo RL; not so in verl."""
+    """Whether tokens that `mask` removes still count in the loss's mean, as in TRL and NeMo RL. In verl they do not."""
     max_token_gap: float = field(default=0.0, validator=between(0, FACTOR))
     """Drop a sequence with a token whose logprobs differ by more nats than this; 0: no bound."""
     max_mean_gap: float = field(default=0.0, validator=between(0, FACTOR))
@@ -167,27 +176,29 @@ class CorrectionSection:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is to be done."""
+        """Return whether any correction is configured."""
         return self.weights != "none" or self.mask != "none" or self.guards
 
     @property
     def drops(self) -> bool:
-        """Whether tokens may leave the loss's mean."""
+        """Return whether tokens may leave the loss's mean."""
         return self.guards or (self.mask != "none" and not self.count_masked)
 
     @property
     def whole(self) -> bool:
-        """Whether it must know the whole batch: what leaves the mean, or the mean of weights."""
+        """Return whether the correction needs the whole batch: because tokens leave the mean, or weights are
+        normalised.
+        """
         return self.drops or self.normalise
 
     @property
     def guards(self) -> bool:
-        """Whether sequences may be dropped."""
+        """Return whether sequences may be dropped."""
         return bool(self.max_token_gap or self.max_mean_gap or self.max_mean_error)
 
     @property
     def per_token(self) -> bool:
-        """Whether tokens of one sequence come out with different weights."""
+        """Return whether tokens of one sequence may get different weights."""
         return self.weights == "token" or (self.mask == "token" and self.count_masked)
 
 
@@ -249,7 +260,7 @@ class PolicyConfig:
 def shaping_problems(
     overlong: OverlongSection, correction: CorrectionSection, rollout: "RolloutSection"
 ) -> Iterator[Problem]:
-    """Find numbers of these sections that do not go together, with paths below `algorithm`."""
+    """Yield conflicts between settings of these sections, with paths below `algorithm`."""
     longest = overlong.length or rollout.max_tokens
     if overlong.penalty and overlong.buffer > longest:
         yield Problem("algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of an answer")
@@ -262,7 +273,7 @@ def shaping_problems(
 
 
 def kl_reward_problems(section: KlRewardSection, prompts: int, samples: int) -> Iterator[Problem]:
-    """Find numbers of a penalty in the reward that do not go together, with paths below `algorithm`.
+    """Yield conflicts between settings of a penalty in the reward, with paths below `algorithm`.
 
     A step has `prompts` x `samples` episodes.
     """
@@ -280,7 +291,7 @@ def kl_reward_problems(section: KlRewardSection, prompts: int, samples: int) -> 
 
 
 def kl_loss_problems(section: KlLossSection) -> Iterator[Problem]:
-    """Find settings of a penalty in the loss that do not go together, with paths below `algorithm.loss`."""
+    """Yield conflicts between settings of a penalty in the loss, with paths below `algorithm.loss`."""
     if section.straight_through and section.estimator == "k2":
         yield Problem("algorithm.loss.kl.straight_through", "changes nothing for k2, whose own gradient it takes")
     if section.importance == "none":
@@ -294,7 +305,9 @@ def kl_loss_problems(section: KlLossSection) -> Iterator[Problem]:
 
 
 def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[Problem]:
-    """Find what would be taken over the uncertain tokens of an answer alone, and is meant of all its tokens."""
+    """Yield settings of the loss that need all tokens of a response, where only the tokens of highest entropy would be
+    left.
+    """
     if section.share >= 1 or section.count_rest:
         return
     kl, off_policy = getattr(loss, "kl", None), getattr(loss, "off_policy", None)
@@ -309,10 +322,10 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
 
 
 def average_problems(path: str, loss: AverageConfig, rollout: "RolloutSection") -> Iterator[Problem]:
-    """Find settings of a loss's average that do not go together, with paths below that of the loss."""
+    """Yield conflicts between settings of a loss's average, with paths below the loss's own path."""
     if loss.aggregation == "constant" and not loss.max_length:
-        say = f"e.g. to rollout.max_tokens, which is {rollout.max_tokens}"
-        yield Problem(f"{path}.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {say}")
+        hint = f"e.g. to rollout.max_tokens, which is {rollout.max_tokens}"
+        yield Problem(f"{path}.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {hint}")
     if loss.aggregation == "token":
         for name in ("count_empty", "count_masked"):
             if getattr(loss, name):

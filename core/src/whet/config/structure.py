@@ -1,4 +1,6 @@
-"""Turns a document of builtins into attrs classes and back, strictly, with every problem of the document at once."""
+"""Converts a document of builtins to attrs classes and back. Strict: all problems of the document are reported
+at once.
+"""
 
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,27 +47,27 @@ class Offered(Protocol):
 
     @property
     def distribution(self) -> str:
-        """Return who offers the component, in words."""
+        """Return the distribution that offers the component, as text."""
         ...
 
 
 class Components(Protocol):
-    """The components that selections are looked up in; `whet.plugins.registry.Registry` has the installed ones."""
+    """The components in which selections are looked up. `whet.plugins.registry.Registry` has the installed ones."""
 
     def offers(self, kind: Kind) -> Mapping[str, Any]:
-        """Return what there is of a kind, by name."""
+        """Return the offers of a kind, by name."""
         ...
 
     def find(self, kind: Kind, name: str) -> Offered:
-        """Return the component of a name. Raises `PluginError` where there is none, or where several have it."""
+        """Return the component with this name. Raises `PluginError` if there is none, or several have it."""
         ...
 
 
 def structure(document: object, cls: type[T], components: "Components | None", also: Sequence[str] = ()) -> T:
-    """Make an attrs class of a document; selections are looked up among `components`.
+    """Return a document as an attrs class. Selections are looked up in `components`.
 
-    Without them, selections must be written as `unstructure(..., portable=True)` writes them. `also` are keys
-    that were read already, for the sake of "did you mean". Raises `ConfigError` with all problems, a line each:
+    With `components` None, selections must be written as `unstructure(..., portable=True)` writes them. `also` are
+    further known keys, for the hint "did you mean". Raises `ConfigError` with all problems, one per line:
     `path: what was wrong`.
     """
     problems = list[Problem]()
@@ -78,10 +80,10 @@ def structure(document: object, cls: type[T], components: "Components | None", a
 
 
 def unstructure(value: Any, *, portable: bool = False, path: Callable[[Any], Any] | None = None) -> Any:
-    """Turn attrs objects into builtins that `structure` takes again; a component becomes `use:` and its keys.
+    """Return attrs objects as builtins that `structure` reads again. A component becomes `use:` and its keys.
 
-    `portable` names a component by import paths instead, so that a process without plugins can structure it. `path`
-    is applied to what stands in fields whose metadata say `path`.
+    `portable` names a component by import paths instead, so that a process without plugins can structure it. `path` is
+    applied to the values of fields whose metadata have `path`.
     """
 
     def inside(item: Any) -> Any:
@@ -101,7 +103,7 @@ def unstructure(value: Any, *, portable: bool = False, path: Callable[[Any], Any
 
 
 def absolute(value: Any) -> Any:
-    """Make a path, or each of a mapping, absolute where something is there; names on a hub stay as they are."""
+    """Return a path, or each path of a mapping, made absolute if it exists. Names on a hub stay unchanged."""
     if isinstance(value, Mapping):
         return {key: absolute(item) for key, item in value.items()}
     found = isinstance(value, str) and value != "" and Path(value).expanduser().exists()
@@ -130,7 +132,7 @@ def _portable(selection: Selection) -> dict[str, Any]:
 
 @frozen
 class _Use:
-    """What a field says about the component in it."""
+    """The component kind of a field, and its default component."""
 
     kind: Kind
     default: str | None
@@ -161,7 +163,7 @@ class _Structurer:
             return None
         arms = tuple(arm for arm in arms if arm is not type(None))
         wrongs = []
-        for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 is an integer before it is a number
+        for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 becomes an integer, not a number
             try:
                 return self.structure(value, arm)
             except StructureError as wrong:
@@ -199,7 +201,7 @@ class _Structurer:
         return made
 
     def attrs_class(self, value: object, cls: Any, also: Sequence[str] = ()) -> Any:
-        """Make an attrs class. `also` are keys that may be meant, but belong around it."""
+        """Return a mapping as an attrs class. `also` are keys of the class around it, for the hint "did you mean"."""
         fields = _fields(cls)
         inline = next((field for field in fields if _is_inline(field)), None) if self.components else None
         if inline is not None and isinstance(value, str):
@@ -219,7 +221,7 @@ class _Structurer:
                 problems.append(Problem(path_segment(key), key_words(before[key], value[key])))
             elif key not in known:
                 meant = nearest(key, [*known, *also])
-                missing = [name for name in missing if name != meant]  # one mistake, one line
+                missing = [name for name in missing if name != meant]  # report one mistake on one line
                 problems.append(Problem(path_segment(key), f"unknown key{choice_words(key, [*known, *also])}"))
         for field in fields:
             if _key(field) in value or _default(field):
@@ -245,7 +247,7 @@ class _Structurer:
         return self._selected(value, field.type, _Use(kind, _default(field)), reserved)
 
     def _selected(self, value: object, wanted: Any, use: _Use, reserved: Sequence[str] = ()) -> Any:
-        """Make what a field of components holds: one, none, a list or a mapping of them."""
+        """Return the value of a field of components: one component, None, or a list or mapping of components."""
         arguments = typing.get_args(wanted)
         if wanted is Selection or value is _ABSENT:
             return self._component({} if value is _ABSENT else value, use, reserved)
@@ -315,30 +317,30 @@ def _is_inline(field: "attrs.Attribute[Any]") -> bool:
 
 
 def _default(field: "attrs.Attribute[Any]") -> str | None:
-    """The component that stands where the key is left out."""
+    """Return the component that is used where the key is left out."""
     name: str | None = field.metadata.get("default") if "kind" in field.metadata else None
     return name
 
 
 def _off_words(value: object, fields: "Sequence[attrs.Attribute[Any]]") -> str:
-    """Say how to switch a section off, where that is meant and it can be."""
+    """Return a hint how to switch a section off, if the value looks meant so and the section can be switched off."""
     off = {_key(field): field.metadata["off"] for field in fields if "off" in field.metadata}
     meant = value in (False, None, 0) or str(value).lower() in ("off", "no", "none", "false")
     return f"; to switch it off: {to_line(off)}" if meant and off else ""
 
 
 def _fields(cls: Any) -> "list[attrs.Attribute[Any]]":
-    """The fields that can be given, with their types resolved."""
+    """Return the fields that a config can set, with their types resolved."""
     try:
         attrs.resolve_types(cls)
-    except Exception as error:  # annotations are code of a plugin
+    except Exception as error:  # any type: annotations are a plugin's code
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}") from error
     return [field for field in attrs.fields(cls) if field.init]
 
 
 @contextmanager
 def _under(key: object, problems: list[Problem]) -> Iterator[None]:
-    """Collect what goes wrong inside under a key; None: inline, without a key of its own."""
+    """Collect the problems raised in the body, with paths under a key. None: inline, without a key of its own."""
     segment = "" if key is None else path_segment(key)
     try:
         yield
@@ -350,7 +352,7 @@ def _under(key: object, problems: list[Problem]) -> Iterator[None]:
         problems.append(Problem(segment, str(error)))
     except cattrs.StructureHandlerNotFoundError as error:
         problems.append(Problem(segment, f"no config can hold a value of the type {error.type_!r:.80}"))
-    except (ValueError, TypeError) as error:  # hooks of cattrs for further types, such as dates
+    except (ValueError, TypeError) as error:  # from cattrs' hooks for further types, such as dates
         problems.append(Problem(segment, one_line(error)))
 
 
@@ -360,7 +362,7 @@ def _raise(problems: Sequence[Problem]) -> None:
 
 
 def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Construct, and report every validator that objects rather than the first."""
+    """Construct the class. Report every validator that objects rather than the first."""
     try:
         return cls(**arguments)
     except (ValueError, TypeError) as error:
@@ -369,7 +371,7 @@ def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
-    """Ask the validators of the keys that were given."""
+    """Return the objections of the validators of all given keys."""
     try:
         with attrs.validators.disabled():
             made = cls(**arguments)
@@ -384,7 +386,7 @@ def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
 
 
 def _ask(validator: Any, made: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
-    """Call a validator; of one that looks at items, name the items that it refuses."""
+    """Call a validator. If it checks items, report each item that it refuses."""
     found = items_of(validator, value)
     if found is None:
         try:

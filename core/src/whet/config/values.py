@@ -1,4 +1,4 @@
-"""Plain values of a config, taken strictly: a `bool` is no `int`, `'8'` is no `int`, and an `int` is a `float`."""
+"""Strict conversion of plain config values: a `bool` is no `int`, `'8'` is no `int`, but an `int` is a `float`."""
 
 import math
 import re
@@ -16,7 +16,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 class StructureError(Exception):
-    """The problems of a part of the document, with paths from there."""
+    """The problems of a part of the document, with paths relative to that part."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class StructureError(Exception):
 
 
 def refused(message: str) -> StructureError:
-    """Make the error of a value without any path yet."""
+    """Return the error of a value, without a path so far."""
     return StructureError(Problem("", message))
 
 
@@ -48,8 +48,8 @@ def _number(value: object, _: Any) -> float:
 
 
 def impossible(value: object, infinite: bool = False) -> Iterator[Problem]:
-    """Find what no field can hold: nan, integers beyond 64 bits, text that is no UTF-8 or has a NUL; and infinity,
-    where the field does not take it. Looks into lists and mappings, not into what is made of a section of its own.
+    """Find values that no field can hold: nan, integers beyond 64 bits, text that is not UTF-8 or has a NUL, and
+    infinity unless the field takes it. Looks into lists and mappings, but not into nested attrs objects.
     """
     if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not infinite)):
         yield Problem("", f"wanted a finite number, found {value_words(value)}")
@@ -66,7 +66,7 @@ def impossible(value: object, infinite: bool = False) -> Iterator[Problem]:
 
 
 def unusable_paths(value: object) -> Iterator[Problem]:
-    """Find paths that no file system takes, in a path or in each of a mapping or list."""
+    """Find paths that no file system takes, in a path or in the items of a mapping or list."""
     if isinstance(value, str) and (reason := _fault_of_path(value)):
         yield Problem("", f"{reason}, found {found_words(value)}")
     elif isinstance(value, Mapping):
@@ -114,7 +114,7 @@ def _path(value: object, _: Any) -> Path:
 
 
 def enum_member(value: Any, wanted: type[Enum]) -> Enum:
-    """Take the value of a member."""
+    """Return the member that has this value and type."""
     for member in wanted:
         if member.value == value and type(member.value) is type(value):
             return member
@@ -122,7 +122,7 @@ def enum_member(value: Any, wanted: type[Enum]) -> Enum:
 
 
 def literal(value: object, wanted: Any) -> object:
-    """Take one of the values, of its very type."""
+    """Return the value if it is one of the choices and of the same type."""
     choices = typing.get_args(wanted)
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise _not_one_of(value, choices)
@@ -146,17 +146,17 @@ PLAIN: dict[Any, Hook] = {
 
 
 def is_literal(wanted: Any) -> bool:
-    """Whether a type is a `Literal`."""
+    """Return whether a type is a `Literal`."""
     return typing.get_origin(wanted) is Literal
 
 
 def is_union(wanted: Any) -> bool:
-    """Whether a type is a union, `| None` included."""
+    """Return whether a type is a union, `| None` included."""
     return typing.get_origin(wanted) in (Union, types.UnionType)
 
 
 def is_list(wanted: Any) -> bool:
-    """Whether a type is written as a YAML list."""
+    """Return whether a type is written as a YAML list."""
     origin = typing.get_origin(wanted) or wanted
     return (
         isinstance(origin, type)
@@ -166,12 +166,14 @@ def is_list(wanted: Any) -> bool:
 
 
 def is_mapping(wanted: Any) -> bool:
-    """Whether a type is written as a YAML mapping of any keys."""
+    """Return whether a type is written as a YAML mapping of any keys."""
     origin = typing.get_origin(wanted) or wanted
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def one_line(error: Exception) -> str:
-    """Give what an error says, on one line; of attrs' validators the message alone."""
+    """Return the message of an error on one line. For attrs' validators, which have several arguments, only the
+    message.
+    """
     words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
     return " ".join(words.split()) or type(error).__name__

@@ -3,8 +3,8 @@
     lengths        [3, 2]                 per sequence, leading dimension B = 2
     tokens         [a a a b b]            per token, leading dimension N = 5
 
-On the driver columns are NumPy arrays, in a worker torch tensors; the same class holds both. Units
-(a preference pair, else one sequence) are never separated.
+Columns are NumPy arrays on the driver and torch tensors in a worker; the same class holds both. A unit is a preference
+pair, or else one sequence. Units are never separated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ SEQUENCE_COLUMNS = ("lengths", "prompt_lengths", "group", "episode", "unit")
 
 @frozen(eq=False)
 class Batch:
-    """Ragged sequences with any further columns. There is no allow-list of names."""
+    """Ragged sequences with any further columns. There is no allow-list of column names."""
 
     per_token: Mapping[str, Any]
     """Columns of leading dimension N. Always there: tokens int64, loss_mask bool."""
     per_sequence: Mapping[str, Any]
     """Columns of leading dimension B. Always there: lengths, prompt_lengths, group, episode, unit (int64)."""
     info: Mapping[str, Any] = field(factory=dict)
-    """Plain values of the whole batch, e.g. the names behind `env`."""
+    """Plain values that belong to the whole batch, e.g. the environment names that `env` indexes."""
 
     def __attrs_post_init__(self) -> None:
         for name in TOKEN_COLUMNS:
@@ -46,12 +46,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens N."""
+        """Return the number of tokens N."""
         return len(self.per_token["tokens"])
 
     @property
     def sequences(self) -> int:
-        """Number of sequences B."""
+        """Return the number of sequences B."""
         return len(self.per_sequence["lengths"])
 
     def __getitem__(self, name: str) -> Any:
@@ -66,14 +66,14 @@ class Batch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of all columns."""
+        """Return the names of all columns."""
         return (*self.per_token, *self.per_sequence)
 
     def with_columns(self, **columns: Any) -> "Batch":
-        """Give a batch with columns added or replaced.
+        """Return a batch with columns added or replaced.
 
-        A column of length B is per sequence and one of length N per token. Where B equals N a known name
-        keeps its place and a new one counts as per sequence, which is the same numbers either way.
+        A column of length B is per sequence, a column of length N per token. Where B equals N, an existing column keeps
+        its kind and a new column becomes per sequence; the numbers are the same either way.
         """
         per_token, per_sequence = dict(self.per_token), dict(self.per_sequence)
         for name, column in columns.items():
@@ -88,7 +88,7 @@ class Batch:
         return evolve(self, per_token=per_token, per_sequence=per_sequence)
 
     def map(self, function: Callable[[Any], Any]) -> "Batch":
-        """Apply a function to every column, e.g. to bring them to a device."""
+        """Return a batch with a function applied to every column, e.g. to move the columns to a device."""
         return evolve(
             self,
             per_token={name: function(column) for name, column in self.per_token.items()},
@@ -96,7 +96,7 @@ class Batch:
         )
 
     def take(self, sequences: Any) -> "Batch":
-        """Give the sequences at these positions, in this order. NumPy only."""
+        """Return the sequences at these positions, in this order. NumPy only."""
         sequences = np.asarray(sequences, np.int64)
         lengths = np.asarray(self.per_sequence["lengths"])
         starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
@@ -110,18 +110,20 @@ class Batch:
         )
 
     def where(self, keep: Any) -> "Batch":
-        """Give the sequences for which keep [B] is true."""
+        """Return the sequences for which keep [B] is true."""
         return self.take(np.flatnonzero(np.asarray(keep)))
 
     def units(self) -> list[Any]:
-        """Positions of the sequences of each unit, in order of first appearance."""
+        """Return the positions of each unit's sequences. Units are in order of first appearance."""
         _, first, inverse = np.unique(np.asarray(self.per_sequence["unit"]), return_index=True, return_inverse=True)
         order = np.argsort(inverse, kind="stable")
         members = np.split(order, np.cumsum(np.bincount(inverse))[:-1])
         return [members[i] for i in np.argsort(first, kind="stable")]
 
     def split(self, parts: int, seed: int | None = None) -> "list[Batch]":
-        """Split into minibatches of whole units, nearly equal in units; shuffled where a seed is given."""
+        """Split into minibatches of whole units, with nearly equal numbers of units. With a seed, shuffle the units
+        first.
+        """
         units = self.units()
         if parts > len(units):
             raise ValueError(f"cannot split {len(units)} units into {parts} minibatches")
@@ -135,13 +137,15 @@ class Batch:
     def shard(self, parts: int) -> "Shards":
         """Split into one batch for each rank: whole units, contiguous in order of group, balanced by tokens.
 
-        A rank may get no sequence where there are fewer units than ranks.
+        If there are fewer units than ranks, some ranks get no sequence.
         """
         if parts == 1:
             return Shards(self, (self.sequences,))
         lengths, group = np.asarray(self.per_sequence["lengths"]), np.asarray(self.per_sequence["group"])
         _, first, unit = np.unique(np.asarray(self.per_sequence["unit"]), return_index=True, return_inverse=True)
-        place = np.argsort(np.lexsort((first, group[first])))[unit]  # of each sequence's unit, in order of group
+        place = np.argsort(np.lexsort((first, group[first])))[
+            unit
+        ]  # [B] position of the sequence's unit, in order of group
         cost = np.zeros(len(first), np.int64)
         np.add.at(cost, place, lengths)
         until = np.cumsum(cost)
@@ -154,12 +158,12 @@ class Batch:
 
 @frozen(eq=False)
 class Shards(Sequence[Batch]):
-    """One batch for each rank, cut out of one that holds them all, without copying, when it is asked for."""
+    """One batch for each rank. Each is a slice of one large batch, cut without copying when it is read."""
 
     batch: Batch
-    """All sequences, those of a rank together, in order of rank."""
+    """All sequences, ordered by rank."""
     counts: tuple[int, ...]
-    """Sequences of each rank."""
+    """Number of sequences of each rank."""
 
     def __attrs_post_init__(self) -> None:
         if sum(self.counts) != self.batch.sequences:
@@ -216,9 +220,10 @@ def from_sequences(
     sequences: Sequence[Mapping[str, Any]], *, prompt_lengths: Sequence[int], group: Sequence[int] | None = None,
     unit: Sequence[int] | None = None, episode: Sequence[int] | None = None,
 ) -> Batch:  # fmt: skip
-    """Build a NumPy batch from sequences that each map column names to arrays of one length.
+    """Build a NumPy batch from sequences. Each maps column names to arrays of one length.
 
-    Each needs `tokens` and `loss_mask`. Without group, unit or episode every sequence is its own.
+    Each sequence needs `tokens` and `loss_mask`. Without `group`, `unit` or `episode`, every sequence is a group, unit
+    or episode by itself.
     """
     lengths = np.array([len(s["tokens"]) for s in sequences], np.int64)
     own = np.arange(len(sequences), dtype=np.int64)

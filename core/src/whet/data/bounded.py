@@ -1,19 +1,20 @@
-"""Read JSON that a stranger wrote, in memory that is known beforehand.
+"""Parse untrusted JSON with a bound on the memory that it takes.
 
-`[[],[],[]]` takes twenty times its length in memory, and nesting ends in an error that is no `ValueError`.
+`[[],[],[]]` takes twenty times its length in memory, and deep nesting raises an error that is no `ValueError`.
 """
 
 import json
 from typing import Any, Final
 
 MODEL_VALUES: Final = 1 << 21
-"""Of a file of a model folder: the header of 100,000 tensors has a million."""
+"""Limit for a file of a model folder. The header of 100,000 tensors has about a million values."""
 
 
 def loads(text: bytes | bytearray | memoryview, values: int) -> Any:
-    """Return what JSON in UTF-8 holds. Raises `ValueError` where it is none, nests deeply or has more than `values`.
+    """Return the value of a JSON text in UTF-8.
 
-    Each value costs at most some hundred bytes, beside its text. Brackets and commas inside strings count, too.
+    Raises `ValueError` if the text is not JSON, nests too deeply or has more than `values` values. Each value costs at
+    most some hundred bytes beside its text. Brackets and commas inside strings count as values too.
     """
     text = bytes(text)
     found = sum(map(text.count, (b"[", b"{", b",")))

@@ -1,10 +1,10 @@
-r"""Find the answer that a model put in `\boxed{...}`, in time linear in the text whatever the model wrote."""
+r"""Find the answer that a model wrote in `\boxed{...}`, in time linear in the length of the text."""
 
 OPENING = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Give what stands in the last `\boxed{...}`, braces balanced; None where there is none or it is not closed."""
+    r"""Return the content of the last `\boxed{...}`, with balanced braces. None: there is none, or it is not closed."""
     begin = text.rfind(OPENING)
     if begin < 0:
         return None
@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_integer(text: str, answer: str) -> bool:
-    """Say whether text is the integer `answer`, written in ASCII digits; white space around it is allowed."""
+    """Return whether text is the integer `answer`, written in ASCII digits. White space around it is allowed."""
     text = text.strip()
     digits = text.removeprefix("-")
     # compared as text: a number of a million digits costs nothing
@@ -29,7 +29,7 @@ def is_integer(text: str, answer: str) -> bool:
 
 
 def boxed_integer(text: str) -> str | None:
-    r"""Give the last boxed integer in its shortest form, `\boxed{ -007 }` as `-7`; None where that is no integer."""
+    r"""Return the last boxed integer in its shortest form, `\boxed{ -007 }` as `-7`. None: the box holds no integer."""
     boxed = last_boxed(text)
     return _canonical(boxed.strip()) if boxed is not None and is_integer(boxed, boxed.strip()) else None
 

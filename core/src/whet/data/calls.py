@@ -1,12 +1,13 @@
-"""How a model writes calls of tools, as its chat template does: found by rendering one, read back from what it answers.
+"""How a model writes tool calls. The format is found by rendering the model's chat template, and used to parse
+responses.
 
     Qwen, Hermes     <tool_call>\\n{"name": "f", "arguments": {"x": 1}}\\n</tool_call>
     Llama 3          {"name": "f", "parameters": {"x": 1}}
     Mistral          [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "123456789"}]
     DeepSeek         <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>
 
-No template is known by name: what counts is what stands before a call, and whether its name is within the JSON or
-before it. What an answer holds is hostile text: it is parsed as JSON or taken for text, and nothing else.
+No template is known by name. A format is described by the text before a call, and by whether the tool's name stands
+inside the JSON or before it. A response is hostile text: it is parsed as JSON or kept as text, and nothing else.
 """
 
 import json
@@ -33,28 +34,28 @@ TOOL = json.dumps(
 PROBE = Call("123456789", NAME, json.dumps({KEY: VALUE}))
 _SPACE, _SEPARATORS, _MARKER = re.compile(r"\s*"), re.compile(r"[;,\s]*"), re.compile(r"[<\[].*", re.DOTALL)
 Render = Callable[[Conversation, Tools], str]
-"""(conversation, tools) -> its text, without the header of a further turn."""
+"""(conversation, tools) -> the rendered text, without the header of a next turn."""
 
 
 @frozen
 class CallFormat:
-    """What calls look like."""
+    """How the tool calls in a response are written."""
 
     opening: str
-    """What stands once before all calls of a turn."""
+    """Text that comes once, before all calls of a turn."""
     marker: str
-    """What stands before each; empty: a turn that calls is nothing else."""
+    """Text that comes before each call. Empty: a turn with calls has nothing else in it."""
     middle: str | None
-    """What stands between its name and the JSON of its arguments; None: both are in one object."""
+    """Text between the tool's name and the JSON of its arguments. None: one JSON object holds both."""
     name: str = ""
-    """The key of the name in that object."""
+    """The key of the tool's name in that object."""
     arguments: str = ""
-    """The key of the arguments in it."""
+    """The key of the arguments in that object."""
     special: bool = False
-    """Whether the marker is special tokens, which text without those lacks."""
+    """Whether the marker consists of special tokens, so that text decoded without special tokens lacks it."""
 
     def read(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """Give what an answer says before its calls, and these, without ids. Calls that are damaged are text."""
+        """Return the text of a response before its tool calls, and the calls, without ids. Damaged calls stay text."""
         try:
             calls = tuple(self._calls(text))
         except (ValueError, RecursionError):
@@ -74,7 +75,7 @@ class CallFormat:
             at = text.find(self.marker, at)
 
     def _one(self, text: str, at: int) -> tuple[list[Call], int]:
-        """Read what follows a marker: a call, or a list of calls."""
+        """Parse what follows a marker: one call, or a list of calls. Return the calls and where they end."""
         if self.middle is None:
             value, end = _json(text, at)
             return [self._call(one) for one in (value if isinstance(value, list) else [value])], end
@@ -84,7 +85,7 @@ class CallFormat:
         return [_made(name, value)], end
 
     def _bare(self, text: str) -> Iterator[Call]:
-        """Read an answer that is calls and nothing else."""
+        """Yield the calls of a response that has nothing but calls."""
         at = 0
         while at < len(text):
             value, at = _json(text, at)
@@ -98,7 +99,7 @@ class CallFormat:
 
 
 def call_format(render: Render) -> CallFormat:
-    """Find out how a template writes calls. Raises `DataError` where it shows no tools, or writes no JSON."""
+    """Return how a template writes tool calls. Raises `DataError` if the template shows no tools or writes no JSON."""
     try:
         asked = render(_talk(), (TOOL,))
         one, two, plain = (_turn(render, asked, *said) for said in ((PROBE,), (PROBE, PROBE), ()))
@@ -119,7 +120,9 @@ def call_format(render: Render) -> CallFormat:
 
 
 def _without_lead(begin: str, lead: str) -> str:
-    """Take what any answer begins with, such as a header and reasoning that the template makes up, off the front."""
+    """Return `begin` without the text that every response begins with, such as a header and an empty reasoning
+    block.
+    """
     if begin.startswith(lead):
         return begin[len(lead) :]
     common = _common(begin, lead)
@@ -127,14 +130,14 @@ def _without_lead(begin: str, lead: str) -> str:
 
 
 def _marker(opening: str, between: str) -> str:
-    """Find what stands before each call in what stands before the first and between two."""
+    """Return the text before each call: it ends both the text before the first call and the text between two calls."""
     common = _common(opening.rstrip()[::-1], between.rstrip()[::-1])[::-1]
     found = _MARKER.search(common)
     return found[0] if found else opening.strip()
 
 
 def _common(one: str, other: str) -> str:
-    """Give what two texts begin with."""
+    """Return the common beginning of two texts."""
     length = min(len(one), len(other))
     return one[: next((i for i in range(length) if one[i] != other[i]), length)]
 
@@ -144,7 +147,10 @@ def _talk(*said: Message) -> Conversation:
 
 
 def _turn(render: Render, asked: str, *calls: Call) -> str:
-    """Render a turn with these calls, or an answer without any; empty where it may not have so many."""
+    """Return the rendered turn with these calls, or with a plain response if there are none.
+
+    Empty if the template does not allow several calls in a turn.
+    """
     said = Message("assistant", "", calls) if calls else Message("assistant", ANSWER)
     try:
         whole = render(_talk(said), (TOOL,))
@@ -156,7 +162,7 @@ def _turn(render: Render, asked: str, *calls: Call) -> str:
 
 
 def _found(turn: str) -> tuple[str, int, str | None, tuple[str, str]] | None:
-    """Find the first call in a turn: what stands before it, where its JSON ends, and how it is written."""
+    """Find the first call in a turn. Return the text before it, where its JSON ends, and how it is written."""
     for at in (i for i, letter in enumerate(turn) if letter == "{"):
         try:
             value, end = _json(turn, at)
@@ -173,7 +179,7 @@ def _found(turn: str) -> tuple[str, int, str | None, tuple[str, str]] | None:
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """Read the JSON value at a place of a text, white space aside; give it and where it ends. Raises `ValueError`."""
+    """Parse the JSON value at a position, after white space. Return it and its end. Raises `ValueError`."""
     return json.JSONDecoder().raw_decode(text, _after(_SPACE, text, at))
 
 

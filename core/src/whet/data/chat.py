@@ -1,11 +1,11 @@
-"""From conversations to tokens and back, as the model's own chat template and tokenizer have it.
+"""Converts conversations to tokens and back with the model's own chat template and tokenizer.
 
     prompt         <s> user: 6*7? assistant:                    what the model is asked to continue
-    the model                                 42 <end>          its tokens, kept as they are for ever
+    the model                                 42 <end>          its tokens, which never change again
     continuation                                      \\n user: and 6*8? assistant:
 
-History is append-only. What is appended is found by comparing texts that the template renders; only the new text
-is tokenised. A template that rewrites what went before (drops the reasoning of earlier turns, say) is refused.
+History is append-only. The text to append is found by comparing two texts that the template renders, and only the new
+text is tokenised. A template that rewrites earlier messages (drops the reasoning of earlier turns, say) is refused.
 """
 
 import copy
@@ -32,7 +32,7 @@ TrainOn = Literal["all", "last"]
 
 
 class RewrittenHistory(DataError):  # noqa: N818 - it says what the template did
-    """A chat template renders what was said before otherwise once more is said."""
+    """A chat template renders earlier messages differently when a message is appended."""
 
 
 @frozen(eq=False)
@@ -40,20 +40,20 @@ class Trainable:
     """A conversation or text as a sequence to train on."""
 
     tokens: IntArray  # [L]
-    loss_mask: BoolArray  # [L], true on what the model is to write
+    loss_mask: BoolArray  # [L], true on the tokens to train on
     prompt_length: int
-    """Tokens before the first trained one."""
+    """Number of tokens before the first trained one."""
 
 
 class ChatTokenizer:
     """The tokenizer and chat template of a model folder. Safe to use from several threads."""
 
     def __init__(self, folder: str | Path, chat_template: str | None = None, now: datetime | None = None) -> None:
-        """Read a folder with `tokenizer.json` and, where it has them, `tokenizer_config.json`,
-        `special_tokens_map.json`, `chat_template.jinja` and `generation_config.json`.
+        """Read a model folder with `tokenizer.json`. Also read `tokenizer_config.json`, `special_tokens_map.json`,
+        `chat_template.jinja` and `generation_config.json` if they exist.
 
         `chat_template` is a file, or a template itself, to use instead of the folder's. `now` is the time that
-        templates see; by default that of construction. Raises `DataError` naming what is missing.
+        templates see; by default the time of construction. Raises `DataError` that names what is missing.
         """
         self.folder = Path(folder)
         self._now = now or datetime.now()
@@ -70,7 +70,7 @@ class ChatTokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises `DataError` where the folder has none."""
+        """Return the chat template. Raises `DataError` if the folder has none."""
         if self._source is None:
             raise DataError(
                 f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
@@ -83,12 +83,14 @@ class ChatTokenizer:
 
     @cached_property
     def call_format(self) -> CallFormat:
-        """How the model writes calls of tools. Raises `DataError` where its chat template knows no tools."""
+        """Return how the model writes tool calls. Raises `DataError` if its chat template does not support tools."""
         found = call_format(lambda talk, tools: self.template.render(talk, tools=tools))
         return evolve(found, special=found.marker not in self.decode(self.encode(found.marker)))
 
     def with_tools(self, tools: Tools) -> "ChatTokenizer":
-        """Give one whose conversations have these tools. Raises `DataError` where the chat template knows none."""
+        """Return a copy whose conversations have these tools. Raises `DataError` if the chat template does not support
+        tools.
+        """
         other = copy.copy(self)
         other.__dict__.update({"call_format": self.call_format} if tools else {})
         other._tools = tools
@@ -96,50 +98,52 @@ class ChatTokenizer:
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a turn: the tokenizer's and the generation config's end tokens, and the template's."""
+        """Return the tokens that end a turn: the end tokens of tokenizer, generation config and chat template."""
         ids = [self._tokenizer.token_to_id(self._special.get("eos_token", "")), self._end_of_turn]
         ids += self._eos if isinstance(self._eos, list) else [self._eos]
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens known, added ones included."""
+        """Return the number of tokens in the vocabulary, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def plain_tokens(self) -> IntArray:
-        """Tokens [tokens] that stand for text and mean nothing else, ascending."""
+        """Return the ids of all tokens that are plain text, not special or added: [tokens], ascending."""
         known = np.fromiter(self._tokenizer.get_vocab(with_added_tokens=False).values(), np.int64)
         return np.setdiff1d(known, np.fromiter(self._tokenizer.get_added_tokens_decoder(), np.int64))
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """What the tokenizer itself lets a text begin with: usually its begin token, or nothing."""
+        """Return the tokens that the tokenizer puts before a text: usually its begin token, or nothing."""
         return tuple(self._begin)
 
     def encode(self, text: str) -> IntArray:
-        """Tokenise text as it is, nothing added: special tokens written in it count as such."""
+        """Return the tokens of a text with nothing added. Special tokens written in the text count as special
+        tokens.
+        """
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Sequence[int] | IntArray, skip_special: bool = True) -> str:
-        """Give the text of tokens."""
+        """Return the text of tokens."""
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
     def pieces(self, tokens: IntArray) -> list[str]:
-        """Give the text of each token [L] by itself, special tokens included; see `whet.data.pieces`."""
+        """Return the text of each token [L] by itself, special tokens included; see `whet.data.pieces`."""
         found = {token: text_of(self._tokenizer, token) for token in set(tokens.tolist())}
         return [found[token] for token in tokens.tolist()]
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Give the tokens [L] that the model is to continue, the header of its turn included."""
+        """Return the tokens [L] that the model is to continue. They end with the header of its turn."""
         return self.encode(self._render(conversation))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
-        """Give the tokens to append after the model's last completion, so that it can answer `messages`.
+        """Return the tokens to append after the model's last completion, so that it can respond to `messages`.
 
-        `history` ends in the model's message; `stopped` says whether its last token is one of `stop_tokens`
-        (if not, the tokens that close its turn come first). Raises `DataError` where the template rewrites history.
+        `history` ends with the model's message. `stopped` is whether its last token is one of `stop_tokens`; if not,
+        the tokens that close its turn come first. Raises `DataError` if the template rewrites history.
         """
         if not history or history[-1].role != "assistant":
             raise ValueError("a history to continue ends in a message of the assistant")
@@ -152,15 +156,15 @@ class ChatTokenizer:
         return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
 
     def _render(self, conversation: Conversation) -> str:
-        """Give the text that the model is to continue."""
+        """Return the text that the model is to continue."""
         return self.template.render(conversation, generation_prompt=True, tools=self._tools)
 
     def training(self, conversation: Conversation, train_on: TrainOn = "all", first: int = 0) -> Trainable:
         """Tokenise a conversation for training on the assistant's turns: content and end-of-turn token, no header.
 
-        `train_on` says which turns; `first` is the first message that may be trained on. The first trained turn
-        stands behind exactly the tokens that `prompt` gives for it, each further one behind the same text. Raises
-        `DataError` where there is no turn to train on or where the template rewrites history.
+        `train_on` chooses the turns; `first` is the first message that may be trained on. The first trained turn comes
+        after exactly the tokens that `prompt` returns for it, and each further one after the same text. Raises
+        `DataError` if there is no turn to train on, or the template rewrites history.
         """
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant" and i >= first]
         if not turns:
@@ -176,13 +180,13 @@ class ChatTokenizer:
         eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         if eos is not None and tokens[-1:] != [eos]:
             tokens = [*tokens, eos]
-        # the first token has nothing before it that could predict it
+        # No token comes before the first one, so nothing predicts it.
         return Trainable(np.array(tokens, np.int64), np.arange(len(tokens)) > 0, min(1, len(tokens)))
 
     def training_completion(self, prompt: str, completion: str) -> Trainable:
-        """Tokenise text that goes on after other text, without a template: the loss is on what goes on.
+        """Tokenise a prompt and its completion without a template. The loss is on the completion.
 
-        Around both are the tokenizer's own begin and end tokens; the prompt's tokens are those it has by itself.
+        The tokenizer's own begin and end tokens are put around both. The prompt has the tokens that it has by itself.
         """
         text = prompt + completion
         found = self._masked(text, [(len(prompt), len(text))])
@@ -194,7 +198,7 @@ class ChatTokenizer:
         return Trainable(tokens, mask, len(begin) + found.prompt_length)
 
     def _turn(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int]:
-        """Find one turn of the assistant in the text of its conversation: (begin, end) in characters."""
+        """Return where an assistant turn begins and ends in the text of its conversation, in characters."""
         asked = self.template.render(conversation[:index], generation_prompt=True)
         if not whole.startswith(asked):
             raise _rewritten(asked, whole)
@@ -204,16 +208,18 @@ class ChatTokenizer:
             begin, turn = len(asked), answered[len(asked) :]
             stops = [turn.rfind(text) + len(text) for text in self._stop_texts if text in turn]
             closed = begin + max(stops, default=len(turn.rstrip()))
-            # without an end-of-turn token, white space at the end is the answer's as far as the answer goes
+            # Without an end-of-turn token, white space at the end belongs to the response as far as the message has it.
             return begin, max(closed, _end_of(conversation[index].text, answered, begin) or 0)
-        # a later message changed how the template closes this turn: all that counts is that its words stand there
+        # A later message changed how the template closes this turn. It is enough that the turn's words are in the text.
         end = _end_of(conversation[index].text, whole, len(asked))
         if end is None:
             raise _rewritten(asked + conversation[index].text, whole)
         return len(asked), end + len(self._stop_at(whole, end))
 
     def _masked(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
-        """Tokenise text, with the loss on spans of characters, cut where the prompt of a span ends."""
+        """Tokenise text with the loss on spans of characters. The first span's prompt keeps the tokens that it has by
+        itself.
+        """
         whole = self._tokenizer.encode(text, add_special_tokens=False)
         prompt = self._tokenizer.encode(text[: spans[0][0]], add_special_tokens=False).ids
         tokens, offsets = whole.ids, _offsets(whole)
@@ -222,7 +228,7 @@ class ChatTokenizer:
         for begin, end in spans:
             a = int(np.searchsorted(offsets[:, 1], begin, "right"))
             b = int(np.searchsorted(offsets[:, 0], end, "left"))
-            # an end-of-turn token may swallow the white space behind it
+            # An end-of-turn token may include the white space after it.
             aligned = aligned and a < b and offsets[a, 0] >= begin
             aligned = aligned and (offsets[b - 1, 1] <= end or tokens[b - 1] in self.stop_tokens)
             mask[a:b] = True
@@ -231,7 +237,9 @@ class ChatTokenizer:
         return Trainable(np.array(tokens, np.int64), mask, len(prompt))
 
     def _pieces(self, text: str, spans: list[tuple[int, int]]) -> Trainable:
-        """Tokenise piece by piece, as in a rollout, where a token of the whole text would straddle an edge."""
+        """Tokenise piece by piece, as in a rollout. Used where a token of the whole text would cross the edge of a
+        span.
+        """
         prompt = self.encode(text[: spans[0][0]])
         pieces, masks, at, before = [prompt], [np.zeros(len(prompt), np.bool_)], spans[0][0], ""
         for begin, end in [*spans, (len(text), len(text))]:
@@ -243,9 +251,9 @@ class ChatTokenizer:
         return Trainable(np.concatenate(pieces), np.concatenate(masks), len(prompt))
 
     def _encode_after(self, text: str, before: str = "") -> IntArray:
-        """Tokenise text that goes on after other text, so that nothing is put at its front.
+        """Return the tokens of text that follows other text, so that the tokenizer puts nothing before it.
 
-        `before` is the special token that stands before it, where there is one; some swallow white space.
+        `before` is the special token in front of the text, if there is one. Some special tokens absorb white space.
         """
         before = before or self._anchor
         if not text or not before:
@@ -254,13 +262,13 @@ class ChatTokenizer:
         return tokens[1:] if tokens[0] == self._tokenizer.token_to_id(before) else self.encode(text)
 
     def _without_stop(self, rest: str) -> tuple[str, str]:
-        """Take the end-of-turn token, which the model wrote itself, off the front: (rest, that token)."""
+        """Return `rest` without its leading end-of-turn token, which the model wrote itself, and that token."""
         bare = rest.lstrip()
         stop = self._stop_at(bare, 0)
         return (bare[len(stop) :], stop) if stop else (rest, "")
 
     def _stop_at(self, text: str, begin: int) -> str:
-        """Give the end-of-turn token that is written at a place in a text; empty where there is none."""
+        """Return the end-of-turn token at a position in a text. Empty: there is none."""
         return next((stop for stop in self._stop_texts if text.startswith(stop, begin)), "")
 
     @cached_property
@@ -270,13 +278,13 @@ class ChatTokenizer:
 
     @cached_property
     def _begin(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text."""
+        """Return the tokens that the tokenizer puts before a text."""
         whole, bare = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
         return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
 
     @cached_property
     def _anchor(self) -> str:
-        """A special token that takes no white space from its neighbours; empty where there is none."""
+        """Return a special token that absorbs no white space from its neighbours. Empty: there is none."""
         for token in self._tokenizer.get_added_tokens_decoder().values():
             if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized):
                 return str(token.content)
@@ -284,7 +292,7 @@ class ChatTokenizer:
 
     @cached_property
     def _end_of_turn(self) -> int | None:
-        """The special token with which the template closes the assistant's turn, if it does with one."""
+        """Return the special token with which the template closes an assistant turn. None: it uses none."""
         answer = "whetstone"
         try:
             text = self.template.render((Message("user", "steel"), Message("assistant", answer)))
@@ -309,7 +317,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Give the special tokens by name, as templates see them: `bos_token`, `eos_token`, ..."""
+    """Return the special tokens by name, as templates see them: `bos_token`, `eos_token`, ..."""
     extra = config.get("extra_special_tokens")
     named = {**config, **(extra if isinstance(extra, dict) else {})}
     tokens = {name: _content(value) for name, value in named.items() if name.endswith("_token")}
@@ -346,7 +354,7 @@ def _read_tokenizer(folder: Path, config: dict[str, Any], special: dict[str, str
 
 
 def _further_tokens(config: dict[str, Any], special: dict[str, str]) -> Iterator[AddedToken]:
-    """Give the tokens that `tokenizer_config.json` adds, in order of id; usually `tokenizer.json` has them all."""
+    """Yield the tokens that `tokenizer_config.json` adds, in order of id. Usually `tokenizer.json` has them all."""
     names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     decoder = config.get("added_tokens_decoder") or {}
     for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
@@ -359,7 +367,7 @@ def _further_tokens(config: dict[str, Any], special: dict[str, str]) -> Iterator
 
 
 def given_template(chat_template: str) -> str:
-    """Read what `model.chat_template` names: a file, or a template itself. Raises `DataError` where it cannot."""
+    """Return the template that `model.chat_template` names: a file, or a template itself. Raises `DataError`."""
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     try:
@@ -373,9 +381,9 @@ def _offsets(encoding: Encoding) -> IntArray:
 
 
 def _end_of(text: str, rendered: str, begin: int) -> int | None:
-    """Find where `text` ends in `rendered` from `begin` on; None where it does not stand there.
+    """Return where `text` ends in `rendered`, searched from `begin` on. None: `rendered` does not continue with it.
 
-    White space may differ, since many templates trim: what the model wrote counts, not how it is shown later.
+    White space may differ, since many templates trim it: the model's words count, not how they are rendered later.
     """
     if rendered.startswith(text, begin):
         return begin + len(text)

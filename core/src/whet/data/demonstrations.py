@@ -1,4 +1,4 @@
-"""Records that show what to say: from a row of a data file to a sequence to train on."""
+"""Turns demonstrations (records that show a good response) into sequences to train on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -9,12 +9,12 @@ from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
 
 FIELDS = ("messages", "prompt", "completion", "text")
-"""What a record may have: `messages`, or `prompt` and `completion`, or `text`."""
+"""Fields of a record: `messages`, or `prompt` and `completion`, or `text`."""
 TrainOn = Literal["all", "last"]
 
 
 def known_fields(fields: Sequence[str]) -> Callable[[object, Any, Mapping[str, str]], None]:
-    """Give a validator of an attrs field that maps what a record has to what it is called in the data."""
+    """Return an attrs validator of a mapping from field names to column names of the data."""
 
     def check(instance: object, attribute: Any, value: Mapping[str, str]) -> None:
         unknown = [name for name in value if name not in fields]
@@ -25,7 +25,7 @@ def known_fields(fields: Sequence[str]) -> Callable[[object, Any, Mapping[str, s
 
 
 def record_fields(names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Say which fields a record may have, as they are called in the data: all of one tuple."""
+    """Return the columns that a record may have, as the data names them. A record has all columns of one tuple."""
     given = {name: names.get(name, name) for name in FIELDS}
     return (given["messages"],), (given["prompt"], given["completion"]), (given["text"],)
 
@@ -37,7 +37,7 @@ def encode(
     train_on: TrainOn = "all",
     plain: bool = False,
 ) -> list[dict[str, Any]]:
-    """Tokenise a record: one sequence. Raises `DataError` saying what it lacks. See `trainable`."""
+    """Tokenise a record into one sequence. Raises `DataError` that names what the record lacks. See `trainable`."""
     found = trainable(record, chat, names, train_on, plain)
     return [{"tokens": found.tokens, "loss_mask": found.loss_mask, "prompt_length": found.prompt_length}]
 
@@ -49,9 +49,11 @@ def trainable(
     train_on: TrainOn = "all",
     plain: bool = False,
 ) -> Trainable:
-    """Tokenise `{"messages": ...}`, `{"prompt": ..., "completion": ...}` (the loss is on the completion alone) or
-    `{"text": ...}` (on all of it, without a template; where `plain`, completions have none either). `names` says what
-    these are called in the data.
+    """Tokenise a record for training.
+
+    `{"messages": ...}`: the loss is on the assistant's turns. `{"prompt": ..., "completion": ...}`: the loss is on the
+    completion; with `plain`, without a chat template. `{"text": ...}`: the loss is on all of it, without a template.
+    `names` maps these fields to the columns of the data.
     """
     called = {name: names.get(name, name) for name in FIELDS}
     given = {name: record[own] for name, own in called.items() if record.get(own) is not None}

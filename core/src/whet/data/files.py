@@ -1,4 +1,4 @@
-"""Files of the run folder: rows of JSON that a kill may have damaged, modes, and errors of the disk in words."""
+"""Files of the run folder: rows of JSON that a kill may have damaged, file modes, and readable disk errors."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ from whet.errors import WhetError
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in the name of a file, e.g. of `step-000010-NAME.jsonl`; None where it has none."""
+    """Return the step in a file's name, e.g. of `step-000010-NAME.jsonl`. None: the name has none."""
     found = _STEP_NAME.match(name)
     return int(found[1]) if found else None
 
@@ -23,14 +23,14 @@ _STEP_NAME = re.compile(r"step-([0-9]{6,15})(?![0-9])")
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that only this user may read, if it is made anew: an `opener` of `open`."""
+    """Open a file as an `opener` of `open`. A new file can be read by this user only."""
     return os.open(path, flags, 0o600)
 
 
 def use_umask(*files: Path) -> None:
-    """Set the mode of files to the one that this process's umask has for new files.
+    """Set the mode of files to the mode that new files of this process have (its umask).
 
-    Libraries that write a file under another name first, such as safetensors, leave it readable by its owner alone.
+    Libraries that write to a temporary name first, such as safetensors, leave a file readable by its owner only.
     """
     mode = 0o666 & ~_umask()
     for file in files:
@@ -38,7 +38,7 @@ def use_umask(*files: Path) -> None:
 
 
 def _umask() -> int:
-    with suppress(OSError):  # Linux; nothing has to be changed to find out
+    with suppress(OSError):  # on Linux the umask can be read without changing it
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)
@@ -48,18 +48,18 @@ def _umask() -> int:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Write a row as a line of JSON: readable text, but what could steer a terminal as an escape."""
+    """Return a row as a line of JSON: readable text, with characters that could control a terminal escaped."""
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False)) + "\n"
 
 
 _STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters that JSON allows, line breaks, marks of writing direction, and halves of characters."""
+"""Control characters that JSON allows, line breaks, marks of writing direction, and surrogates."""
 
 
 def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> Iterator[dict[str, Any]]:
-    """Read JSON lines; those that a kill or a power cut left damaged, or that are not wanted, are left out.
+    """Read JSON lines. Skip lines that a kill or a power cut damaged, and lines for which `wanted` returns False.
 
-    Raises `FileNotFoundError`, and `WhetError` saying why a file that is there cannot be read.
+    Raises `FileNotFoundError`, or `WhetError` with the reason if an existing file cannot be read.
     """
     with reading(file), file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
@@ -75,7 +75,7 @@ def read_rows(file: Path, wanted: Callable[[str], bool] = lambda line: True) -> 
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Raise `WhetError` saying in plain words why a file that is there cannot be read, e.g. because it is a folder."""
+    """Raise `WhetError` with a plain reason if an existing file cannot be read, e.g. because it is a folder."""
     try:
         yield
     except FileNotFoundError:
@@ -85,12 +85,12 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Read the numbers of each step from a `metrics.jsonl`; a step may come twice. Nothing where there is no file."""
+    """Read the numbers of each step from a `metrics.jsonl`. A step may appear twice. No file: yield nothing."""
     return metrics_of(read_rows(file) if file.exists() else ())
 
 
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Give the numbers of each row of a `metrics.jsonl`. What is too large for a float is infinite."""
+    """Yield the step and the numbers of each row of a `metrics.jsonl`. A number too large for a float is infinite."""
     for row in rows:
         step = row.get("step")
         if isinstance(step, int) and 0 <= step < _MOST_STEPS:
@@ -99,7 +99,7 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[st
 
 _WHEN = ("step", "time")
 _MOST_STEPS = 1 << 53
-"""Beyond which numbers are no steps: readers take them for floats."""
+"""Larger numbers are no steps: readers would take them for floats."""
 
 
 def _float(value: float) -> float:
@@ -111,7 +111,7 @@ def _float(value: float) -> float:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Say in plain words which file could not be written, and why."""
+    """Raise `WhetError` with the file that could not be written, and the reason."""
     try:
         yield
     except Exception as error:
@@ -128,7 +128,9 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _error_number(error: Exception) -> int | None:
-    """Give the system's number of an error. Libraries in Rust, such as safetensors, have it in their text alone."""
+    """Return the system's error number (errno). Libraries in Rust, such as safetensors, have it only in the error's
+    text.
+    """
     if isinstance(error, OSError):
         return error.errno
     told = re.search(r"\(os error (\d+)\)$", str(error))

@@ -1,10 +1,10 @@
-"""Bring records of the usual data sets into the columns that algorithms read.
+"""Converts records of common data sets to the columns that algorithms read.
 
     sharegpt   {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "system": ...}
     alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[question, answer], ...]}
     plain      {"messages": ...}, {"prompt": ..., "completion": ...}, {"text": ...}, {"prompt", "chosen", "rejected"}
 
-The result is `messages`, or `prompt` and `completion`; of preference data `prompt`, `chosen` and `rejected`.
+The result has `messages`, or `prompt` and `completion`. Preference data has `prompt`, `chosen` and `rejected`.
 """
 
 import itertools
@@ -23,24 +23,26 @@ SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "tool": "tool", "observation": "tool",
 }  # fmt: skip
-"""Roles of messages by what ShareGPT calls the speaker."""
+"""Message roles by ShareGPT's name of the speaker."""
 CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns whose value may be a list of turns."""
 PLAIN = (("messages",), ("prompt", "completion"), ("prompt", "chosen", "rejected"))
-"""Columns that make a record plain where all of one tuple are there, whatever else is."""
+"""A record that has all columns of one of these tuples is plain, whatever else it has."""
 LABELS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-"""What a label is where a file has only text."""
+"""Labels by their text, for files that have only text."""
 FIRST_RECORDS = 20
-"""Records of a data file that a check looks at."""
+"""Number of records of a data file that a check looks at."""
 
 
 def records(file: DataFile, names: Mapping[str, str]) -> Iterator[Row]:
-    """Read the records of a file, in the columns that an algorithm reads. `names` says what it calls them."""
+    """Yield the records of a file in the columns that an algorithm reads. `names` maps fields to the algorithm's
+    columns.
+    """
     return (laid_out(row, file, names) for row in read(file))
 
 
 def laid_out(row: Row, file: DataFile, names: Mapping[str, str]) -> Row:
-    """Bring one row into the columns that an algorithm reads. A row that cannot be gets a problem."""
+    """Return a row in the columns that an algorithm reads, or with a problem if it cannot be converted."""
     if row.problem:
         return row
     try:
@@ -50,10 +52,10 @@ def laid_out(row: Row, file: DataFile, names: Mapping[str, str]) -> Row:
 
 
 def layout_of(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str]) -> str:
-    """Return the layout of a record: what the config states, or what its columns show.
+    """Return the layout of a record: the one that the config states, or else the one that its columns show.
 
-    A column that the config gives another meaning shows nothing, and neither does one that is empty. Columns that an
-    algorithm reads as they are come first: what is there is not replaced.
+    A column that the config gives another meaning shows nothing, nor does an empty column. Plain columns come first: a
+    record that has them is never converted.
     """
     if file.layout != "auto":
         return file.layout
@@ -75,15 +77,15 @@ class Recognised:
     rows: tuple[Row, ...]
     """The first records, in the columns that the algorithm reads."""
     columns: tuple[str, ...]
-    """Columns of the file, as it calls them."""
+    """Columns of the file, by the file's own names."""
     missing: tuple[str, ...]
-    """Columns that `fields` names and none of the records has."""
+    """Columns that `fields` names and that no record has."""
     words: str
-    """Format, columns and layout in words, for the plan."""
+    """Format, columns and layout as text, for the plan."""
 
 
 def recognise(file: DataFile, names: Mapping[str, str]) -> Recognised:
-    """Look at the first records of a file. Raises `DataError` where it cannot be read."""
+    """Return what the first records of a file show. Raises `DataError` if the file cannot be read."""
     rows = list(itertools.islice(read(file), FIRST_RECORDS))
     good = [row for row in rows if not row.problem]
     columns = tuple(dict.fromkeys(name for row in good for name in row.record))
@@ -101,7 +103,7 @@ def recognise(file: DataFile, names: Mapping[str, str]) -> Recognised:
 
 
 def found_words(record: Mapping[str, Any]) -> str:
-    """Return the columns of a record in words, for an error; those that are empty are named so."""
+    """Return the columns of a record as text for an error. Empty columns are marked."""
     first = itertools.islice(record.items(), 12)
     shown = [f"{name!r:.40}{' (empty)' if value is None else ''}" for name, value in first]
     return ", ".join([*shown, *["..."] * (len(record) > 12)]) or "none"
@@ -123,12 +125,12 @@ def _laid_out(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str
 
 
 def _has(record: Mapping[str, Any], name: str, names: Mapping[str, str]) -> bool:
-    """Return whether a record has a value in a column; tables have empty ones."""
+    """Return whether a record has a value in a column. Rows of a table have empty columns."""
     return record.get(names.get(name, name)) is not None
 
 
 def _renamed(record: Mapping[str, Any], file: DataFile, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record that also has the columns that `fields` of its file names."""
+    """Return a record with the columns that `fields` of its file renames added."""
     own = {names.get(name, name): record[own] for name, own in file.fields.items() if own in record}
     return {**record, **own}
 
@@ -138,7 +140,7 @@ def _written(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
-    """Replace turns of `from` and `value`, and turns that are written as JSON text, by messages."""
+    """Replace turns with `from` and `value`, and turns written as JSON text, with messages, in place."""
     value = record.get(column)
     if isinstance(value, str) and name in ("messages", "conversations") and value.lstrip()[:1] == "[":
         try:
@@ -151,7 +153,7 @@ def _read_turns(record: dict[str, Any], column: str, name: str) -> None:
 
 
 def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
-    """Return the turns of a conversation: `from` and `value`, or `role` and `content`; None where there are none."""
+    """Return the turns of a conversation: `from` and `value`, or `role` and `content`. None: the value has no turns."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
             value = json.loads(value)
@@ -165,8 +167,8 @@ def _turns(value: Any) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn what a speaker said into a message."""
-    if turn.get("role") is not None:  # tables have all keys in every turn, and some are empty
+    """Return a ShareGPT turn as a message."""
+    if turn.get("role") is not None:  # tables have all keys in every turn; some are empty
         return dict(turn)
     speaker, text = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
@@ -177,7 +179,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the columns of a ShareGPT record: `messages`, or the `prompt` where there are two answers."""
+    """Return the columns of a ShareGPT record: `messages`, or `prompt` if the record is a preference pair."""
     talk = record.get("conversations")
     turns = _turns(talk)
     if turns is None:
@@ -191,7 +193,7 @@ def _sharegpt(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def _alpaca(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of an Alpaca record: `prompt`, and `completion` unless there are two answers."""
+    """Return the columns of an Alpaca record: `prompt`, and `completion` unless the record is a preference pair."""
     question, given = _text(record, "instruction"), _text(record, "input", needed=False)
     question = f"{question}\n\n{given}" if given.strip() else question
     before = [*_system(record), *_history(record)]
@@ -200,7 +202,7 @@ def _alpaca(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _history(record: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the earlier questions and answers of an Alpaca record."""
+    """Yield the earlier questions and answers of an Alpaca record as messages."""
     history = record.get("history")
     if not isinstance(history, list | tuple | None):
         raise DataError(f"the column `history` is {history!r:.60}, wanted a list of pairs of question and answer")
@@ -212,7 +214,7 @@ def _history(record: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _system(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the system message of a record, where it has one."""
+    """Return the system message of a record in a list. Empty list: it has none."""
     text = _text(record, "system", needed=False)
     return [{"role": "system", "content": text}] if text.strip() else []
 

@@ -1,4 +1,4 @@
-"""What training data becomes: records as tokens with their loss mask, and counts over many records. Needs no torch."""
+"""Shows what training data becomes: tokens with their loss mask, and counts over many records. Needs no torch."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from whet.data.offline import Encode
 
 QUOTED = 5
-"""Records that cannot be used and are quoted with their reason."""
+"""Number of unusable records that are quoted with their reason."""
 
 
 @frozen(eq=False)
@@ -27,7 +27,7 @@ class Encoded:
     """One sequence of a record."""
 
     name: str
-    """Of a pair: `chosen` or `rejected`; else empty."""
+    """`chosen` or `rejected` for a pair, `desirable` or `undesirable` for a labelled record, else empty."""
     tokens: Any
     """[L]."""
     trained: Any
@@ -36,7 +36,7 @@ class Encoded:
 
 @frozen
 class Shown:
-    """A record that is shown whole."""
+    """A record that is shown in full."""
 
     where: str
     sequences: tuple[Encoded, ...]
@@ -44,30 +44,30 @@ class Shown:
 
 @define
 class Counts:
-    """What became of the records that were read."""
+    """Counts of the records that were read."""
 
     records: int = 0
     too_long: int = 0
-    """Left out, because a sequence is longer than the limit. No record is cut."""
+    """Left out, because a sequence is longer than the limit. No record is truncated."""
     malformed: int = 0
     untrained: int = 0
-    """Kept, although no token of them is trained."""
+    """Kept, although the record has no trained token."""
     examples: list[str] = field(factory=list)
     """Why the first malformed records cannot be used."""
     lengths: list[int] = field(factory=list)
-    """Tokens of each sequence that is kept."""
+    """Tokens of each kept sequence."""
     trained: int = 0
-    """Trained tokens of all sequences that are kept."""
+    """Trained tokens of all kept sequences."""
     complete: bool = True
-    """Whether these are all records there are."""
+    """Whether every record was read."""
 
     @property
     def kept(self) -> int:
-        """Records that are trained on."""
+        """Return the number of records that are trained on."""
         return self.records - self.too_long - self.malformed
 
     def spread(self) -> dict[str, float]:
-        """Return how long the sequences are; nothing where there are none."""
+        """Return mean, shortest, median, 95th percentile and longest length of the sequences. Empty: there are none."""
         if not self.lengths:
             return {}
         names = {"shortest": 0, "median": 50, "95 %": 95, "longest": 100}
@@ -79,9 +79,9 @@ def look_at_records(
     files: Sequence["DataFile"], encode: "Encode", names: Mapping[str, str], chat: "ChatTokenizer", *, limit: int,
     rows: int, most: int, status: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Shown], Counts]:  # fmt: skip
-    """Tokenise records as training would: the first `rows` that are kept, and counts over the first `most` (0: all).
+    """Tokenise records as training would. Return the first `rows` kept ones, and counts over the first `most` (0: all).
 
-    `limit`: the longest sequence, in tokens; 0: none.
+    `limit`: the longest sequence, in tokens; 0: no limit.
     """
     shown, counts = list[Shown](), Counts()
     for row in (row for file in files for row in records(file, names)):
@@ -112,7 +112,11 @@ def look_at_records(
 def look_at_prompts(
     prompts: Iterable[tuple[str, "Conversation"]], chat: "ChatTokenizer", *, limit: int, rows: int, most: int
 ) -> tuple[list[Shown], Counts]:
-    """Tokenise the prompts of tasks as rollouts would. `limit`: the longest prompt that leaves room; 0: none."""
+    """Tokenise the prompts of tasks as rollouts would. Return the first `rows` kept ones, and counts over the first
+    `most`.
+
+    `limit`: the longest prompt that leaves room for a response, in tokens; 0: no limit.
+    """
     shown, counts = list[Shown](), Counts()
     for where, prompt in prompts:
         if most and counts.records >= most:
@@ -153,13 +157,13 @@ class Piece:
 
     token: int
     text: str
-    """What could steer a terminal is escaped."""
+    """Text of the token. Characters that could control a terminal are escaped."""
     trained: bool
     special: bool
 
 
 def pieces(sequence: Encoded, chat: "ChatTokenizer") -> Iterator[Piece]:
-    """Return the tokens of a sequence as text."""
+    """Yield the tokens of a sequence as text."""
     special = ~np.isin(sequence.tokens, chat.plain_tokens)
     rows = zip(sequence.tokens.tolist(), chat.pieces(sequence.tokens), sequence.trained, special, strict=True)
     for token, text, is_trained, is_special in rows:
@@ -167,9 +171,9 @@ def pieces(sequence: Encoded, chat: "ChatTokenizer") -> Iterator[Piece]:
 
 
 def whole_characters(found: Sequence[Piece], chat: "ChatTokenizer") -> list[Piece]:
-    r"""Join the tokens of characters that are spread over several of them, as long as all are trained or none is.
+    r"""Join the tokens of a character that is spread over several tokens, if all of them are trained or none is.
 
-    Of such a token alone only bytes can be shown, e.g. `\xe6`.
+    Such a token by itself can only be shown as bytes, e.g. `\xe6`.
     """
     joined: list[Piece] = []
     for (partial, _), run in itertools.groupby(found, lambda one: (bool(_BYTES.search(one.text)), one.trained)):

@@ -1,7 +1,7 @@
-"""Messages of a conversation. Content is a list of typed parts from the first day; text is the only kind yet.
+"""Messages of a conversation. Content is a list of typed parts; text is the only type so far.
 
-Calls of tools stand beside the content where others wrote them, in the terms of OpenAI's API. What the model itself
-wrote is recorded as its text, calls included.
+Tool calls that others wrote stand beside the content, in the terms of OpenAI's API. What the model itself wrote is
+recorded as its text, tool calls included.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,14 +32,14 @@ Tools = tuple[str, ...]
 
 @frozen
 class Call:
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
-    """Names it, for the message that answers it."""
+    """Identifies the call. The message with the tool's result refers to it."""
     name: str
-    """The tool's."""
+    """Name of the tool."""
     arguments: str
-    """A JSON object."""
+    """The arguments as a JSON object."""
 
 
 @frozen
@@ -49,15 +49,15 @@ class Message:
     role: str
     """One of `ROLES`: `system`, `user`, `assistant`, `tool`."""
     content: tuple[Text, ...] = field(converter=_parts)
-    """Its parts; text alone may be given as a string."""
+    """The parts of the message. Text alone may be passed as a string."""
     calls: tuple[Call, ...] = ()
-    """Of an assistant that calls tools, after its content."""
+    """Tool calls of an assistant message. They come after its content."""
     answers: str = ""
-    """Of a tool: the id of the call that it answers."""
+    """For a tool message: the id of the call whose result it is."""
 
     @property
     def text(self) -> str:
-        """The text of all parts, joined."""
+        """Return the text of all parts, joined."""
         return "".join(part.text for part in self.content)
 
 
@@ -65,7 +65,7 @@ Conversation = tuple[Message, ...]
 
 
 def conversation(value: "str | Message | Iterable[Message | Mapping[str, Any]]") -> Conversation:
-    """Read a conversation from what people write: a string (one user message), records or dicts."""
+    """Return a conversation from a string (one user message), records or dicts. Raises `DataError`."""
     if isinstance(value, str):
         return (Message("user", value),)
     if isinstance(value, Message):

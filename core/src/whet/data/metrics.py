@@ -10,16 +10,16 @@ MetricKind = Literal["mean", "sum", "max", "min"]
 
 @frozen
 class Metric:
-    """A number that knows how to be merged. Inside a worker the numbers may be 0-d tensors."""
+    """A number with the rule by which it is merged. Inside a worker the numbers may be 0-d tensors."""
 
     kind: MetricKind
     value: Any
-    """Of a mean: the sum of the values; else the value itself."""
+    """For a mean, the sum of the values; for other kinds the value itself."""
     count: Any = 1.0
-    """Of a mean: how many values were summed (or the sum of their weights)."""
+    """For a mean, how many values were summed, or the sum of their weights."""
 
     def merge(self, other: "Metric") -> "Metric":
-        """Combine two metrics of one kind."""
+        """Return the combination of two metrics of one kind. Raises `ValueError` if the kinds differ."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a metric of kind {self.kind} with one of kind {other.kind}")
         if self.kind == "mean":
@@ -30,7 +30,7 @@ class Metric:
         return Metric(self.kind, pick(self.value, other.value))
 
     def number(self) -> float:
-        """Give the plain number. The mean of nothing is 0."""
+        """Return the plain number. The mean of nothing is 0."""
         if self.kind == "mean":
             return float(self.value) / float(self.count) if float(self.count) else 0.0
         return float(self.value)
@@ -40,27 +40,27 @@ Metrics = Mapping[str, Metric]
 
 
 def mean(total: Any, count: Any = 1.0) -> Metric:
-    """A mean, given the sum of the values and their count."""
+    """Return a mean, from the sum of the values and their count."""
     return Metric("mean", total, count)
 
 
 def total(value: Any) -> Metric:
-    """A sum over everything merged."""
+    """Return a metric that is the sum of all merged values."""
     return Metric("sum", value)
 
 
 def largest(value: Any) -> Metric:
-    """The largest of everything merged."""
+    """Return a metric that is the largest of all merged values."""
     return Metric("max", value)
 
 
 def smallest(value: Any) -> Metric:
-    """The smallest of everything merged."""
+    """Return a metric that is the smallest of all merged values."""
     return Metric("min", value)
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge metrics name by name, in the order given."""
+    """Merge metrics by name, in the order given."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -69,10 +69,10 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
-    """Give plain numbers, in order of name."""
+    """Return the plain numbers, sorted by name."""
     return {name: metrics[name].number() for name in sorted(metrics)}
 
 
 def detached(metrics: Metrics) -> dict[str, Metric]:
-    """Turn any tensors inside into floats, as is needed before metrics leave a worker."""
+    """Return the metrics with floats in place of tensors, as is needed before metrics leave a worker."""
     return {name: Metric(m.kind, float(m.value), float(m.count)) for name, m in metrics.items()}

@@ -1,10 +1,10 @@
 """The order in which the records of several files are trained on: a function of the run's seed and of the epoch.
 
-    without weights   an epoch is every record of every file once, in an order of its own
-    with weights      an epoch has as many records as all files together; each file gives its share of them
+    without weights   an epoch has every record of every file once, in an order of its own
+    with weights      an epoch has as many records as all files together; each file contributes its share
 
-A file with weights is gone through again and again, each time in an order of its own. It goes on in the next epoch
-where it stopped, so a large file of small weight is seen whole over several epochs.
+A file with a weight is read again and again, each time in an order of its own. The next epoch continues where the last
+one stopped, so a large file of small weight is seen in full over several epochs.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from whet.errors import DataError
 
 @frozen
 class Mixture:
-    """The files of a run, which lie one after another."""
+    """The files of a run, concatenated."""
 
     seed: int
     sizes: tuple[int, ...]
-    """Records of each file."""
+    """Number of records of each file."""
     shares: tuple[int, ...] | None = None
-    """Records that each file gives to an epoch; None: all of them, once."""
+    """Number of records that each file contributes to an epoch. None: all of them, once."""
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def order(self, epoch: int) -> Any:
-        """Return the records of an epoch [len(self)], in order: positions in all files together."""
+        """Return the records of an epoch in order: [len(self)] positions in the concatenated files."""
         if self.shares is None:
             return randomness.generator(self.seed, "data", epoch).permutation(len(self))
         starts = np.cumsum([0, *self.sizes])
@@ -39,7 +39,7 @@ class Mixture:
         return np.concatenate(parts)[randomness.generator(self.seed, "mixture", epoch).permutation(len(self))]
 
     def _drawn(self, file: int, begin: int, count: int) -> Any:
-        """Return the records of one file from a position of its own endless walk on."""
+        """Return `count` records of one file, from position `begin` of its endless sequence of shuffled passes."""
         size = self.sizes[file]
         passes, places = np.divmod(np.arange(begin, begin + count), size)
         found = np.empty(count, np.int64)
@@ -50,9 +50,9 @@ class Mixture:
 
 
 def mixture(seed: int, sizes: Sequence[int], weights: Sequence[float | None], names: Sequence[str]) -> Mixture:
-    """Return the mixture of files with these numbers of records and weights, none or all of them None.
+    """Return the mixture of files with these numbers of records and weights. Either every weight is None, or none is.
 
-    Raises `DataError` naming a file whose weight is too small for one record in an epoch.
+    Raises `DataError` that names a file whose weight is too small for one record in an epoch.
     """
     given = [weight for weight in weights if weight is not None]
     if len(given) != len(sizes) or not given:
@@ -70,7 +70,7 @@ def mixture(seed: int, sizes: Sequence[int], weights: Sequence[float | None], na
 
 
 def _apportioned(total: int, weights: Sequence[float]) -> list[int]:
-    """Split a number by weights: each part is its share, rounded down or up (largest remainders)."""
+    """Split a total by weights into integers: each part is its share, rounded down or up (largest remainders)."""
     scaled = [weight / max(weights) for weight in weights]  # so that their sum is finite
     exact = [total * (weight / sum(scaled)) for weight in scaled]
     parts = [int(share) for share in exact]

@@ -1,4 +1,4 @@
-"""What a model folder says of itself, read from its JSON files without torch or transformers."""
+"""Facts about a model folder, read from its JSON files without torch or transformers."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from whet.data.bounded import MODEL_VALUES, loads
 from whet.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of one number, by the names of dtypes in configs."""
+"""Bytes of one number, by the names of dtypes in configs."""
 _GATED = (
     "llama", "mistral", "ministral", "mixtral", "qwen", "gemma", "phi3", "olmo", "cohere", "granite", "smollm",
     "stablelm", "deepseek", "glm", "exaone", "internlm", "seed_oss", "ernie4_5", "hunyuan",
 )  # fmt: skip
-"""How `model_type` begins where a feed-forward block has three matrices; elsewhere it is taken to have two."""
+"""Beginnings of `model_type` whose feed-forward blocks have three matrices. Other models are assumed to have two."""
 
 
 @frozen
@@ -24,40 +24,42 @@ class ModelInfo:
     """A model folder: its `config.json`, and how to load it."""
 
     path: str
-    """A local folder; hub names are resolved to one before this is made."""
+    """A local folder. A hub name is resolved to a folder before."""
     config: Mapping[str, Any] = field(factory=dict)
-    """`config.json`."""
+    """The content of `config.json`."""
     dtype: str = "float32"
     trust_remote_code: bool = False
     chat_template: str = ""
-    """A Jinja chat template that takes the place of the folder's own; empty: there is none."""
+    """A Jinja chat template that replaces the folder's own. Empty: there is none."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding; 0 where the config does not say."""
+        """Return the number of rows of the embedding. 0: the config does not state it."""
         return self._count("vocab_size")
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model was made for; 0 where the config does not say."""
+        """Return the longest sequence that the model was made for. 0: the config does not state it."""
         return self._count("max_position_embeddings")
 
     @property
     def architecture(self) -> str:
-        """Class name in `transformers`, e.g. `Qwen3ForCausalLM`."""
+        """Return the class name in `transformers`, e.g. `Qwen3ForCausalLM`."""
         names = self.config.get("architectures") or [""]
         return str(names[0])
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Modules of `transformers` that load it and hold its code, for who imports ahead of need."""
+        """Return the modules of `transformers` that hold the model's code, so that they can be imported ahead
+        of need.
+        """
         family = str(self.config.get("model_type") or "").replace("-", "_")
         own = () if "auto_map" in self.config or not family else (f"transformers.models.{family}.modeling_{family}",)
         return ("transformers.models.auto.modeling_auto", *own)
 
     @property
     def token_cache_bytes(self) -> int:
-        """Bytes of keys and values of one token in float32; 0 where the config does not say."""
+        """Return the bytes of keys and values of one token in float32. 0: the config does not state them."""
         heads = self._count("num_attention_heads")
         if not heads:
             return 0
@@ -66,16 +68,16 @@ class ModelInfo:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, estimated for a dense decoder from the config; 0 where it cannot be.
+        """Return the number of parameters, estimated for a dense decoder from the config. 0: it cannot be estimated.
 
-        Where the config leaves it open, the smaller number is taken: a model is never said to need more than it does.
+        Where the config is ambiguous, the smaller number is taken, so that the estimate is never above the real need.
         """
         layers, each = self._count("num_hidden_layers"), self.layer_parameters
         return self.outer_parameters + layers * each if layers and each else 0
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of one layer, estimated as `parameters` is; 0 where it cannot be."""
+        """Return the number of parameters of one layer, estimated as `parameters` is. 0: it cannot be estimated."""
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
         if not (hidden and heads):
             return 0
@@ -86,42 +88,42 @@ class ModelInfo:
 
     @property
     def outer_parameters(self) -> int:
-        """Number of parameters outside of the layers: embedding, head and last norm."""
+        """Return the number of parameters outside the layers: embedding, head and last norm."""
         hidden = self._count("hidden_size")
-        tied = self._text("tie_word_embeddings") is not False  # a config that does not say so has the default, tied
+        tied = self._text("tie_word_embeddings") is not False  # a config that does not state it has the default, tied
         return self.vocab_size * hidden * (1 if tied else 2) + hidden
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of the weights in the folder, as its config says; empty where it does not."""
+        """Return the dtype of the stored weights that the config states. Empty: it states none."""
         return str(self._text("dtype") or self._text("torch_dtype") or "")
 
     def dtype_for(self, setting: str) -> str:
-        """Give the dtype that a component's setting stands for, where `model` is the model's own."""
+        """Return the dtype of a component's setting, where `model` stands for the model's own dtype."""
         return self.dtype if setting == "model" else setting
 
     def weight_bytes(self, setting: str = "model") -> int:
-        """Give the bytes of its weights in a dtype as `dtype_for` takes it; 0 where their number is not known."""
+        """Return the bytes of the weights in the dtype of a setting, see `dtype_for`. 0: their number is not known."""
         return self.parameters * DTYPE_BYTES[self.dtype_for(setting)]
 
     def _text(self, key: str) -> Any:
-        """Read a value of the config, which those of multimodal models have under `text_config`."""
+        """Return a value of the config. Multimodal models have it under `text_config`."""
         inner = self.config.get("text_config")
         return self.config.get(key, inner.get(key) if isinstance(inner, dict) else None)
 
     def _count(self, key: str, default: int = 0) -> int:
-        """Read a number of the config; the default where it is missing, null or no count."""
+        """Return a number of the config, or the default if it is missing, null or no positive integer."""
         value = self._text(key)
         return value if isinstance(value, int) and value > 0 else default
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model folder holds what an engine needs to find stop strings."""
+    """Return whether a model folder holds the tokenizer files that an engine needs to find stop strings."""
     return any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool = False) -> ModelInfo:
-    """Read a local model folder. Raises `ConfigError` naming what is missing."""
+    """Read a local model folder. Raises `ConfigError` that names what is missing."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: there is no folder {str(path)!r}; give a model folder or a hub name")
@@ -138,15 +140,17 @@ def read_model(path: str | Path, dtype: str = "float32", trust_remote_code: bool
 
 
 def write_chat_template(model: ModelInfo, folder: str | Path) -> None:
-    """Let an exported model folder have the chat template that the model was trained with, where it is another one."""
+    """Write the chat template that the model was trained with into an exported folder, if it is not the
+    folder's own.
+    """
     if model.chat_template:
         (Path(folder) / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
 
 
 def check_weights(folder: str | Path) -> None:
-    """Check that all files of weights are there, and as long as their headers say: downloads break off.
+    """Check that all weight files exist and have the length that their headers state. Incomplete downloads do not.
 
-    Raises `ConfigError` naming the file. Reads headers alone.
+    Reads headers only. Raises `ConfigError` that names the file.
     """
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))
@@ -185,9 +189,9 @@ _LONGEST_HEADER = 100_000_000
 
 
 def fingerprint(folder: str | Path) -> dict[str, str]:
-    """Hash what makes a model folder what it is: config, tokenizer, chat template, weights.
+    """Return hashes of the files that make a model: config, tokenizer, chat template, weights.
 
-    Weight files are hashed by size and by their first and last megabyte: enough to tell models apart without
+    Weight files are hashed by size and by their first and last megabyte. That is enough to tell models apart without
     reading hundreds of gigabytes.
     """
     folder = Path(folder)
@@ -215,9 +219,9 @@ def _hash(files: list[Path]) -> str:
 
 
 def locate(path: str, revision: str | None = None, *, config_only: bool = False, code: bool = False) -> Path:
-    """Find a model folder: a local one, or one of the hub, which is downloaded where it is not in the cache.
+    """Return the path of a model folder: a local one, or a hub model, which is downloaded unless it is in the cache.
 
-    `config_only` leaves its weights there; `code` brings the Python files that it may need.
+    `config_only` downloads no weights. `code` also downloads the model's Python files.
     """
     if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/", "~")):
         return Path(path).expanduser()
@@ -233,7 +237,7 @@ def locate(path: str, revision: str | None = None, *, config_only: bool = False,
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises dozens of types, from its own to its HTTP library's
-        away = getattr(error, "response", None) is None  # no connection and nothing in the cache, or told to be offline
+        away = getattr(error, "response", None) is None  # no connection and nothing cached, or offline mode
         found = "the hub cannot be reached and the cache holds no" if away else "the hub does not give a"
         raise ConfigError(
             f"model.path: there is no folder {path!r}, and {found} model of that name: "

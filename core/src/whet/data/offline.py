@@ -1,11 +1,11 @@
-"""Data of offline algorithms: files in, batches out, and a position in the data is an integer.
+"""Data of offline algorithms: files in, batches out. A position in the data is an integer.
 
     read -> encode (the algorithm's) -> flat columns in memory -> batch(step, size)
 
-The order of epoch e is derived from the run's seed and e (see `whet.data.mixture`), so any step's batch can be made
-without those before it. Batches go on from one epoch into the next. Where the run states epochs, the last batch has the
-records that are left, so that every record is trained on as often as stated. Where the run is given more of them later,
-it goes on with the record after its last one: a checkpoint holds how many records there were.
+The order of epoch e is derived from the run's seed and e (see `whet.data.mixture`), so any step's batch can be computed
+without the batches before it. A batch may begin in one epoch and end in the next. If the run states epochs, its last
+batch has the records that are left, so that every record is trained on as often as stated. If a resumed run states more
+epochs, it continues with the next record: a checkpoint holds how many records were used.
 """
 
 import logging
@@ -30,29 +30,29 @@ from whet.data.readers import Row, content_hash
 from whet.errors import DataError
 
 Encode = Callable[[Mapping[str, Any], ChatTokenizer], Sequence[Mapping[str, Any]]]
-"""(record, tokenizer) -> the sequences of one unit. Each has `tokens`, `loss_mask`, `prompt_length`, and maybe further
-columns: arrays as long as its tokens, or single numbers. Raises `DataError` where the record will not do."""
+"""(record, tokenizer) -> the sequences of one unit. Each has `tokens`, `loss_mask`, `prompt_length`, and possibly
+further columns: arrays as long as its tokens, or single numbers. Raises `DataError` if the record cannot be used."""
 
 logger = logging.getLogger(__name__)
 
 
 def records_of(epochs: float, records: int) -> int:
-    """Return how many records so many epochs of `records` are; 1.1 times 100 are 110, whatever floats make of it."""
+    """Return the number of records in `epochs` epochs of `records`, exactly: 1.1 epochs of 100 records are 110."""
     return max(1, math.ceil(epochs * records - 1e-6))
 
 
 def steps_of(epochs: float, records: int, size: int) -> int:
-    """Return how many batches of `size` records so many epochs of `records` are."""
+    """Return the number of batches of `size` records in `epochs` epochs of `records`."""
     return math.ceil(records_of(epochs, records) / size)
 
 
 QUOTED = 20
-"""Malformed records that a report quotes; all of them are counted."""
+"""Number of malformed records that a report quotes. All of them are counted."""
 
 
 @define
 class DataReport:
-    """What became of the records of some files."""
+    """Counts of the records of some files."""
 
     records: int = 0
     """Rows read."""
@@ -65,7 +65,7 @@ class DataReport:
     malformed: int = 0
     """Records left out because they cannot be used."""
     examples: list[str] = field(factory=list)
-    """The first of those: file, line and reason."""
+    """The first malformed records: file, line and reason."""
 
     def refuse(self, where: str, reason: str) -> None:
         """Count a malformed record."""
@@ -81,7 +81,7 @@ class DataReport:
 
 
 class OfflineData:
-    """The data section of a config, with the tokenizer that reads it."""
+    """The data section of a config, with the tokenizer for its records."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class OfflineData:
         epochs: float | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take a section. `max_length` is in tokens, 0 for none; `status` is told how far the tokenising is, which
-        happens inside of `timed()`.
+        """Take a section. `max_length` is in tokens, 0 for no limit. `status` gets the progress of tokenising, which
+        runs inside `timed()`.
 
-        `encode` is the algorithm's; `names` says what the algorithm calls the columns of a record. `epochs`: how often
-        the data is gone through; None: without an end.
+        `encode` is the algorithm's; `names` maps fields to the columns that the algorithm reads. `epochs`: number of
+        passes over the data; None: no end.
         """
         self._timed = timed
         self._section, self._tokenizer, self._seed = section, tokenizer, seed
@@ -110,14 +110,15 @@ class OfflineData:
         self._before = (0, 0)
 
     def go_on(self, step: int, position: Mapping[str, int]) -> None:
-        """Go on after a step, from the position that was saved with it."""
+        """Continue after a step, from the position that was saved with it."""
         if position:
             self._before, self._prepared = (step, position["records"]), None
 
     def position(self, step: int, size: int) -> dict[str, int]:
-        """Return where the data is after a step of `size` units, and the units of an epoch, to be saved with the step.
+        """Return the position in the data after a step of `size` units, and the units of an epoch. It is saved with the
+        step.
 
-        Empty where the number of the step tells: where no run of this folder has stated epochs.
+        Empty where the step's number is enough: if no attempt of this run has stated epochs.
         """
         if self._epochs is not None:
             prepared = self.prepare()
@@ -126,16 +127,18 @@ class OfflineData:
         return {"records": records + (step - before) * size} if before else {}
 
     def fingerprint(self) -> str:
-        """Hash what decides the batches: the files' contents and the options. Where a file lies does not matter."""
+        """Return a hash of what decides the batches: the files' contents and the options. Paths of files do not
+        matter.
+        """
         digest = blake2b(f"{self._max_length}:{self._section.max_bad_records}".encode(), digest_size=16)
         for files in (self._section.train, self._section.validation):
             digest.update(":".join(content_hash(file) + _reading(file) for file in files).encode() + b";")
         return digest.hexdigest()
 
     def prepare(self, encode: Encode | None = None) -> "PreparedData":
-        """Read and tokenise everything, by default with the algorithm's own `encode`, which is done once.
+        """Read and tokenise all files. With the algorithm's own `encode`, the default, this happens once.
 
-        Raises `DataError` where too many records are malformed or none is left.
+        Raises `DataError` if too many records are malformed, or none is left.
         """
         if encode is None and self._prepared is not None:
             return self._prepared
@@ -156,7 +159,7 @@ class OfflineData:
         return prepared
 
     def _tell_shares(self, mixed: Mixture) -> None:
-        """Tell how the files are mixed, where they have weights."""
+        """Report how the files are mixed, if they have weights."""
         for file, size, share in zip(self._section.train, mixed.sizes, mixed.shares or (), strict=False):
             words = f"{share / len(mixed):.1%} of the records, {share / size:.2f} times in an epoch of {len(mixed):,}"
             logger.info("train data: %s: %s", file.path, words)
@@ -212,7 +215,7 @@ class OfflineData:
 
 
 def _reading(file: DataFile) -> str:
-    """Return what else than its bytes decides the records of a file; empty where all is as usual."""
+    """Return the options of a file, beside its bytes, that decide its records. Empty: all have their defaults."""
     usual = (file.format, file.layout, file.fields, file.weight) == ("auto", "auto", {}, None)
     return "" if usual else repr((file.format, file.layout, sorted(file.fields.items()), file.weight))
 
@@ -223,20 +226,20 @@ class Part:
 
     whole: Batch
     """All sequences, one unit after another."""
-    starts: Any  # [units + 1], each unit's first sequence
+    starts: Any  # [units + 1], first sequence of each unit
     report: DataReport
     sizes: tuple[int, ...] = ()
-    """Units of each file."""
+    """Number of units of each file."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def batches(self, size: int) -> "list[Batch]":
-        """Give all units in order, in batches of `size` units; the last may be smaller."""
+        """Return all units in order, in batches of `size` units. The last may be smaller."""
         return [self.take(np.arange(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
 
     def take(self, units: Any) -> Batch:
-        """Give the units at these positions; one that is named twice comes twice, as two units."""
+        """Return the units at these positions. A position that appears twice gives two units."""
         sizes = self.starts[units + 1] - self.starts[units]
         rank = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         batch = self.whole.take(np.repeat(self.starts[units], sizes) + rank)
@@ -257,25 +260,25 @@ class PreparedData:
         end: int | None = None,
         before: tuple[int, int] = (0, 0),
     ) -> None:
-        """`end`: how many units are trained on in all; None: without an end. `before`: after which step, and after how
-        many units, the run goes on.
+        """Take tokenised parts. `end`: units to train on in all; None: no end. `before`: the step, and the number of
+        units, after which the run continues.
         """
         self._train, self._validation, self._mixture = train, validation, mixed
         self._end, self._before = end, before
         self.status = status
-        """Is told what takes long."""
+        """Called with the progress of slow work."""
         self._order = lru_cache(maxsize=2)(mixed.order)
 
     @property
     def report(self) -> DataReport:
-        """What became of the training records."""
+        """Return the counts of the training records."""
         return self._train.report
 
     def __len__(self) -> int:
         return len(self._train)
 
     def batch(self, step: int, size: int) -> Batch:
-        """Give the batch of a step (from 1) of `size` units; it may begin in one epoch and end in the next.
+        """Return the batch of a step (from 1) of `size` units. It may begin in one epoch and end in the next.
 
         The last batch of a run that states epochs may be smaller.
         """
@@ -285,37 +288,39 @@ class PreparedData:
         return self._train.take(np.concatenate(units))
 
     def epoch(self, step: int, size: int) -> float:
-        """Give how often the data has been gone through after a step."""
+        """Return the number of passes over the data after a step, e.g. 1.5."""
         return self.until(step, size) / len(self)
 
     def steps(self, size: int) -> int:
-        """Return how many batches of `size` units there are. Only where the run states epochs."""
+        """Return the number of batches of `size` units. Raises `ValueError` unless the run states epochs."""
         if self._end is None:
             raise ValueError("data without an end has no number of steps")
         step, units = self._before
         return step + max(0, math.ceil((self._end - units) / size))
 
     def until(self, step: int, size: int) -> int:
-        """Return how many units there were after a step."""
+        """Return the number of units used up to the end of a step."""
         if step == self._before[0]:
             return self._before[1]
         first = self._first(step, size)
         return first + size if self._end is None or first >= self._end else min(first + size, self._end)
 
     def _first(self, step: int, size: int) -> int:
-        """Return how many units there were before a step."""
+        """Return the number of units used before a step."""
         before, units = self._before
         if step <= before:
             raise ValueError(f"the run goes on after step {before}; the batch of step {step} is of an earlier sitting")
         return units + (step - 1 - before) * size
 
     def validation(self, size: int) -> list[Batch]:
-        """Give all validation data in order, in batches of `size` units; the last may be smaller."""
+        """Return all validation data in order, in batches of `size` units. The last may be smaller."""
         return self._validation.batches(size)
 
     def with_columns(self, compute: Callable[[str, Part], Mapping[str, Any]]) -> "PreparedData":
-        """Give the same data with further columns. `compute(name, part)` gives those of a part: as long as its tokens
-        or its sequences; the parts are `train` and `validation`.
+        """Return the same data with further columns.
+
+        `compute(name, part)` returns the columns of a part: each as long as its tokens or its sequences. The parts are
+        `train` and `validation`.
         """
         parts = []
         for name, part in (("train", self._train), ("validation", self._validation)):
@@ -325,7 +330,7 @@ class PreparedData:
 
 
 class Columns:
-    """Collects sequences into flat columns, without an object for each."""
+    """Collects sequences into flat columns, without one object per sequence."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -350,7 +355,7 @@ class Columns:
         self.sizes.append(len(unit))
 
     def batch(self) -> Batch:
-        """Give everything as one batch; tokens are int32 here, which halves the memory."""
+        """Return everything as one batch. Its tokens are int32, which halves the memory."""
         count = len(self.lengths)
         own = np.arange(count, dtype=np.int64)
         flat = {"tokens": bytearray(), "loss_mask": bytearray(), **self._flat}

@@ -1,4 +1,4 @@
-"""Preference data: a record with two answers to one prompt becomes a unit of two sequences, the chosen one first."""
+"""Preference data: a record with two responses to one prompt becomes a unit of two sequences, the chosen one first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
-"""What a record of a pair has; without `prompt` the answers are whole conversations."""
+"""Fields of a preference pair. Without `prompt`, the other two are whole conversations."""
 
 
 def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Tokenise a pair: the chosen sequence, then the rejected one, each with the column `chosen`.
 
-    The loss is on the assistant's turns after the prompt. Raises `DataError` saying what the record lacks.
+    The loss is on the assistant's turns after the prompt. Raises `DataError` that names what the record lacks.
     """
     chosen, rejected, first = pair_conversations(record, names)
     found = [chat.training(whole, first=first) for whole in (chosen, rejected)]
@@ -26,11 +26,11 @@ def encode_pair(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[s
 
 
 def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> tuple[Conversation, Conversation, int]:
-    """Read a pair: the chosen conversation, the rejected one, and how many messages of them are the prompt.
+    """Return the chosen conversation, the rejected one, and how many of their messages are the prompt.
 
-    An answer is a string, a list of messages that follow the prompt, or a whole conversation. Without a prompt the
-    messages that both conversations begin with are the prompt. `names` says what the fields are called in the data.
-    Raises `DataError` saying what the record lacks.
+    A response is a string, a list of messages that follow the prompt, or a whole conversation. Without a prompt, the
+    messages with which both conversations begin are the prompt. `names` maps fields to the columns of the data. Raises
+    `DataError` that names what the record lacks.
     """
     prompt, *answers = (record.get(names.get(name, name)) for name in PAIR_FIELDS)
     if any(answer is None for answer in answers):
@@ -43,7 +43,7 @@ def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> t
 
 
 def answered(prompt: Conversation, answer: Any) -> Conversation:
-    """Give the whole conversation of a prompt and an answer: a string, the messages that follow, or all messages."""
+    """Return the conversation of a prompt and a response: a string, the messages that follow, or all messages."""
     if isinstance(answer, str):
         return (*prompt, Message("assistant", answer))
     messages = conversation(answer)
@@ -51,7 +51,7 @@ def answered(prompt: Conversation, answer: Any) -> Conversation:
 
 
 def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversation, Conversation, int]:
-    """Give both conversations, and how many messages of them are the prompt."""
+    """Return both conversations, and how many of their messages are the prompt."""
     if prompt is not None:
         asked = conversation(prompt)
         return answered(asked, chosen), answered(asked, rejected), len(asked)

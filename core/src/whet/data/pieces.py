@@ -1,4 +1,4 @@
-"""What each token stands for, as text that can be shown: also of tokens that hold a part of a character."""
+"""The text of single tokens as it can be shown, including tokens that hold a part of a character."""
 
 import re
 from functools import cache
@@ -7,14 +7,14 @@ from tokenizers import Tokenizer
 
 
 def text_of(tokenizer: Tokenizer, token: int) -> str:
-    r"""Give the text that a token adds to what stands before it; bytes that are no whole character as `\xe6`.
+    r"""Return the text that a token adds to the text before it. Bytes that are no whole character are shown as `\xe6`.
 
-    A token that the tokenizer does not know (models often have room for more) gives `<unknown 151999>`.
+    A token id that the tokenizer does not know (models often have more rows than tokens) gives `<unknown 151999>`.
     """
     name = tokenizer.id_to_token(token)
     if name is None:
         return f"<unknown {token}>"
-    # Some decoders take a space off the front of a text, so the token is looked at where it stands second.
+    # Some decoders remove a space at the front of a text, so the token is decoded in second position.
     first = tokenizer.decode([token], skip_special_tokens=False)
     text = str(tokenizer.decode([token, token], skip_special_tokens=False)[len(first) :])
     if "\ufffd" not in text and (text or not name):
@@ -23,12 +23,14 @@ def text_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text whose control characters, line breaks and marks of writing direction are written out."""
+    """Return text whose control characters, line breaks and marks of writing direction are escaped."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _from_bytes(name: str) -> str:
-    """Read a token's name as bytes, the way the two usual kinds of tokenizers write them; empty where it is neither."""
+    """Return the bytes in a token's name, as the two usual kinds of tokenizers write them. Empty: it is neither
+    kind.
+    """
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
         return f"\\x{byte[1].lower()}"
     if any(letter not in _byte_letters() for letter in name):
@@ -38,7 +40,7 @@ def _from_bytes(name: str) -> str:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Give the letter that byte-level BPE writes for each byte (Radford et al. 2019, `bytes_to_unicode` of GPT-2)."""
+    """Return the letter that byte-level BPE writes for each byte (Radford et al. 2019, `bytes_to_unicode` of GPT-2)."""
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,8 +1,8 @@
 """Read records from data files: JSON lines, JSON, CSV, TSV (all also gzipped), Parquet, folders that `datasets` saved,
 and data sets of the Hugging Face hub.
 
-A row that is no record does not end the reading: it is given with the reason and its file and line, and whoever
-reads decides how many are too many. No data set's own code is ever run.
+A malformed row does not end the reading: it is yielded with its file, line and reason, and the caller decides how many
+are too many. A data set's own code is never run.
 """
 
 import gzip
@@ -29,12 +29,12 @@ FORMATS = {
     "tsv": (".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
 }
-"""How the names of files end, by format."""
+"""File name endings by format."""
 SUFFIXES = tuple(itertools.chain(*FORMATS.values()))
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Files of which one lies in a folder that `datasets` saved: of one data set, or of several splits."""
+"""Files that mark a folder saved by `datasets`: one data set, or several splits."""
 SAVED_INFO = "dataset_info.json"
-"""Lies beside `SAVED`, whose name others use as well."""
+"""A second marker of a saved data set, because other programs use the name of `SAVED` too."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?", re.ASCII)
 BOM = b"\xef\xbb\xbf"
 
@@ -46,19 +46,19 @@ class Row:
     where: str
     """File and line, e.g. `train.jsonl:12`."""
     record: Mapping[str, Any]
-    """Empty where there is a problem."""
+    """The record. Empty if there is a problem."""
     problem: str = ""
-    """Why the row is no record; empty: it is one."""
+    """Why the row is no record. Empty: it is one."""
 
 
 def read(file: DataFile) -> Iterator[Row]:
-    """Give the rows of a file, folder or hub data set, in order. Raises `DataError` where it cannot be read at all."""
+    """Return the rows of a file, folder or hub data set, in order. Raises `DataError` if it cannot be read at all."""
     rows = _rows(file)
     return itertools.islice(rows, file.limit) if file.limit else rows
 
 
 def content_hash(file: DataFile) -> str:
-    """Hash what `read` would read: the bytes of the file, or the hub data set's own fingerprint."""
+    """Return a hash of what `read` would read: the bytes of the file, or the hub data set's own fingerprint."""
     digest = blake2b(f"{file.limit}:".encode(), digest_size=16)
     path = find_file(file)
     if path is None:
@@ -98,7 +98,7 @@ def format_of(file: DataFile, path: Path | None) -> str:
 
 
 def format_words(file: DataFile) -> str:
-    """Return how a file is written, in words for people, e.g. `CSV with semicolons`."""
+    """Return the format of a file as text for people, e.g. `CSV with semicolons`."""
     path = find_file(file)
     kind = format_of(file, path)
     if path is not None and kind == "csv":
@@ -110,7 +110,9 @@ def format_words(file: DataFile) -> str:
 
 
 def find_file(file: DataFile) -> Path | None:
-    """Find the file, or the folder of a saved data set; None: a name on the hub. Raises `DataError` for others."""
+    """Return the path of a data file or of a saved data set's folder. None: it is a name on the hub. Raises
+    `DataError`.
+    """
     if file.format == "hub":
         return None
     path = Path(file.path).expanduser()
@@ -165,7 +167,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _unbroken(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """Give lines, and name the file where it turns out to be damaged."""
+    """Yield lines. Raise `DataError` with the file's name if the file is damaged."""
     try:
         yield from stream
     except (OSError, EOFError, zlib.error) as error:
@@ -184,7 +186,7 @@ def _parsed(where: str, text: bytes) -> Row:
 
 
 def _checked(where: str, record: object, halves: bool = False) -> Row:
-    """Make a row of what was read. `halves`: the text may hold halves of characters, which no tokenizer takes."""
+    """Return a parsed record as a row. `halves`: the text may hold surrogates, which no tokenizer takes."""
     if halves and _is_halved(record):
         return Row(where, {}, "half of a character (a surrogate such as \\ud800), wanted whole ones")
     if isinstance(record, Mapping):
@@ -193,7 +195,7 @@ def _checked(where: str, record: object, halves: bool = False) -> Row:
 
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-"""An escape of a half; two that belong together are one character."""
+"""An escaped surrogate. Two that belong together are one character."""
 
 
 def _is_halved(record: object) -> bool:
@@ -205,7 +207,7 @@ def _is_halved(record: object) -> bool:
 
 
 def _whole(path: Path) -> Iterator[Row]:
-    """Read a `.json` file: a list of records, or (as is common on the hub) a record on each line."""
+    """Yield the rows of a `.json` file: a list of records, or (as is common on the hub) a record on each line."""
     with _opened(path) as stream:
         content = b"".join(_unbroken(stream, path)).removeprefix(BOM).strip()
     if not content.startswith(b"["):
@@ -247,7 +249,7 @@ def _saved(path: Path) -> Iterator[Row]:
     try:
         for number, record in enumerate(load(str(path))):
             yield _checked(f"{path.name}:{number}", record)
-    except Exception as error:  # whatever the library raises for a folder that is damaged
+    except Exception as error:  # any type: the library decides what a damaged folder raises
         raise DataError(f"the saved data set {path} cannot be read: {in_words(error)}") from error
 
 
@@ -256,7 +258,7 @@ def _hub(file: DataFile) -> Any:
     load: Callable[..., Any] = datasets.load_dataset
     try:
         return load(file.path, file.subset or None, split=file.split)
-    except Exception as error:  # whatever the library, the network or the data set raises
+    except Exception as error:  # any type: from the library, the network or the data set
         raise DataError(
             f"the data set {file.path!r} (split {file.split!r}) cannot be loaded from the hub: {error}. If a local "
             "file is meant: it does not exist"

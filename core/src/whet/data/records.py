@@ -1,4 +1,4 @@
-"""The records that travel between environments, generators and algorithms. Arrays are NumPy."""
+"""The records that environments, generators and algorithms exchange. Arrays are NumPy."""
 
 import json
 from collections.abc import Mapping
@@ -25,19 +25,21 @@ class Task:
     prompt: Conversation = field(converter=conversation)
     """The opening messages."""
     data: Mapping[str, Any] = field(factory=dict)
-    """What grading needs; builtins only. Never shown to the model."""
+    """Data for grading; builtins only. The model never sees it."""
     id: str = ""
-    """A name for records and reports; empty: the position in the split."""
+    """A name for records and reports. Empty: the position in the split."""
 
 
 GOLD = "answer"
-"""Key of `Task.data` under which environments keep the right answer."""
+"""Key of `Task.data` under which environments keep the reference answer."""
 GOLD_CHARACTERS = 2_000
-"""A longer right answer is cut in records: the data of a task may hold whole test suites."""
+"""A longer reference answer is truncated in records: the data of a task may hold whole test suites."""
 
 
 def gold_answer(task: Task) -> str | None:
-    """Return the right answer of a task as text: `answer` in its data, else all of its data; None where it has none."""
+    """Return the reference answer of a task as text: `answer` in its data, else all of its data. None: it has
+    no data.
+    """
     if not task.data:
         return None
     held = task.data.get(GOLD, task.data)
@@ -56,13 +58,13 @@ class Sampling:
     temperature: float = 1.0
     """0 picks the likeliest token; its logprobs are those at temperature 1."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with this much probability."""
+    """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = 0
-    """Sample from this many likeliest tokens; 0: all."""
+    """Sample from this many likeliest tokens; 0: from all."""
     stop: tuple[str, ...] = ()
-    """Stop strings; the tokens up to the one that completes a string are kept."""
+    """Stop strings. The tokens up to the one that completes a stop string are kept."""
     stop_tokens: tuple[int, ...] = ()
-    """Stop tokens; the stop token itself is kept, as the last one."""
+    """Stop tokens. The stop token itself is kept, as the last one."""
 
 
 @frozen(eq=False)
@@ -70,36 +72,36 @@ class Request:
     """One sequence to continue."""
 
     id: str
-    """Names it in errors; unique among the requests that run."""
+    """Identifies the request in errors. Unique among the running requests."""
     tokens: IntArray
-    """All that stands before the completion: [prompt]."""
+    """All tokens before the completion: [prompt]."""
     sampling: Sampling
     """How to sample."""
     seed: int
     """Decides every draw of this request, whatever is batched with it."""
     prefix: str = ""
-    """Requests with equal, non-empty prefix have equal tokens and may share their computation."""
+    """Requests with an equal, non-empty prefix have equal tokens and may share their computation."""
     replica: int | None = None
-    """Which of a generator's replicas is to continue it, counted from 0; where that one is away, the request fails with
-    `RequestLost`. None: any."""
+    """The replica that must continue the sequence, counted from 0. If it is away, the request fails with `RequestLost`.
+    None: any replica."""
 
 
 @frozen(eq=False)
 class Completion:
-    """What a generator made of a request."""
+    """What a generator returns for a request."""
 
     id: str
-    """The request's."""
+    """The id of the request."""
     tokens: IntArray
-    """What was generated, the stop token included: [completion]."""
+    """The generated tokens, the stop token included: [completion]."""
     logprobs: FloatArray
-    """Of `log_softmax(logits / temperature)`: [completion]."""
+    """Logprobs of the tokens, of `log_softmax(logits / temperature)`: [completion]."""
     stop: Stop
-    """Why it ended."""
+    """Why the completion ended."""
     versions: tuple[tuple[int, int], ...]
-    """Spans of the weights that made it: (first token, version), ascending; usually one."""
+    """Which weights made which tokens: (first token, version), ascending; usually one entry."""
     columns: Mapping[str, NDArray[Any]] = field(factory=dict)
-    """Further per-token columns that the generator can give."""
+    """Further per-token columns that the generator computes."""
 
 
 @frozen
@@ -109,75 +111,75 @@ class Reply:
     text: str
     """The decoded completion without special tokens."""
     tokens: tuple[int, ...]
-    """All tokens of it."""
+    """All tokens of the completion."""
     stop: Stop
-    """Why it ended; `length` for an answer that was cut."""
+    """Why the completion ended; `length` for a response that was cut."""
 
 
 @frozen(eq=False)
 class Trajectory:
-    """One token sequence of an episode: prompt, the model's tokens and the environment's, in order."""
+    """One token sequence of an episode: the prompt, then the model's and the environment's tokens in order."""
 
     tokens: IntArray
     """[L]."""
     loss_mask: BoolArray
-    """True where the model produced the token: [L]."""
+    """[L], true where the model produced the token."""
     logprobs: FloatArray
-    """The sampler's, 0 where `loss_mask` is false: [L]."""
+    """[L], the sampler's logprobs, 0 where `loss_mask` is false."""
     versions: NDArray[np.int32]
-    """Of the weights that produced the token, -1 where `loss_mask` is false: [L]."""
+    """[L], version of the weights that produced the token, -1 where `loss_mask` is false."""
     prompt_length: int
-    """Tokens before the model's first."""
+    """Number of tokens before the model's first."""
     stop: Stop
-    """How the last completion ended."""
+    """Why the last completion ended."""
 
 
 @frozen(eq=False)
 class Episode:
-    """A finished episode: its sequences and what they were worth."""
+    """A finished episode: its sequences and its rewards."""
 
     environment: str
-    """Its name in the run."""
+    """Name of the environment in the run."""
     task: int
     """Position of the task in its split."""
     sample: int
     """Which of the group's samples this is."""
     trajectories: tuple[Trajectory, ...]
-    """One, and one more for each fork."""
+    """One sequence, and one more for each fork."""
     rewards: Mapping[str, float]
     """Every named reward, unweighted."""
     reward: float
     """The weighted sum of `rewards`."""
     turns: int
-    """Answers of the model, over all sequences."""
+    """Number of the model's responses, over all sequences."""
     messages: tuple[tuple[str, str], ...] = ()
-    """(role, text) as a reader sees the conversation, for records and reports."""
+    """(role, text) of the conversation, for records and reports."""
     task_id: str = ""
-    """The task's own name, where it has one."""
+    """The task's own name, if it has one."""
     answer: str | None = None
-    """Of evaluation: what the episode answered, where its environment says so; see `Answering`."""
+    """In evaluation: the episode's final answer, if its environment extracts one; see `Answering`."""
     undecided: tuple[str, ...] = ()
-    """Why graders could not decide about what the model wrote; see `whet.errors.Undecided`."""
+    """Why graders could not decide about the response; see `whet.errors.Undecided`."""
     gold: str | None = None
-    """The right answer of the task, for records and reports; see `gold_answer`."""
+    """The reference answer of the task, for records and reports; see `gold_answer`."""
 
 
 @frozen(eq=False)
 class Group:
-    """All episodes of one task in one step; what `advantages` compares."""
+    """All episodes of one task in one step. An advantage estimator compares them."""
 
     index: int
-    """Order of admission, counted from 0 over the whole run; also the position in the data."""
+    """Order of admission, counted from 0 over the whole run. It is also the position in the data."""
     environment: str
-    """Name of their environment in the run."""
+    """Name of the environment in the run."""
     task: int
-    """Position of their task in its split."""
+    """Position of the task in its split."""
     episodes: tuple[Episode, ...]
-    """One for each sample."""
+    """One episode for each sample."""
     greedy: Episode | None = None
-    """One more, at temperature 0, where advantages ask for it; never trained on."""
+    """One more episode, at temperature 0, for advantage estimators that ask for it. Never trained on."""
 
     @property
     def rewards(self) -> FloatArray:
-        """The episodes' rewards [episodes]."""
+        """Return the episodes' rewards [episodes]."""
         return np.array([e.reward for e in self.episodes], np.float32)

@@ -1,4 +1,4 @@
-"""Phase spans: who did what when. Handles record them; algorithms hold no timing code."""
+"""Phase spans: which role was busy with what, and when. Handles record them; algorithms hold no timing code."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 
 @frozen
 class Span:
-    """One phase of one role, or the part of it that fell into one step."""
+    """One phase of one role, or the part of it within one step."""
 
     role: str
     phase: str
@@ -21,12 +21,12 @@ class Span:
 
 @frozen
 class Phase:
-    """A phase that is under way."""
+    """A running phase."""
 
     role: str
     phase: str
     since: float
-    """In seconds of `time.perf_counter`."""
+    """When it began, in seconds of `time.perf_counter`."""
 
 
 @define(eq=False)
@@ -38,7 +38,7 @@ class _Open:
     since: float
 
     def cut(self) -> Span:
-        """Give the span until now, and begin another."""
+        """Return the span up to now, and begin another."""
         now, begin = time.perf_counter(), self.begin
         seconds = now - self.clock
         self.begin, self.clock = begin + seconds, now
@@ -47,9 +47,9 @@ class _Open:
 
 @frozen
 class Spans:
-    """Collects spans from any thread until they are drained, which happens once a step.
+    """Collects spans from any thread until they are drained, which happens once per step.
 
-    What is under way then is cut in two, so that the seconds of a step are those that passed within it.
+    A phase that is running at that moment is cut in two, so that a step has only the seconds that passed within it.
     """
 
     _spans: list[Span] = field(factory=list, init=False)
@@ -58,18 +58,18 @@ class Spans:
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def under_way(self) -> list[Phase]:
-        """Give the phases that have begun and not ended."""
+        """Return the phases that have begun and not ended."""
         with self._lock:
             return [Phase(running.role, running.phase, running.since) for running in self._open]
 
     def longest(self, role: str, phase: str) -> float:
-        """Give the seconds that the longest phase of this name took, of those that have ended; 0.0 where none has."""
+        """Return the seconds of the longest finished phase of this role and name. 0.0: none has finished."""
         with self._lock:
             return self._longest.get((role, phase), 0.0)
 
     @contextmanager
     def phase(self, role: str, phase: str) -> Iterator[None]:
-        """Record what happens inside as a span; also when it raises."""
+        """Record the body as a span, even if it raises."""
         now = time.perf_counter()
         running = _Open(role, phase, time.time(), now, now)
         with self._lock:
@@ -84,12 +84,12 @@ class Spans:
                 self._spans.append(running.cut())
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Add what was measured elsewhere."""
+        """Add spans that were measured elsewhere."""
         with self._lock:
             self._spans.extend(spans)
 
     def drain(self) -> list[Span]:
-        """Take what was recorded so far, with the parts until now of phases that are under way."""
+        """Return the spans recorded so far, with the parts of running phases up to now, and remove them."""
         with self._lock:
             spans = [*self._spans, *(running.cut() for running in self._open)]
             self._spans.clear()

@@ -1,8 +1,8 @@
-"""Read records from CSV and TSV files, whoever wrote them: the standard library's reader, and what it does not refuse.
+"""Read records from CSV and TSV files of any origin: the standard library's reader, plus checks that it lacks.
 
 header row            names of the columns
-other rows            a record each; a row that does not fit the header is told with its line, and the next one is read
-quote without an end  swallows all rows behind it, so it ends the reading
+other rows            one record each; a row that does not fit the header is reported with its line and skipped
+quote without an end  absorbs all rows after it, so it ends the reading
 """
 
 import csv
@@ -20,7 +20,7 @@ from attrs import frozen
 from whet.errors import DataError
 
 LONGEST_CELL = 64 << 20
-"""Characters. A longer cell is a quote that was never closed."""
+"""In characters. A longer cell means a quote that was never closed."""
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _ENCODINGS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 _UNDECODED = re.compile("[\udc80-\udcff]")
@@ -28,20 +28,20 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 @frozen
 class Line:
-    """One row of a table behind its header."""
+    """One row of a table, the header excluded."""
 
     number: int
-    """Line of the file on which it begins, from 1."""
+    """Line of the file on which the row begins, from 1."""
     record: dict[str, str | None]
-    """Cells by column; None: an empty cell."""
+    """Cells by column. None: an empty cell."""
     problem: str = ""
-    """Why the row is no record; empty: it is one."""
+    """Why the row is no record. Empty: it is one."""
 
 
 def read_table(stream: io.BufferedIOBase, path: Path, delimiter: str = "") -> Iterator[Line]:
-    """Read the rows of a table. Without a delimiter, use the one that splits the header into most columns.
+    """Yield the rows of a table. Without a delimiter, use the one that splits the header into most columns.
 
-    Raises `DataError` where the file cannot be read on: it has no header, is damaged, or a quote in it never ends.
+    Raises `DataError` if the file cannot be read further: it has no header, is damaged, or a quote in it never ends.
     """
     with _readable(path):
         yield from _Rows(_decoded(stream), path, delimiter)
@@ -55,7 +55,7 @@ def delimiter_of(path: Path, stream: io.BufferedIOBase) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise `DataError` where a file turns out to be damaged."""
+    """Raise `DataError` if a file turns out to be damaged."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -65,7 +65,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _decoded(stream: io.BufferedIOBase) -> io.TextIOWrapper:
-    """Decode UTF-8, or UTF-16 where a byte order mark says so. Bytes that are neither come as surrogates."""
+    """Return a text stream of UTF-8, or of UTF-16 if a byte order mark says so. Undecodable bytes become surrogates."""
     buffered = io.BufferedReader(stream) if not isinstance(stream, io.BufferedReader) else stream
     begin = buffered.peek(3)[:3]
     encoding = next((name for mark, name in _ENCODINGS if begin.startswith(mark)), "utf-8")
@@ -110,7 +110,7 @@ class _Rows:
                 yield self._line(number, cells)
 
     def _next(self) -> list[str] | None:
-        """Read the next row; None at the end."""
+        """Return the next row. None: the end."""
         began = self._reader.line_num + 1
         before = csv.field_size_limit(LONGEST_CELL)  # the module has one limit for the whole process
         try:
@@ -134,7 +134,7 @@ class _Rows:
                 return Line(number, {}, f"the column {name!r:.60} has a NUL character; wanted text")
             if _UNDECODED.search(cell):
                 return Line(number, {}, f"the column {name!r:.60} is not UTF-8: {cell!r:.60}; save the file as UTF-8")
-        # a column without a name is the row numbers that other programs write
+        # A column without a name holds the row numbers that other programs write.
         named: Any = ((name, cell or None) for name, cell in zip(self.columns, cells, strict=True) if name)
         return Line(number, dict(named))
 
@@ -147,7 +147,7 @@ class _Rows:
 
 
 def _columns(line: str, delimiter: str) -> int:
-    """Count the columns of a header that is split by a delimiter."""
+    """Return the number of columns that a delimiter splits a header into."""
     return len(next(csv.reader([line], delimiter=delimiter), []))
 
 

@@ -1,8 +1,8 @@
-"""Chat templates: render the Jinja template that a model folder brings, in a sandbox, without transformers.
+"""Chat templates: render the Jinja template of a model folder in a sandbox, without transformers.
 
-Template, globals, filters and variables are those of `transformers`' `apply_chat_template`, so that the text is
-the same character for character. A template is code from wherever the model came from: it runs in Jinja's
-immutable sandbox and sees nothing but strings, and tools as JSON has them.
+Template, globals, filters and variables are those of `transformers`' `apply_chat_template`, so that the text is the
+same character for character. A template is untrusted code: it runs in Jinja's immutable sandbox and sees only strings,
+and tools as JSON values.
 """
 
 import json
@@ -23,11 +23,12 @@ from whet.errors import DataError
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens that it may write."""
+    """A compiled chat template, with the special tokens that it may write."""
 
     def __init__(self, source: str, variables: Mapping[str, str], now: datetime) -> None:
-        """Compile. `variables` are special tokens by name; `now` is what the template takes for the time: were it
-        the clock, a conversation that runs past midnight would have its history rewritten.
+        """Compile a template. `variables` are special tokens by name; `now` is the time that the template sees.
+
+        The time is fixed because a conversation that runs past midnight would otherwise have its history rewritten.
         """
         self.source = source
         self._variables = dict(variables)
@@ -37,7 +38,7 @@ class ChatTemplate:
             raise DataError(f"the chat template cannot be read: line {error.lineno}: {error.message}") from error
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False, tools: Tools = ()) -> str:
-        """Give the text of a conversation. Raises `DataError` where the template refuses it."""
+        """Return the text of a conversation. Raises `DataError` if the template refuses it."""
         try:
             return self._template.render(
                 messages=[_seen(message) for message in conversation],
@@ -52,7 +53,7 @@ class ChatTemplate:
 
 
 def _seen(message: Message) -> dict[str, Any]:
-    """Give a message as templates see it."""
+    """Return a message in the form that templates read."""
     seen: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.answers:
         seen["tool_call_id"] = message.answers
@@ -73,7 +74,7 @@ _FAULTS = (
 
 
 def read_text(file: Path) -> str:
-    """Read the file of a template. Raises `DataError` saying why it cannot be read."""
+    """Return the text of a template file. Raises `DataError` with the reason if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -83,7 +84,9 @@ def read_text(file: Path) -> str:
 
 
 def read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Find a folder's template: `chat_template.jinja`, else the (default) one in `tokenizer_config.json`."""
+    """Return a folder's template: `chat_template.jinja`, else the (default) one in `tokenizer_config.json`,
+    else None.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_text(file)
@@ -104,7 +107,7 @@ def read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | No
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks what the model wrote: its body is rendered as it is."""
+    """The tag `{% generation %}`, which marks what the model wrote. Its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the declaration is Jinja's
 
@@ -115,14 +118,14 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """What templates see as `dict`: calling it is all they need, and the class itself offers a way out."""
+    """What templates see as `dict`. They only need to call it; the class itself would be a way out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """What templates see as `namespace`, without underscore names."""
+    """What templates see as `namespace`, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args  # so that a template may name an attribute `self`

@@ -1,1 +1,1 @@
-"""Evaluations: episodes played, scores of tasks, estimates with intervals, and comparisons of two."""
+"""Evaluations: playing episodes, scores of tasks, estimates with intervals, and comparisons of two evaluations."""

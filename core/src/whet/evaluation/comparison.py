@@ -1,4 +1,4 @@
-"""Two evaluations of the same tasks, compared task by task: what makes a task hard is alike in both, and drops out."""
+"""Compares two evaluations task by task. A task's difficulty is the same in both, so it cancels out."""
 
 import json
 import math
@@ -21,23 +21,23 @@ Rows = Mapping[int, Mapping[str, Any]]
 
 @frozen(eq=False)
 class Comparison:
-    """By how much an evaluation is above another."""
+    """By how much one evaluation is above another."""
 
     against: str
     differences: Mapping[tuple[str, str], Estimate]
-    """(environment, figure) -> the mean over tasks of what the figure is higher, with its interval."""
+    """(environment, figure) -> the mean over tasks of the difference in the figure, with its interval."""
     notes: tuple[str, ...]
     """What could not be compared, and why."""
 
     def summary(self) -> dict[str, Any]:
-        """Give it as builtins."""
+        """Return the comparison as builtins."""
         environments: dict[str, dict[str, Any]] = {}
         for (environment, figure), found in self.differences.items():
             environments.setdefault(environment, {})[figure] = asdict(found)
         return {"against": self.against, "differences": environments, "notes": list(self.notes)}
 
     def table(self) -> str:
-        """Give every difference on a line, with its interval."""
+        """Return every difference on a line, with its interval."""
         rows = [
             (environment, figure, f"{found.value:+.4f}", interval(found.low, found.high), str(found.tasks))
             for (environment, figure), found in self.differences.items()
@@ -48,17 +48,17 @@ class Comparison:
 
 @frozen(eq=False)
 class Written:
-    """An evaluation as it was written."""
+    """An evaluation that was read from files."""
 
     path: Path
-    """Of its summary."""
+    """Path of its summary."""
     environments: Mapping[str, Any]
     rows: Mapping[str, Rows]
-    """By environment and task."""
+    """Rows by environment and task."""
 
 
 def read_written(path: Path) -> Written:
-    """Read an evaluation: its summary, or the folder of it. Raises `DataError` where it is none."""
+    """Read an evaluation: its summary, or its folder. Raises `DataError` if it is none."""
     path = path / SUMMARY if path.is_dir() else path
     try:
         with reading(path):
@@ -88,10 +88,11 @@ def _values(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def compare(result: EvaluationResult, other: Written) -> Comparison:
-    """Compare with an evaluation that was written before.
+    """Return the comparison of a result with an evaluation that was written before.
 
-    Each task counts by the difference of its two values, and the interval is Student's of those differences: the paired
-    comparison of Miller 2024, section 4.2 (arXiv:2411.00640). Tasks that ask something else there are left out.
+    Each task counts by the difference of its two values, and the interval is Student's of these differences: the paired
+    comparison of Miller 2024, section 4.2 (arXiv:2411.00640). A task with another prompt in the other evaluation is
+    left out.
     """
     differences: dict[tuple[str, str], Estimate] = {}
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""What an evaluation says of a model, from how its samples of each task came out. Pure, on NumPy.
+"""Estimates of a model's quality from the samples of each task. Pure functions on NumPy.
 
     samples of a task -> pass@k, maj@k of the task -> mean over tasks -> interval of the mean
 
@@ -19,18 +19,20 @@ NORMAL_95 = 1.959963984540054
 
 @frozen
 class Estimate:
-    """A mean over tasks, and its 95 % interval. A single task has none: it says nothing of others."""
+    """A mean over tasks, and its 95 % interval. A single task has no interval, because it tells nothing about
+    others.
+    """
 
     value: float
     low: float | None
     high: float | None
     standard_error: float | None
-    """Of the mean over tasks: their unbiased standard deviation / sqrt(tasks)."""
+    """Standard error of the mean over tasks: their unbiased standard deviation / sqrt(tasks)."""
     tasks: int
 
 
 def pass_at(k: int, samples: int, passes: int) -> float:
-    """Estimate without bias how likely it is that at least one of k samples passes, from `passes` of `samples`.
+    """Return an unbiased estimate of the probability that at least one of k samples passes, from `passes` of `samples`.
 
         pass@k = 1 - C(samples - passes, k) / C(samples, k)
 
@@ -44,12 +46,12 @@ def pass_at(k: int, samples: int, passes: int) -> float:
 
 
 def majority_at(k: int, answers: Sequence[tuple[int, int]], abstained: int = 0) -> float:
-    """Give how likely it is that the answer that most of k samples give passes: the exact mean over all subsets of k.
+    """Return the probability that the most frequent answer of k samples passes: the exact mean over all subsets of k.
 
-    `answers` holds (samples, passes) for each different answer; `abstained` samples gave none, and have no vote. A
-    tie is broken by a fair draw among the tied answers, of which the mean is taken. Where samples of one answer came
-    out differently, a fair draw among them decides. Where nobody answers, nothing passes. With k all samples this
-    is the majority vote of self-consistency, Wang et al. 2023 (arXiv:2203.11171).
+    `answers` holds (samples, passes) for each different answer; `abstained` samples have no answer and no vote. A tie
+    is broken by a fair draw among the tied answers, whose mean is taken. If samples of one answer were graded
+    differently, a fair draw among them decides. If no sample has an answer, nothing passes. With k all samples this is
+    the majority vote of self-consistency, Wang et al. 2023 (arXiv:2203.11171).
 
     Raises `ValueError` unless 1 <= k <= all samples.
     """
@@ -75,15 +77,16 @@ def _vote(answers: Sequence[tuple[int, int]]) -> float:
 
 @lru_cache(maxsize=4096)
 def _subset_vote(k: int, answers: tuple[tuple[int, int], ...], abstained: int) -> float:
-    """Sum over m, the votes that win, of the chance that exactly t answers have m and none has more.
+    """Sum over m, the number of winning votes, the probability that exactly t answers have m votes and none has more.
 
-    Each sample is drawn with probability k / samples, so that every count is a binomial probability, and what has k
-    draws in all is divided by the chance of k draws: the mean over subsets, without a number that could overflow.
+    Each sample is drawn with probability k / samples, so every count is a binomial probability. The part with k draws
+    in all is divided by the probability of k draws. The result is the mean over subsets, without a number that could
+    overflow.
     """
     samples = sum(size for size, _ in answers) + abstained
     chance, mean = k / samples, 0.0
     for m in range(1, min(k, max((size for size, _ in answers), default=0)) + 1):
-        # Answers with fewer samples than m cannot win or be in the way.
+        # Answers with fewer samples than m cannot win or tie.
         free = abstained + sum(size for size, _ in answers if size < m)
         rivals = [(size, passes) for size, passes in answers if size >= m]
         ties = min(len(rivals), k // m)
@@ -98,12 +101,12 @@ def _subset_vote(k: int, answers: tuple[tuple[int, int], ...], abstained: int) -
             count[1:] += tied[:-1]
             worth[1:] += tied_worth[:-1]
         mean += float((worth[1:, k] / np.arange(1, ties + 1)).sum())
-    # Beyond 12 digits it is rounding, and a vote that is sure to pass is to be exactly 1.
+    # Digits beyond the 12th are rounding, and a vote that surely passes must be exactly 1.
     return round(mean / float(binomial(samples, chance)[k]), 12)
 
 
 def _fewer(draws: NDArray[np.float64], count: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Let an answer have any number of votes that does not win."""
+    """Return the counts with an answer added that has any number of votes too small to win."""
     fewer = np.zeros_like(count)
     for votes, weight in enumerate(draws):
         fewer += _shifted(weight * count, votes)
@@ -119,7 +122,7 @@ def _shifted(count: NDArray[np.float64], by: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def binomial(trials: int, chance: float) -> NDArray[np.float64]:
-    """Give the probabilities of 0 to `trials` successes: [trials + 1]. `chance` is inside (0, 1)."""
+    """Return the probabilities of 0 to `trials` successes: [trials + 1]. `chance` is inside (0, 1)."""
     logs = [math.lgamma(trials + 1) - math.lgamma(i + 1) - math.lgamma(trials - i + 1) for i in range(trials + 1)]
     successes = np.arange(trials + 1)
     found: NDArray[np.float64] = np.exp(
@@ -129,19 +132,19 @@ def binomial(trials: int, chance: float) -> NDArray[np.float64]:
 
 
 def estimate(values: ArrayLike, share_of: int | None = None) -> Estimate:
-    """Give the mean of one value for each task, [tasks], with its 95 % interval.
+    """Return the mean of one value for each task, [tasks], with its 95 % interval.
 
-    On any scale it is Student's: mean +- t(tasks - 1) s / sqrt(tasks), s the unbiased standard deviation. With as
-    many samples for each task that is the standard error clustered by task of Miller 2024, section 2.2
+    Values on any scale get Student's interval: mean +- t(tasks - 1) s / sqrt(tasks), s the unbiased standard deviation.
+    With equally many samples for each task that is the standard error clustered by task of Miller 2024, section 2.2
     (arXiv:2411.00640), times sqrt(tasks / (tasks - 1)).
 
-    `share_of`, the episodes behind the values, says that these are shares of episodes, or chances: between 0 and 1.
-    See `share_interval`, which stays inside and has a width also where every task came out alike.
+    `share_of` is the number of episodes behind values that are shares of episodes, or probabilities: between 0 and 1.
+    They get `share_interval`, which stays inside [0, 1] and has a width even if every task has the same value.
     """
     found = np.asarray(values, np.float64)
     if found.ndim != 1 or not len(found):
         raise ValueError(f"wanted a value for each of at least one task, found the shape {found.shape}")
-    found = np.sort(found)  # sums round alike whatever the order
+    found = np.sort(found)  # so that the sum does not depend on the order
     mean, tasks = float(found.mean()), len(found)
     if tasks < 2:
         return Estimate(mean, None, None, None, tasks)
@@ -154,18 +157,18 @@ def estimate(values: ArrayLike, share_of: int | None = None) -> Estimate:
 
 
 def share_interval(mean: float, variance: float, tasks: int, episodes: int) -> tuple[float, float]:
-    """Give Wilson's 95 % interval of a share, with the number of independent episodes that would be as telling.
+    """Return Wilson's 95 % interval of a share, for an effective number n of independent episodes.
 
         n = tasks * mean (1 - mean) / variance          `variance` of the tasks' values, divided by their number
         (mean + z^2 / 2n +- z sqrt(mean (1 - mean) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Wilson 1927; with an effective sample size for clusters: Dean and Pagano 2015, "Evaluating confidence interval
-    methods for binomial proportions in clustered surveys". Where every value is 0 or 1, n is the number of tasks and
-    z is normal: Wilson's interval itself. Else the variance is estimated, and z is Student's t(tasks - 1). n is never
-    above the number of episodes, which it is where each is as telling as a task of its own.
+    methods for binomial proportions in clustered surveys". If every value is 0 or 1, n is the number of tasks and z is
+    normal: Wilson's interval itself. Otherwise the variance is estimated, and z is Student's t(tasks - 1). n is at most
+    the number of episodes, its value if each episode is as informative as a task of its own.
     """
     spread = mean * (1 - mean)
-    plain = variance >= spread * (1 - 1e-12)  # every value 0 or 1; more than this the variance cannot be
+    plain = variance >= spread * (1 - 1e-12)  # every value is 0 or 1: the variance has its maximum
     n = float(tasks) if plain else min(tasks * spread / variance if variance > 0 else math.inf, max(episodes, tasks))
     z = NORMAL_95 if plain else t_quantile(tasks - 1)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
@@ -175,10 +178,10 @@ def share_interval(mean: float, variance: float, tasks: int, episodes: int) -> t
 
 @lru_cache(maxsize=4096)
 def t_quantile(degrees: int, inside: float = 0.95) -> float:
-    """Give t so that a share `inside` of Student's distribution is within +-t.
+    """Return t so that a share `inside` of Student's distribution is within +-t.
 
-    By bisection of its exact distribution, Abramowitz and Stegun 1964, 26.7.3 and 26.7.4; beyond 200 degrees of
-    freedom by 26.7.5, whose error is below 1e-9 there.
+    By bisection of its exact distribution, Abramowitz and Stegun 1964, 26.7.3 and 26.7.4; beyond 200 degrees of freedom
+    by 26.7.5, whose error is below 1e-9 there.
     """
     if degrees > 200:
         return _t_far(degrees, inside)
@@ -190,7 +193,7 @@ def t_quantile(degrees: int, inside: float = 0.95) -> float:
 
 
 def _t_inside(angle: float, degrees: int) -> float:
-    """Share of Student's distribution within +-sqrt(degrees) tan(angle)."""
+    """Return the share of Student's distribution within +-sqrt(degrees) tan(angle)."""
     cosine, odd = math.cos(angle), degrees % 2
     term, series = (cosine if odd else 1.0), 0.0
     for i in range(1 + odd, degrees, 2):

@@ -1,4 +1,4 @@
-"""Evaluation: play every task of some environments, several times each."""
+"""Plays every task of some environments, several times each, and scores them."""
 
 import asyncio
 from collections import Counter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Evaluates again and again on the same tasks, as the sections of a config say."""
+    """Evaluates repeatedly on the same tasks, as the sections of a config state."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Evaluator:
         self._status, self._loop, self._listener = status, loop, listener
 
     def evaluate(self) -> EvaluationResult:
-        """Play all tasks; see `evaluate`."""
+        """Play all tasks and return the result; see `evaluate`."""
         return evaluate(
             self._routes,
             self._generator,
@@ -82,14 +82,14 @@ def evaluate(
     loop: EpisodeLoop | None = None,
     listener: Listener | None = None,
 ) -> EvaluationResult:
-    """Play the tasks of every route, `route.samples` times each, at most `concurrency` episodes at a time.
+    """Play the tasks of every route, `route.samples` times each, with at most `concurrency` episodes at a time.
 
-    Randomness depends on the seed, the environment's name, task and sample alone: evaluations of one run draw alike,
-    whatever was trained in between. An episode that fails is played again, then dropped and counted, never scored
-    0. Raises `WhetError` where no episode of an environment came through, without waiting for all of them where its
-    first tasks failed alike; `WorkerError` where a worker failed.
+    Randomness depends only on the seed, the environment's name, task and sample: all evaluations of one run draw alike,
+    whatever was trained in between. A failed episode is played again, and finally dropped and counted, never scored 0.
+    Raises `WhetError` if no episode of an environment succeeded (at once, if its first tasks failed alike), and
+    `WorkerError` if a worker failed.
 
-    A generator serves one event loop at a time: while a rollout stream is open, give its `loop`.
+    A generator serves one event loop at a time: while a rollout stream is open, pass its `loop`.
     """
     own = loop is None
     running = loop or EpisodeLoop()
@@ -119,7 +119,7 @@ def evaluate(
         status("")
         if own:
             running.close()
-    # On the caller's thread: votes over subsets of many samples take long enough to hold up the loop.
+    # On the caller's thread: votes over subsets of many samples would block the loop.
     return EvaluationResult(tuple(judge(*of_route) for of_route in played), sampling, seed)
 
 
@@ -129,7 +129,7 @@ def _count(route: Route) -> int:
 
 
 Played = tuple[Route, tuple[tuple[Episode, ...], ...], tuple[EpisodeFailed, ...]]
-"""A route, the episodes of each of its tasks that came through, and what became of the others."""
+"""A route, the successful episodes of each of its tasks, and the failures of the others."""
 
 
 async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies: list[Counter[str]]) -> Played:
@@ -142,7 +142,7 @@ async def _play(route: Route, player: Player, limit: asyncio.Semaphore, tallies:
             except EpisodeFailed as error:
                 failures.append(error)
                 return None
-        route.scoring.passing(episode)  # says at once, rather than in the end, that there is no such reward
+        route.scoring.passing(episode)  # raises now, rather than at the end, if there is no such reward
         return episode
 
     tasks = route.tasks()

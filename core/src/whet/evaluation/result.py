@@ -16,7 +16,7 @@ from whet.rollout.routing import Route
 from whet.rollout.scoring import Passing
 
 FORMAT = 1
-"""Of the summary; another number where a reader of this one would be misled."""
+"""Format of the summary. It changes when a reader of the old format would be misled."""
 LOW, HIGH = "ci_low", "ci_high"
 
 
@@ -27,30 +27,30 @@ class EnvironmentResult:
     name: str
     split: str
     samples: int
-    """Episodes wanted for each task."""
+    """Number of episodes wanted for each task."""
     passing: Passing
     figures: Mapping[str, Estimate]
     """`reward` (the weighted sum), each named reward, `pass@K`, `maj@K`, `response_length` in tokens of the model."""
     missing: Mapping[str, str]
-    """Figures that leave tasks out, or could not be worked out at all, and why."""
+    """Figures that leave tasks out, or could not be computed at all, and why."""
     tasks: tuple[TaskScore, ...]
     episodes: int
     dropped: int
     """Episodes that failed on every attempt. They count nowhere else."""
     infrastructure: int
-    """Those of them where what they stood on failed: a grader, a sandbox, a connection."""
+    """Dropped episodes whose infrastructure failed: a grader, a sandbox, a connection."""
     undecided: int
-    """Answers that graders could not decide about. They count as wrong."""
+    """Responses that graders could not decide. They count as wrong."""
     records: tuple[dict[str, Any], ...]
     """A row for each episode, for the run folder."""
 
     @property
     def reward(self) -> float:
-        """Mean over tasks of the mean over the task's samples."""
+        """Return the mean over tasks of the mean over the task's samples."""
         return self.figures["reward"].value
 
     def summary(self) -> dict[str, Any]:
-        """Give all but the rows."""
+        """Return everything except the rows."""
         return {
             "split": self.split,
             "samples": self.samples,
@@ -75,7 +75,7 @@ def _figure(found: Estimate) -> dict[str, Any]:
 def judge(
     route: Route, played: Sequence[Sequence[Episode]], failures: Sequence[EpisodeFailed]
 ) -> EnvironmentResult:  # fmt: skip
-    """Score what was played of an environment: for each of the first tasks the episodes that came through."""
+    """Score the played episodes of an environment: for each of the first tasks, its successful episodes."""
     tasks = route.tasks()
     episodes = completed([episode for found in played for episode in found])
     rest = iter(episodes)
@@ -99,14 +99,14 @@ def judge(
 
 @frozen(eq=False)
 class EvaluationResult:
-    """What the model achieved."""
+    """What the model achieved in all environments."""
 
     environments: tuple[EnvironmentResult, ...]
     sampling: Sampling
     seed: int
 
     def rows(self, label: str = "") -> dict[str, tuple[dict[str, Any], ...]]:
-        """Give files of rows: for each environment one of episodes, and under `tasks/` one of tasks."""
+        """Return files of rows: for each environment a file of episodes, and under `tasks/` a file of tasks."""
         files = {}
         for result in self.environments:
             files[f"{label}{result.name}.jsonl"] = result.records
@@ -115,7 +115,7 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Give `evaluation/ENVIRONMENT/FIGURE`, and its interval as `.../ci_low` and `.../ci_high`."""
+        """Return `evaluation/ENVIRONMENT/FIGURE`, and its interval as `.../ci_low` and `.../ci_high`."""
         metrics: dict[str, Metric] = {}
         for result in self.environments:
             for name, found in result.figures.items():
@@ -130,9 +130,9 @@ class EvaluationResult:
         return metrics
 
     def summary(self, label: str = "", **about: Any) -> dict[str, Any]:
-        """Give what is not a row: how it was sampled, every figure with its interval, what was left out and why.
+        """Return everything that is not a row: sampling, every figure with its interval, what was left out and why.
 
-        `label` is that of `rows`, whose files it names.
+        `label` is the argument of `rows`, whose files the summary names.
         """
         sampling = {name: getattr(self.sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         return {
@@ -151,7 +151,7 @@ class EvaluationResult:
         }
 
     def table(self) -> str:
-        """Give every figure on a line, with its interval; beneath, what was left out."""
+        """Return every figure on a line, with its interval, and below them what was left out."""
         rows = [
             (result.name, name, f"{found.value:.4f}", interval(found.low, found.high), str(found.tasks))
             for result in self.environments
@@ -177,12 +177,12 @@ class EvaluationResult:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Write an interval; a dash where there is none."""
+    """Return an interval as text; a dash if there is none."""
     return "-" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write rows with columns below each other, names to the left and numbers to the right."""
+    """Return rows with aligned columns: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

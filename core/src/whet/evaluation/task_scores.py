@@ -1,4 +1,4 @@
-"""What each task of an evaluation was worth, and the figures over tasks that follow from it.
+"""The score of each task of an evaluation, and the figures over tasks that follow from it.
 
 group of a task -> TaskScore: rewards, pass@k, maj@k of the task -> figures: mean over tasks, with its interval
 """
@@ -22,25 +22,25 @@ Answers = tuple[tuple[str, int, int], ...]
 
 @frozen(eq=False)
 class TaskScore:
-    """What the samples of one task were worth."""
+    """The score of one task over its samples."""
 
     task: int
-    """Position in its split."""
+    """Position of the task in its split."""
     id: str
     asked: str
-    """A digest of the opening messages: tasks of two evaluations are the same one where it is equal."""
+    """A digest of the opening messages. Equal digests in two evaluations mean the same task."""
     samples: int
-    """Episodes that came through."""
+    """Number of successful episodes."""
     dropped: int
-    """Episodes that failed. They count nowhere else."""
+    """Number of failed episodes. They count nowhere else."""
     passes: int
     answers: Answers
-    """(answer, samples, passes), most samples first; empty where the environment does not state answers."""
+    """(answer, samples, passes), most samples first. Empty if the environment extracts no final answers."""
     values: Mapping[str, float]
-    """Of each figure that enough samples came through for."""
+    """Value of each figure for which enough episodes succeeded."""
 
     def row(self) -> dict[str, Any]:
-        """Give it as builtins."""
+        """Return the score as builtins."""
         return {
             "task": self.task,
             "id": self.id,
@@ -54,7 +54,7 @@ class TaskScore:
 
 
 def score(position: int, task: Task, episodes: Sequence[Episode], wanted: int, scoring: Scoring) -> TaskScore:
-    """Score a task of which `wanted` samples were to be played. pass@k and maj@k need k that came through."""
+    """Return the score of a task of which `wanted` samples were played. pass@k and maj@k need k successful episodes."""
     passed = [scoring.passing(episode) for episode in episodes]
     answers = _answers(episodes, passed)
     values = _values(episodes, sum(passed), answers, scoring) if episodes else {}
@@ -92,7 +92,7 @@ def _answers(episodes: Sequence[Episode], passed: Sequence[bool]) -> Answers:
 
 
 def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[str, Estimate]:
-    """Give each figure's mean over tasks with its interval: `reward` first, then named rewards, pass@k, maj@k."""
+    """Return each figure's mean over tasks with its interval: `reward` first, then named rewards, pass@k, maj@k."""
     names = dict.fromkeys([TOTAL, *(name for one in scores for name in one.values if name != LENGTH), LENGTH])
     made = {}
     for name in names:
@@ -105,7 +105,7 @@ def figures(scores: Sequence[TaskScore], episodes: Sequence[Episode]) -> dict[st
 
 
 def missing(scores: Sequence[TaskScore], scoring: Scoring) -> dict[str, str]:
-    """Say which figures could not be worked out for some tasks, and why."""
+    """Return which figures could not be computed for some tasks, and why."""
     wanted = [(f"pass@{k}", k) for k in scoring.pass_at] + [(f"maj@{k}", k) for k in scoring.majority_at]
     lacking = {name: (k, sum(name not in one.values for one in scores)) for name, k in wanted}
     return {
@@ -116,7 +116,7 @@ def missing(scores: Sequence[TaskScore], scoring: Scoring) -> dict[str, str]:
 
 
 def _is_share(name: str, episodes: Sequence[Episode]) -> bool:
-    """Say whether a figure is a share of episodes, or a chance: between 0 and 1 whatever the task."""
+    """Return whether a figure is a share of episodes, or a probability: between 0 and 1 for every task."""
     if name == LENGTH:
         return False
     if name == TOTAL:

@@ -1,1 +1,1 @@
-"""Requests on their way to generators: dispatch over replicas, their health, and engines that others wrote."""
+"""The path of requests to generators: dispatch over replicas, their health, and external engines."""

@@ -1,4 +1,4 @@
-"""From what a foreign engine answers to a completion: which weights made which token, and logprobs to train on."""
+"""Checks of an external engine's output: which weights made which token, and whether its logprobs can be trained on."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from whet.errors import WhetError
 
 
 def version_spans(found: Iterable[tuple[int, str]], count: int, wanted: str) -> tuple[tuple[int, int], ...]:
-    """Turn an engine's spans (first token, label of its weights) of `count` tokens into those of a completion.
+    """Return an engine's spans (first token, label of its weights) of `count` tokens as the `versions` of a completion.
 
-    The label `default` is that of the weights that were loaded, others are numbers. `wanted` is what tells labels, for
-    the `WhetError` where there are none.
+    The label `default` stands for the weights that the engine loaded, any other is a version number. Raises `WhetError`
+    if there is no label; `wanted` names what produces labels.
     """
     if not count:
         return ()
@@ -23,7 +23,7 @@ def version_spans(found: Iterable[tuple[int, str]], count: int, wanted: str) -> 
 
 
 def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatArray:
-    """Raise `WhetError` for logprobs [L] that are not finite; take those above 0 for 0."""
+    """Return logprobs [L] with values above 0 set to 0. Raises `WhetError` if one is not finite."""
     if not np.isfinite(found).all():
         raise WhetError(
             f"request {request.id}: {engine} gave logprobs that are not finite; the weights may have diverged: look at "
@@ -34,5 +34,5 @@ def checked_logprobs(found: FloatArray, request: Request, engine: str) -> FloatA
 
 
 def nothing_yet(id_: str) -> Completion:
-    """Make the completion of a request that was aborted before it began."""
+    """Return the completion of a request that was aborted before it began."""
     return Completion(id_, np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())

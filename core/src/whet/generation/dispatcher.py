@@ -1,16 +1,15 @@
-"""Brings requests to the replicas of a generator: many made together travel in one message to each.
+"""Sends requests to the replicas of a generator. Requests made together travel in one message per replica.
 
-    generate(request) -> outbox -> (no new ones for a turn of the event loop) -> one message per replica
+    generate(request) -> outbox -> (no new request in one iteration of the event loop) -> one message per replica
                       <- future <- lists of completions, as each decoded batch ends
 
-The worker's side is an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or
-`(id, message)` for a request that cannot be served; and `abort(ids)`, which ends requests early.
+The worker has an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or `(id, message)`
+for a request that cannot be served. Its `abort(ids)` ends requests early. While a replica receives new weights,
+requests for it wait here until it has confirmed that it has them.
 
-While a replica takes new weights, what is for it waits here until it has said that it has them.
-
-A request whose replica is lost goes to another one, or waits until there is one, with its id and seed as they were.
-One that was there at two losses is a suspect. Suspects are served a prompt at a time: where a replica is lost with one,
-that one is given up, and not those that were only near it.
+If its replica is lost, a request goes to another replica, or waits for one, with the same id and seed. A request that
+was running at two losses is a suspect. Suspects are served one prompt at a time: if a replica is lost with one, that
+request is given up, rather than requests that only ran beside it.
 """
 
 import asyncio
@@ -30,9 +29,9 @@ from whet.interfaces.workers import Heard, PendingEach, Workers
 from whet.runtime.inline import close_stream
 
 PATIENCE = 8
-"""Turns of the event loop that an outbox may wait for more at most."""
+"""Most iterations of the event loop that the outbox waits for further requests."""
 MOST_LOSSES = 3
-"""A request that was with so many replicas when they were lost is held to be what kills them, and not served again."""
+"""A request that was running on this many lost replicas is assumed to kill them, and is not served again."""
 
 
 @define(eq=False)
@@ -40,11 +39,11 @@ class _Waiting:
     request: Request
     future: "asyncio.Future[Completion]"
     rank: int = -1
-    """-1: not sent yet."""
+    """Rank of the replica that serves it; -1: not sent yet."""
 
     @property
     def prompt(self) -> str:
-        """A name that the samples of one prompt share."""
+        """Return a name that all samples of one prompt share."""
         return self.request.prefix or self.request.id
 
     @property
@@ -53,7 +52,7 @@ class _Waiting:
 
 
 class _Batch:
-    """Requests under way at one replica."""
+    """Requests that are running on one replica."""
 
     def __init__(self, rank: int, life: int, waiting: list[_Waiting]) -> None:
         self.rank, self.life = rank, life
@@ -62,49 +61,49 @@ class _Batch:
 
     @property
     def unanswered(self) -> WorkerError:
-        """What those get whom nobody has answered."""
+        """Return the error for requests that got no answer."""
         return WorkerError("generator", self.rank, "generate", "it ended without answering")
 
 
 @define(eq=False)
 class RequestDispatcher:
-    """Spreads requests over replicas by their outstanding tokens; equal prefixes go to one replica.
+    """Spreads requests over replicas by their outstanding tokens. Requests with equal prefixes go to one replica.
 
-    To be used from one event loop.
+    For use from one event loop.
     """
 
     workers: Workers
     replicas: ReplicaSet = field(default=Factory(lambda self: ReplicaSet(self.workers), takes_self=True))
     _outbox: list[_Waiting] = field(factory=list, init=False)
     _flushing: bool = field(default=False, init=False)
-    """Whether the outbox is about to be looked at."""
+    """Whether a flush of the outbox is scheduled."""
     _patience: int = field(default=0, init=False)
     _load_balancer: LoadBalancer = field(init=False)
     _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
-    """Of prefixes under way: replica and number of requests."""
+    """Prefixes of running requests: replica, and number of requests."""
     _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _suspects: list[_Waiting] = field(factory=list, init=False)
-    """Wait for those on trial."""
+    """Suspects that wait until the ones on trial have finished."""
     _on_trial: list[_Waiting] = field(factory=list, init=False)
-    """Suspects that are being served: all of one prompt."""
+    """Suspects that are being served: all samples of one prompt."""
     _taking: list[tuple[PendingEach, Mapping[int, int]]] = field(factory=list, init=False)
-    """Hand-overs of weights that may not be over, and the life of each replica that takes part."""
+    """Weight syncs that may still be running, and the life of each replica that takes part."""
     _held: dict[int, list[_Waiting]] = field(factory=dict, init=False)
-    """By replica: what waits until that has taken weights."""
+    """By replica: requests that wait until the replica has received weights."""
     _ready: deque[tuple[int, int, WorkerError | None]] = field(factory=deque, init=False)
-    """Replicas that have, or why they have not, until the loop looks: rank, life, error."""
+    """Replicas that have received weights, or failed to, until the loop handles them: rank, life, error."""
     _cancelled: dict[int, list[str]] = field(factory=dict, init=False)
-    """By replica: requests whose waiting task was cancelled in this turn of the loop."""
+    """By replica: requests whose awaiting task was cancelled in this iteration of the loop."""
 
     def __attrs_post_init__(self) -> None:
         self._load_balancer = LoadBalancer(self.workers.size)
 
     async def generate(self, request: Request) -> Completion:
-        """Have one request served. Cancelling the awaiting task aborts it at the worker.
+        """Return the completion of a request. Cancelling the awaiting task aborts the request at the worker.
 
-        Raises `WhetError` where the request cannot be served, `RequestLost` where replicas were lost with it again and
-        again or the one that it names is away, `WorkerError` where a replica fails or there is none left.
+        Raises `WhetError` if the request cannot be served, `RequestLost` if replicas were lost with it repeatedly or
+        the replica that it names is away, and `WorkerError` if a replica fails or none is left.
         """
         if self.replicas.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
             raise self._given_up(request)
@@ -121,13 +120,13 @@ class RequestDispatcher:
             raise
 
     def wake(self) -> None:
-        """Look again who is there. May be called from any thread."""
+        """Check again which replicas are present. Any thread may call this."""
         self._soon(lambda: self._flush(len(self._outbox)))
 
     def hold(self, taking: PendingEach, lives: Mapping[int, int]) -> None:
-        """Hold what comes from now on for a replica until it has answered there; `lives` as of `ReplicaSet.asking`.
+        """Hold new requests for a replica until its call in `taking` has ended. `lives` comes from `ReplicaSet.asking`.
 
-        May be called from any thread.
+        Any thread may call this.
         """
         self._taking = [*(one for one in self._taking if not one[0].done()), (taking, lives)]
 
@@ -138,7 +137,7 @@ class RequestDispatcher:
 
     @property
     def outstanding(self) -> list[int]:
-        """Tokens under way at each replica, prompts and limits counted."""
+        """Return the tokens outstanding at each replica: prompts and token limits."""
         return self._load_balancer.each()
 
     def _send_soon(self, waiting: list[_Waiting]) -> None:
@@ -171,7 +170,7 @@ class RequestDispatcher:
         return self._send(messages)
 
     def _send(self, messages: dict[int, list[_Waiting]]) -> None:
-        """Send to replicas what is for them, or hold it until they have taken weights."""
+        """Send requests to their replicas, or hold them until their replica has received weights."""
         for rank in list(messages):
             if rank in self._held:
                 self._held[rank] += messages.pop(rank)
@@ -186,9 +185,10 @@ class RequestDispatcher:
         self._soon(self._release)
 
     def _release(self) -> None:
-        """Send what was held for replicas that have their weights now: many by the time of this turn of the loop.
+        """Send the requests held for replicas that now have their weights. Several may be ready in this iteration.
 
-        Where one was lost instead, others serve it, and it is not to blame: it never was there.
+        If a replica was lost instead, other replicas serve its requests. They are not suspects, because they never
+        reached it.
         """
         messages: dict[int, list[_Waiting]] = {}
         while self._ready:
@@ -201,7 +201,7 @@ class RequestDispatcher:
         self._send(messages)
 
     def _no_longer_held(self, rank: int) -> list[_Waiting]:
-        """Give what nobody has given up meanwhile."""
+        """Return the held requests of a replica that have not been cancelled meanwhile."""
         held = self._held.pop(rank)
         for waiting in held:
             if waiting.future.done():
@@ -209,7 +209,9 @@ class RequestDispatcher:
         return [waiting for waiting in held if waiting.rank >= 0]
 
     def _refuse_absent(self, there: frozenset[int]) -> None:
-        """Refuse what names a replica that is away: nobody else is to answer it, and nobody waits for that one."""
+        """Refuse requests for a replica that is away: no other replica may answer them, and they must not wait
+        for it.
+        """
         absent = [w for w in self._outbox if w.request.replica is not None and w.request.replica not in there]
         for waiting in absent:
             self._outbox.remove(waiting)
@@ -218,7 +220,7 @@ class RequestDispatcher:
                 waiting.future.set_exception(RequestLost(said))
 
     def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
-        """Give what is to be sent now: all but suspects, and of those the samples of one prompt."""
+        """Return the requests to send now: all except suspects, and of these the samples of one prompt."""
         limit, losses = MOST_LOSSES - 1, self.replicas.losses
         if not losses and not self._suspects:
             return outbox
@@ -231,7 +233,7 @@ class RequestDispatcher:
         return free
 
     def _place(self, waiting: _Waiting, there: frozenset[int]) -> int:
-        """Choose one of the replicas that are there."""
+        """Choose a replica for a request, and return its rank."""
         prefix = waiting.request.prefix
         rank, count = self._prefixes.get(prefix, (-1, 0)) if prefix else (-1, 0)
         if waiting.request.replica is not None:
@@ -259,7 +261,7 @@ class RequestDispatcher:
                 self._prefixes[prefix] = rank, count - 1
 
     async def _serve(self, messages: dict[int, list[_Waiting]]) -> None:
-        """Have each replica serve its requests."""
+        """Send each replica its requests, and settle them as their outcomes arrive."""
         twice = [rank for rank, batch in messages.items() if len({w.request.id for w in batch}) != len(batch)]
         for rank in twice:
             self._fail(messages.pop(rank), WhetError("two requests made at one time have the same id"))
@@ -296,7 +298,7 @@ class RequestDispatcher:
             self._end(batch, error or batch.unanswered)
 
     def _end(self, batch: _Batch, error: Exception) -> None:
-        """Have others serve what a replica has left, or let it fail."""
+        """End a batch: other replicas serve the unanswered requests, or these fail with the error."""
         left = list(batch.open.values())
         if not isinstance(error, WorkerLost):
             if not isinstance(error, WhetError):
@@ -306,7 +308,7 @@ class RequestDispatcher:
         return self._serve_elsewhere(batch.rank, batch.life, left, error)
 
     def _serve_elsewhere(self, rank: int, life: int, left: list[_Waiting], cause: WorkerLost) -> None:
-        """Have others serve what was for a replica that is lost, or let it fail."""
+        """Send the requests of a lost replica to others, or fail them."""
         if not self.replicas.lost(rank, life, cause):
             suspects, self._suspects = self._suspects, []  # they only waited: no dead process may be laid to them
             return self._fail([*suspects, *left], self.replicas.failure or cause)

@@ -1,6 +1,6 @@
-"""Engines that no plugin installs: where one is, which of its arguments may be written, what its generator is to plan.
+"""Support for engines that no plugin installs: whether one is installed, which arguments a config may set, and facts.
 
-Nothing of an engine is imported here; its arguments are read from its source.
+Nothing of an engine is imported here. Its arguments are read from its source.
 """
 
 import ast
@@ -22,60 +22,64 @@ if TYPE_CHECKING:
     from whet.config.sections import Config
 
 CPU_CACHE_GIB = 1.0
-"""Of keys and values on a CPU where nothing is said: of its memory engines would otherwise take a share of all."""
+"""Keys and values on a CPU if the config sets nothing: by default engines would take a share of all memory."""
 
 
 class EngineConfig(Protocol):
-    """What the section of a generator on a foreign engine has."""
+    """The keys that the section of a generator on an external engine has."""
 
     @property
     def dtype(self) -> str:
-        """Of weights and forward pass; `model`: the model's own."""
+        """Return the dtype of weights and forward pass; `model`: the model's own."""
 
     @property
     def cache_gib(self) -> float | None:
-        """Memory for keys and values on each rank."""
+        """Return the memory for keys and values on each rank, in GiB."""
 
     @property
     def memory_fraction(self) -> float:
-        """Share of a GPU's memory for weights and cache, where `cache_gib` is not given."""
+        """Return the share of a GPU's memory for weights and cache, used if `cache_gib` is not set."""
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes over which one engine spreads the model."""
+        """Return the number of processes over which one engine spreads the model."""
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Any other argument, by the engine's own name."""
+        """Return any other arguments, by the engine's own names."""
 
 
 @frozen
 class ForeignEngine:
-    """An engine, and what a generator's key `engine` may hold: any argument of it but those that are set elsewhere."""
+    """An engine, and what a generator's key `engine` may hold: any of its arguments except those that are set
+    elsewhere.
+    """
 
     package: Package
     arguments_in: tuple[str, ...]
-    """Its files whose classes have its arguments as fields: patterns of paths within the package."""
+    """Files with the classes whose fields are the engine's arguments: path patterns within the package."""
     listed_by: str
-    """The command that lists its arguments."""
+    """The command that lists the engine's arguments."""
     ours: Mapping[str, str]
-    """Arguments that are set elsewhere in the config, and where."""
+    """Arguments that are set elsewhere in the config, and the key that sets them."""
     fixed: Mapping[str, str]
     """Arguments that nobody may change, and why."""
     argument_classes: tuple[str, ...] = ()
-    """Classes that are looked at; none: all."""
+    """Classes to read; empty: all classes."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this interpreter can import it."""
+        """Return whether this interpreter can import the engine."""
         return self.package.is_here
 
     def known(self) -> frozenset[str]:
-        """Give the names of its arguments; empty where it is not here."""
+        """Return the names of the engine's arguments. Empty: it is not installed."""
         return _fields(self.package.module, self.arguments_in, self.argument_classes)
 
     def wrong(self, written: Mapping[str, Any], known: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Find arguments that cannot be passed on: (name, what is wrong). known: the engine's own; empty: not found."""
+        """Yield (name, what is wrong) for arguments that cannot be passed on. known: the engine's own; empty:
+        unknown.
+        """
         for name in written:
             if name in self.ours:
                 yield name, f"is set by `{self.ours[name]}`; write it there"
@@ -87,9 +91,9 @@ class ForeignEngine:
                 yield name, f"is no argument of the installed {self.package.name} ({hint})"
 
     def problems(self, config: "Config", section: type[EngineConfig]) -> list[Problem]:
-        """Say what is wrong with the generator of a config, where `section` is that of a generator on this engine.
+        """Return what is wrong with a config's generator. `section` is the config class of generators on this engine.
 
-        The engine of another Python than this one may have other arguments; there its workers look.
+        The engine of another Python environment may have other arguments; there its workers check them.
         """
         chosen = config.generator.config if config.generator is not None else None
         if not isinstance(chosen, section):
@@ -102,14 +106,14 @@ class ForeignEngine:
             yield Problem(f"generator.engine.{path_segment(name)}", message)
 
     def refuse(self, written: Mapping[str, Any]) -> None:
-        """Raise `WhetError` in a process of workers that has no such engine, or one without what is written."""
+        """Raise `WhetError` in a worker's process if the engine is missing, or lacks an argument that is set."""
         if not self.is_here:
             raise WhetError(f"{sys.executable} has no {self.package.name}; {self.package.install}")
         if wrong := list(self.wrong(written, self.known())):
             raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
 
     def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> Facts:
-        """Give the facts of a generator that hands weights to the engine whole and between two tokens."""
+        """Return the facts of a generator that sends complete weights to the engine, and does so between two tokens."""
         return Facts(
             transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
             on_weight_update=("drain", "continue", "abort"),
@@ -123,7 +127,7 @@ class ForeignEngine:
 
 
 def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Return what one engine holds over all its processes: weights, and keys and values as the config bounds them."""
+    """Yield what one engine holds over all its processes: weights, and keys and values as the config limits them."""
     smaller = "spread a model over more GPUs (generator.tensor_parallel), or compute in bfloat16"
     yield MemoryTerm(f"weights in {model.dtype_for(config.dtype)}", model.weight_bytes(config.dtype), change=smaller)
     cache = int((config.cache_gib or CPU_CACHE_GIB) * 2**30)
@@ -134,7 +138,7 @@ def engine_memory(config: EngineConfig, model: ModelInfo, ranks: int, trained: b
 
 @functools.cache
 def _fields(module: str, patterns: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
-    """Read the names of annotated fields from a package's source."""
+    """Return the names of annotated fields from a package's source."""
     spec = importlib.util.find_spec(module)
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     files = [file for folder in folders for pattern in patterns for file in Path(folder).glob(pattern)]

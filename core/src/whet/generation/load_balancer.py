@@ -1,16 +1,17 @@
-"""Finds the replica with the least load."""
+"""The load of each replica, and which replica has the least."""
 
 import heapq
 
 
 class LoadBalancer:
-    """The load of each rank. Finding the least looks at a few of them, however many there are."""
+    """A load for each rank. Finding the least one looks at a few ranks, however many there are."""
 
     def __init__(self, size: int) -> None:
         self._loads = [0] * size
         self._there: frozenset[int] = frozenset()
         self._heap: list[tuple[int, int]] = []
-        """(load, rank): of each rank that is there its load, or less where that has grown; and some that is past."""
+        """(load, rank): for each present rank its load, or a smaller number if the load has grown, and some outdated
+        pairs."""
 
     def add(self, rank: int, amount: int) -> None:
         """Change the load of a rank."""
@@ -21,7 +22,7 @@ class LoadBalancer:
                 self._build()
 
     def least(self, there: frozenset[int]) -> int:
-        """Give the rank of the least load, of those that are there; the lowest of several."""
+        """Return the rank of the least load among the present ranks; the lowest rank of several."""
         if there is not self._there:
             self._there = there
             self._build()
@@ -35,7 +36,7 @@ class LoadBalancer:
         return heap[0][1]
 
     def each(self) -> list[int]:
-        """Give all loads, by rank."""
+        """Return all loads, by rank."""
         return list(self._loads)
 
     def _build(self) -> None:

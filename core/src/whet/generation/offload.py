@@ -1,9 +1,9 @@
-"""Memory of tensors that is given back for a while: the tensors stay what they are, and hold nothing meanwhile.
+"""Releases the memory of tensors for a while. The tensors stay the same objects, and hold no memory meanwhile.
 
     on a GPU     their bytes wait in pinned memory of the host
-    on a CPU     in a file, for there the host's own memory is what is given back
+    on a CPU     their bytes wait in a file, because the host's own memory is what is released
 
-What refers to the tensors (modules, optimizers, views that share their memory) need not know of it. Nobody may read or
+Code that refers to the tensors (modules, optimizers, views that share their memory) need not know. Nothing may read or
 write them until they are back.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SLAB_BYTES: Final = 1 << 26
 _DONTNEED: Final = 4
-"""Of Linux: the pages are released, and are read as zeros from then on, or as the file that they were mapped from."""
+"""Linux: the pages are released. They are then read as zeros, or as the file from which they were mapped."""
 
 
 @frozen(eq=False)
@@ -33,7 +33,7 @@ class _Pages:
     """Whole pages of this process, within the memory of a tensor."""
 
     owner: Any
-    """Keeps the memory where it is."""
+    """The object that keeps the memory where it is."""
     begin: int
     size: int
 
@@ -41,7 +41,7 @@ class _Pages:
         return (ctypes.c_char * self.size).from_address(self.begin)
 
     def release(self) -> int:
-        """Give them back; how many bytes that was."""
+        """Release the pages and return their number of bytes."""
         done = ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), ctypes.c_size_t(self.size), _DONTNEED)
         return 0 if done else self.size
 
@@ -53,10 +53,10 @@ class _OnGpu:
 
 
 class Slabs:
-    """Room in the host's memory for the bytes of others, one after another in pieces of some size.
+    """Host memory for the bytes of other storages, one after another in pieces of a fixed size.
 
-    Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece for each tensor would take up to
-    twice what it holds. The room is kept from one time to the next, for pinning takes long.
+    Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece per tensor would take up to twice
+    the bytes. The memory is kept between uses, because pinning takes long.
     """
 
     def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
@@ -64,7 +64,7 @@ class Slabs:
         self._slabs: list[torch.Tensor] = []
 
     def take(self, storages: "Sequence[torch.UntypedStorage]") -> None:
-        """Begin to copy what these hold; it is there when their device has done all that it was asked."""
+        """Start to copy these storages. The copy is complete when their device has finished all its work."""
         whole, rest = divmod(sum(one.nbytes() for one in storages), self._slab_bytes)
         sizes = [self._slab_bytes] * whole + ([1 << (rest - 1).bit_length()] if rest else [])
         for place, size in enumerate(sizes):
@@ -76,7 +76,7 @@ class Slabs:
             here.copy_(there, non_blocking=True)
 
     def give(self, storages: "Sequence[torch.UntypedStorage]") -> None:
-        """Copy to these, of the same sizes in the same order, what was taken."""
+        """Copy the bytes back to storages of the same sizes in the same order."""
         for there, here in self._pieces(storages):
             there.copy_(here)
 
@@ -92,27 +92,27 @@ class Slabs:
 
 
 class Offload:
-    """Of one worker. Not for several threads at a time."""
+    """The released memory of one worker. Not for use by several threads at the same time."""
 
     def __init__(self, file: Path) -> None:
-        """`file` is written where memory of a CPU is given back, and removed when it is taken again."""
+        """`file` is written when CPU memory is released, and removed when it is taken again."""
         self._file = file
         self.used = False
-        """Whether memory has ever been given back."""
+        """Whether memory has ever been released."""
         self._pages: list[_Pages] = []
         self._on_gpu: list[_OnGpu] = []
         self._host = Slabs()
 
     @property
     def asleep(self) -> bool:
-        """Whether memory has been given back."""
+        """Return whether memory is released now."""
         return bool(self._pages or self._on_gpu)
 
     def sleep(self, tensors: "Iterable[torch.Tensor]") -> int:
-        """Give the memory of these back, and of all that share it; give its bytes. Once more does nothing.
+        """Release the memory of these tensors and of all that share it. Return the bytes. A second call does nothing.
 
-        Raises `WhetError` where there is no room for them; they are as before then. Memory of a CPU is given back on
-        Linux alone.
+        Raises `WhetError` if there is no room for the bytes; the tensors are unchanged then. CPU memory is released on
+        Linux only.
         """
         if self.asleep:
             return 0
@@ -134,7 +134,9 @@ class Offload:
         return given + sum(one.size for one in on_gpu)
 
     def wake(self, *, contents: bool = True) -> None:
-        """Take the memory again. Without `contents` all of it is to be written anew. Once more does nothing."""
+        """Take the memory again. Without `contents` the caller must write all of it anew. A second call does
+        nothing.
+        """
         if contents and self._pages:
             self._read()
         for one in self._on_gpu:
@@ -145,7 +147,7 @@ class Offload:
         self.close()
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the file."""
         self._file.unlink(missing_ok=True)
 
     def _write(self, pages: list[_Pages]) -> None:
@@ -168,7 +170,7 @@ class Offload:
 
 
 def _pinned(size: int) -> "torch.Tensor":
-    """Give memory of the host: pinned as long as there is any."""
+    """Return host memory: pinned as long as it is available."""
     import torch
 
     try:
@@ -178,26 +180,26 @@ def _pinned(size: int) -> "torch.Tensor":
 
 
 def trim() -> None:
-    """Let go of what this process keeps for later: the caches of CUDA and of the C library."""
+    """Release what this process caches: the caches of CUDA and of the C library."""
     import torch
 
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; other libraries have none
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if release is not None:
         release(0)
 
 
 def _storages(tensors: "Iterable[torch.Tensor]") -> "list[torch.UntypedStorage]":
-    """Give the memory of tensors, each once."""
+    """Return the storages of tensors, each once."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
 
 
 def _pages(storage: "torch.UntypedStorage") -> _Pages | None:
-    """Give the pages that are this memory's alone; None where there is none."""
+    """Return the pages that belong to this storage alone. None: there are none."""
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     return _Pages(storage, begin, size) if size > 0 and sys.platform == "linux" else None

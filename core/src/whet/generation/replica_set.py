@@ -1,8 +1,8 @@
-"""Which replicas of a generator are there; one that is lost is replaced by a fresh process with the current weights.
+"""Which replicas of a generator are present. A lost replica is replaced by a new process with the current weights.
 
-present ── dies or hangs ──> away: its requests go to others, or wait ── restarted, weights given ──> present
-                               └── over budget, the restart raises, or all of the cluster is lost: the generator
-                                   has failed
+present ── dies or hangs ──> away: its requests go to others, or wait ── restarted, has weights ──> present
+                               └── no restarts left, the restart raises, or the whole cluster is lost:
+                                   the generator has failed
 """
 
 import threading
@@ -20,32 +20,32 @@ from whet.weights.probe import Proof
 Rest = Callable[[int, bool], None]
 """(rank, asleep): put the worker of that rank to sleep, or wake it."""
 Receive = Callable[[int, TransferSpec, Proof | None], None]
-"""(rank, link, proof): let the worker of that rank take weights, wait for it, and see that it passes the proof."""
+"""(rank, link, proof): have the worker of that rank receive weights, wait for it, and check the proof."""
 
 
 @define(eq=False)
 class ReplicaSet:
-    """May be used from any thread."""
+    """The replicas of a generator. Any thread may use it."""
 
     workers: Workers
     replacing: Replacing | None = None
-    """None: a replica that is lost fails the generator."""
+    """None: a lost replica fails the generator."""
     receive: Receive = lambda rank, link, proof: None
     put: Rest = lambda rank, asleep: None
     changed: Callable[[], None] = lambda: None
     """Called when a replica has come back, or the generator has failed."""
     losses: Counter[str] = field(init=False)
-    """How many replicas were lost while they had a request, by its id."""
+    """How many replicas were lost while they ran a request, by request id."""
     failure: WorkerError | None = field(default=None, init=False)
-    """Why nothing can be served any more."""
+    """Why no request can be served any more. None: requests can be served."""
     asleep: bool = field(default=False, init=False)
-    """Whether all that are present sleep. A replica that is lost meanwhile is restarted when they wake."""
+    """Whether the present replicas sleep. A replica that is lost meanwhile is restarted when they wake."""
     _away: set[int] = field(factory=set, init=False)
     _present: frozenset[int] = field(init=False)
     _lives: list[int] = field(init=False)
     _closed: bool = field(default=False, init=False)
     _asked: list[int] = field(init=False)
-    """How many are asking each replica something just now."""
+    """Number of calls that are being made to each replica."""
     _lock: threading.Condition = field(factory=threading.Condition, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -54,15 +54,14 @@ class ReplicaSet:
         self.losses = Counter() if self.replacing is None else self.replacing.losses
 
     def present(self) -> frozenset[int]:
-        """Give the ranks that can be asked: the same object until that changes."""
+        """Return the ranks that can be called. It is the same object until that changes."""
         return self._present
 
     @contextmanager
     def asking(self, ranks: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Keep replicas on the processes that they have while they are asked something.
+        """Keep replicas on their present processes while calls to them are started.
 
-        Gives the number of each one's process, for `lost`: what is heard of an earlier one is no news. Those that are
-        away have none.
+        Yields the life of each replica that is present, for `lost`: a loss reported for an earlier life is ignored.
         """
         with self._lock:
             lives = {rank: self._lives[rank] for rank in ranks if rank in self._present}
@@ -78,7 +77,7 @@ class ReplicaSet:
                     self._lock.notify_all()
 
     def lost(self, rank: int, life: int, error: WorkerLost) -> bool:
-        """Note that a replica was lost; whether it comes back. Where it does not, `failure` says why."""
+        """Record the loss of a replica, and return whether it will come back. If not, `failure` has the reason."""
         with self._lock:
             if self._closed or self.failure is not None:
                 return False
@@ -98,13 +97,13 @@ class ReplicaSet:
         return True
 
     def rest(self, asleep: bool) -> None:
-        """Say that all are about to be put to sleep, or woken."""
+        """Record that all replicas are about to sleep or to wake."""
         with self._lock:
             self.asleep = asleep
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Replace nothing any more."""
+        """Stop replacing replicas."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -134,7 +133,7 @@ class ReplicaSet:
             return
 
     def _arrive(self, rank: int, link: TransferSpec | None, proof: Proof | None) -> None:
-        """Take the weights and be present, before another hand-over can begin without this replica."""
+        """Receive the weights and become present, before another weight sync can begin without this replica."""
         if link is not None:
             self.receive(rank, link, proof)
         sleeps = False
@@ -144,7 +143,7 @@ class ReplicaSet:
         self.changed()
 
     def _comes_back(self, rank: int, asleep: bool) -> bool:
-        """Let a replica be present if it sleeps where the others do, and is awake where they are."""
+        """Mark a replica as present if it sleeps or is awake as the others are. Return whether it did."""
         with self._lock:
             if self.asleep != asleep:
                 return False

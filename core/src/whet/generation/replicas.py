@@ -1,4 +1,4 @@
-"""What a generator of independent replicas has in common, whatever its engine: requests, weights, and replacement."""
+"""The common part of generators made of independent replicas, whatever their engine: requests, weights, replacement."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """One replica of the model for each rank. Workers have what `whet.generation.dispatcher` says, and
+    """One replica of the model for each rank. Workers have the methods that `whet.generation.dispatcher` lists, and
     `receive_weights(link, version, on_weight_update)`.
     """
 
     def __init__(self, workers: Workers, replacing: Replacing | None) -> None:
-        """Of these workers; `replacing` says what becomes of one that is lost, None: the generator has failed."""
+        """Take the workers. `replacing` decides whether a lost replica is replaced; None: its loss fails the
+        generator.
+        """
         self.workers = workers
         self._replica_set = ReplicaSet(workers, replacing, self._receive, self._rest)
         self._dispatcher = RequestDispatcher(workers, self._replica_set)
         self._replica_set.changed = self._dispatcher.wake
 
     async def generate(self, request: Request) -> Completion:
-        """Have one request served; see `RequestDispatcher.generate`. Raises `WhetError` while they sleep."""
+        """Return the completion of a request; see `RequestDispatcher.generate`. Raises `WhetError` while the replicas
+        sleep.
+        """
         if self._replica_set.asleep:
             raise WhetError(f"request {request.id} comes while the generator sleeps; wake it first")
         return await self._dispatcher.generate(request)
@@ -41,9 +45,9 @@ class Replicas:
     def receive_weights(
         self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
     ) -> "ReplicaCalls":
-        """Start to take new weights on every replica that is there; the others get them when they come back.
+        """Start to receive new weights on every present replica. The others get them when they come back.
 
-        Each serves what is asked from now on when it has them.
+        A replica serves requests made from now on when it has the weights.
         """
         seconds = link.timeout_seconds
         taking = self._started(
@@ -53,13 +57,15 @@ class Replicas:
         return taking
 
     def sleep(self) -> int | None:
-        """Put every replica to sleep that is there; those that come back meanwhile sleep as well."""
+        """Put every present replica to sleep. Return the bytes released; None: unknown. Replicas that come back sleep
+        too.
+        """
         self._replica_set.rest(True)
         given = [count for count in self._started("sleep").answers() if count is not None]
         return sum(given) if given else None
 
     def wake(self) -> None:
-        """Wake every replica that is there; those that were lost meanwhile are replaced from now on."""
+        """Wake every present replica. Replicas that were lost meanwhile are replaced from now on."""
         self._replica_set.rest(False)
         self._started("wake").answers()
 
@@ -69,7 +75,7 @@ class Replicas:
         self.workers.close()
 
     def _started(self, method: str, *args: Any, phase: str = "", seconds: float | None = None) -> "ReplicaCalls":
-        """Start a call on every replica that is there."""
+        """Start a call on every present replica."""
         with self._replica_set.asking(range(self.workers.size)) as lives:
             pending = self.workers.start_each(lives, method, *args, phase=phase, timeout_seconds=seconds)
         return ReplicaCalls(self._replica_set, lives, pending)
@@ -84,7 +90,7 @@ class Replicas:
             proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))
 
     async def _answers(self, rank: int, requests: Sequence[Request]) -> list[Completion]:
-        """Have one replica serve requests that nobody else sees; in their order."""
+        """Return one replica's completions of requests that no one else sees, in their order."""
         found: dict[str, Completion] = {}
         async for outcomes in self.workers.stream(rank, "generate", list(requests), phase="generate"):
             for outcome in outcomes:
@@ -95,9 +101,9 @@ class Replicas:
 
 
 class ReplicatedGenerator:
-    """What a generator of replicas does on the driver; see `whet.interfaces.generator.Generator`.
+    """The driver's part of a generator of replicas; see `whet.interfaces.generator.Generator`.
 
-    Workers also have `sleep()`, which gives the bytes that it gave back, or None, and `wake()`; see the interface.
+    Workers also have `sleep()`, which returns the bytes that it released, or None, and `wake()`; see the interface.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
@@ -110,41 +116,46 @@ class ReplicatedGenerator:
     def receive_weights(
         self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
     ) -> Pending:
-        """Start to take new weights over a link. Requests that come from now on wait for them.
+        """Start to receive new weights over a link. Requests made from now on wait for them.
 
-        `drain` lets those that run end with the old ones; `continue` stops them between two tokens, and they go on with
-        the new ones; `abort` ends them with what they have and `stop="abort"`.
+        `on_weight_update` decides about running requests. `drain`: they finish with the old weights. `continue`: they
+        stop between two tokens and continue with the new weights. `abort`: they end with the tokens that they have
+        and `stop="abort"`.
         """
         return self._replicas.receive_weights(link, version, on_weight_update)
 
     def sleep(self) -> int | None:
-        """Give memory back, weights and cache, where the engine can; how many bytes, None where it does not tell."""
+        """Release memory, weights and cache, if the engine can. Return the bytes; None: the engine does not report
+        them.
+        """
         return self._replicas.sleep()
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take the memory again."""
         self._replicas.wake()
 
     def close(self) -> None:
-        """End the workers, and the engines with them."""
+        """End the workers and their engines."""
         self._replicas.close()
 
 
 @frozen
 class ReplicaCalls:
-    """Calls of replicas, as of weights on their way: those that are lost meanwhile are replaced, and get them then."""
+    """Calls to several replicas, e.g. to receive weights. A replica that is lost meanwhile is replaced, and gets them
+    then.
+    """
 
     replicas: ReplicaSet
     lives: Mapping[int, int]
-    """Of each rank that was asked."""
+    """The life of each rank that was called."""
     pending: PendingEach
 
     def result(self) -> None:
-        """Wait for all; raises `WorkerError`."""
+        """Wait for all replicas. Raises `WorkerError`."""
         self.answers()
 
     def answers(self) -> list[Any]:
-        """Wait for all, and give what those say that are not lost. Raises `WorkerError`."""
+        """Wait for all replicas, and return the results of those that were not lost. Raises `WorkerError`."""
         found: list[Any] = []
         self.pending.wait()
         for rank, life in self.lives.items():
@@ -156,5 +167,5 @@ class ReplicaCalls:
         return found
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
         return self.pending.done()

@@ -1,1 +1,1 @@
-"""The contracts: Protocols that plugins keep, and the small records that go with them."""
+"""The contracts: Protocols that plugins implement, and the small records that belong to them."""

@@ -1,4 +1,4 @@
-"""The contract of an algorithm: a loop that fits on a page, and `Parts`, which is all that the loop gets.
+"""The contract of an algorithm: a loop that fits on a page, and `Parts`, which is everything that the loop gets.
 
 An algorithm never learns which backend, generator or launcher stands behind its parts.
 """
@@ -26,7 +26,7 @@ class Algorithm(Protocol):
     """The component's target is called as `target(config)`; `run` owns the optimizer steps."""
 
     def run(self, parts: "Parts") -> None:
-        """Run from `parts.steps`' first step to its last."""
+        """Run from the first step of `parts.steps` to the last."""
         ...
 
 
@@ -44,44 +44,47 @@ class Step(Protocol):
         ...
 
     def log(self, metrics: "Mapping[str, Metric]") -> None:
-        """Add metrics; those of one name are merged by their kind."""
+        """Add metrics to this step. Metrics of the same name are merged by their kind."""
         ...
 
     def due(self, every: int) -> bool:
-        """Return whether something that happens every so many steps, and after the last, happens now. 0: only last."""
+        """Return whether an action that is due every `every` steps, and after the last step, is due now.
+
+        With `every` 0 it is due after the last step only.
+        """
         ...
 
     def finish(self, batch: "Batch") -> None:
-        """End the step: write metrics, evaluate, tell loggers and hooks, save when due."""
+        """End the step: write metrics, evaluate, call loggers and hooks, and save a checkpoint when one is due."""
         ...
 
 
 class Steps(Protocol):
-    """Iterates over the steps that are left. A step that was begun must be finished."""
+    """Iterates over the remaining steps. Each step that the iterator yields must be finished."""
 
     total: int
-    """Steps of the run in all."""
+    """Number of steps of the whole run."""
     state: dict[str, Any]
-    """What an algorithm carries from step to step beside weights: builtins, which JSON keeps to the last bit. Saved
-    with each checkpoint, and there again when the run resumes from it."""
+    """State that an algorithm carries from step to step beside weights. Only builtins, which JSON keeps to the last
+    bit. Each checkpoint saves it, and a resumed run finds it here."""
     done: int
-    """Steps finished so far, those of earlier attempts included."""
+    """Number of steps finished so far, earlier attempts included."""
 
     stopped_by: int | None
-    """Signal that ended the loop early."""
+    """The signal that ended the loop early; None: no signal did."""
 
     def __iter__(self) -> "Iterator[Step]": ...
 
     def is_last(self, number: int) -> bool:
-        """Return whether no step follows this one."""
+        """Return whether `number` is the last step."""
         ...
 
     def save_now(self) -> None:
-        """Save the last finished step, unless that is done."""
+        """Save a checkpoint of the last finished step, unless one exists already."""
         ...
 
     def log_start(self, metrics: "Mapping[str, Metric]") -> None:
-        """Add metrics of the model as it comes, before the first step: they are the row of step 0."""
+        """Add metrics of the model before training. They are the row of step 0."""
         ...
 
 
@@ -89,7 +92,7 @@ class Rollouts(Protocol):
     """The rollouts of a run."""
 
     def take(self, groups: int) -> "Batch":
-        """Wait for this many groups that pass the filters, and return their batch."""
+        """Wait for `groups` groups that pass the filters, and return their batch."""
         ...
 
 
@@ -100,22 +103,22 @@ class Parts:
     config: "Config"
     algorithm: "Algorithm"
     hooks: Any
-    """Calls hooks of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
+    """Calls a hook of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
     backend: "Backend"
     roles: "Mapping[str, Backend]"
-    """Further models, by the names that the algorithm's facts ask for."""
+    """Further models, by the role names that the algorithm's facts ask for."""
     generator: "Generator | None"
     chat: "ChatTokenizer"
     loss: Spec
-    """The algorithm's loss, as it travels to the backend's workers."""
+    """The algorithm's loss, in the form in which it is sent to the backend's workers."""
     rollouts: "Rollouts | None"
-    """Of algorithms fed by rollouts: `take(n)` gives a batch of n groups."""
+    """Set for algorithms that train on rollouts: `take(n)` returns a batch of n groups."""
     data: "OfflineData | None"
-    """Of algorithms fed by data files."""
+    """Set for algorithms that train on data files."""
     sync_weights: Callable[..., None]
     """`sync_weights(version=n)` sends the backend's weights to the generator."""
     steps: "Steps"
-    """Iterate over it: the steps that are left."""
+    """Iterate over it to get the remaining steps."""
     evaluate: Callable[[int], "Mapping[str, Metric]"]
     """`evaluate(step)` evaluates on the environments of the config's `evaluation`."""
     seed: int

@@ -1,18 +1,19 @@
 """The contract of a training backend: a handle on the driver whose workers hold the model.
 
-Outputs that a model may give; a backend's facts say which it does. Each stands at its token, is of the state *before*
-that token, in float32, and 0 where `loss_mask` is false. All are at the batch's `temperature`, where it has one.
+Outputs that a model may compute; a backend's facts list the outputs that it offers. The value at a token is about the
+state *before* that token, in float32, and 0 where `loss_mask` is false. All outputs use the batch's `temperature`,
+where the batch has one.
 
     logprobs            [N]     log p(token t | before)
     entropy             [N]     of the distribution over token t, in nats
-    topk_ids:K          [N, K]  the K likeliest tokens t, int32; only of `score`
-    topk_logprobs:K     [N, K]  their logprobs, of the whole vocabulary; only of `score`
+    topk_ids:K          [N, K]  the K likeliest tokens t, int32; `score` only
+    topk_logprobs:K     [N, K]  their logprobs, over the whole vocabulary; `score` only
     logprobs_at         [N, K]  logprobs of the tokens in the batch's column `topk_ids` [N, K]
     kl_forward          [N]     KL(teacher || policy) over the whole vocabulary; where the workers hold both
     kl_reverse          [N]     KL(policy || teacher)
     jensen_shannon:B    [N]     B KL(teacher || m) + (1 - B) KL(policy || m), m = B teacher + (1 - B) policy
-    values              [N]     of a value head; 0 ... t-1 are the tokens that it has seen. One place more than a
-                                sequence has tokens gives the value of all of it: see `whet.rollout.scorer.whole`
+    values              [N]     output of a value head that has seen the tokens 0 ... t-1. To get the value of a whole
+                                sequence, append one token to it: see `whet.rollout.scorer.whole`
 """
 
 from collections.abc import Mapping
@@ -28,61 +29,66 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Pending
 
 Weights = Literal["policy", "reference", "teacher"]
-"""`reference`: what the run started from. `teacher`: a second model that the same workers hold."""
+"""`reference`: the weights that the run started from. `teacher`: a second model that the same workers hold."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """An algorithm owns optimizer steps; a backend owns everything below one.
+    """A handle on training workers. An algorithm owns optimizer steps; a backend owns everything below a step.
 
-    The component's target is called as `target(config, site)` on the driver, with a
-    `whet.interfaces.workers.Site`; it spawns its workers through `site.slice`.
+    The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`; it
+    spawns its workers through `site.slice`.
     """
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
-        """Take one optimizer step on the batch (NumPy columns), and give merged metrics.
+        """Take one optimizer step on the batch (NumPy columns), and return the merged metrics.
 
-        Counts are those of `count_over` where given: the loss of a part normalised by the whole. Metrics hold
-        at least `loss`, `grad_norm` and `lr`; a count of 0 for every term takes no step.
+        Where `count_over` is given, its counts normalise the loss: that is how a part of a batch is normalised by the
+        whole. Metrics hold at least `loss`, `grad_norm` and `lr`. Where every term's count is 0, no step is taken.
         """
         ...
 
     def evaluate(self, batch: "Batch", loss: "Spec") -> "Mapping[str, Metric]":
-        """Compute the loss and its metrics without gradient."""
+        """Return the metrics of the loss, its value included, computed without gradient."""
         ...
 
     def score(self, batch: "Batch", outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Compute outputs (NumPy, each [N] or [N, K], 0 where `loss_mask` is false) without gradient."""
+        """Return outputs, computed without gradient: NumPy, each [N] or [N, K], 0 where `loss_mask` is false."""
         ...
 
     def send_weights(self, link: "TransferSpec") -> "Pending":
-        """Start to send the policy's weights over a link; done when every bucket has been taken."""
+        """Start to send the policy's weights over a link. The call is done when every bucket has been received."""
         ...
 
     def save(self, folder: "Path") -> "Pending":
-        """Start to save weights, optimizer and schedule; done when durable."""
+        """Start to save weights, optimizer and schedule. The call is done when the files are durable."""
         ...
 
     def load(self, folder: "Path") -> None:
-        """Load what `save` wrote. Refuses another model's folder with the difference shown."""
+        """Load what `save` wrote. Raise an error that shows the difference if the folder belongs to another model."""
         ...
 
     def export(self, folder: "Path") -> None:
-        """Write a folder that `transformers` loads: weights, config, tokenizer, and the chat template of the site's
-        model where that is not the folder's own (`whet.data.model_info.write_chat_template`).
+        """Write a folder that `transformers` loads: weights, config, tokenizer and chat template.
+
+        The chat template is that of the site's model, written where the folder does not already have it
+        (`whet.data.model_info.write_chat_template`).
         """
         ...
 
     def sleep(self) -> int | None:
-        """Give memory back: that of its device, as far as its facts say; how many bytes of all ranks, None: unknown.
+        """Release device memory, as far as the backend's facts promise. Return the bytes released, summed over ranks.
 
-        Called by who owns the turns (`whet.run.colocation`), never by an algorithm. Until `wake` all but `sleep`,
-        `wake` and `close` raise `WhetError`. To sleep while it sleeps does nothing.
+        None: the number is unknown. The code that schedules colocated roles calls this (`whet.run.colocation`), never
+        an algorithm. Until `wake`, every method except `sleep`, `wake` and `close` raises `WhetError`. A second call
+        does nothing.
         """
         ...
 
     def wake(self) -> None:
-        """Take it again, and go on as if it had not slept. Awake already, it does nothing."""
+        """Take the memory again and continue in the same state as before `sleep`. Does nothing if the backend
+        is awake.
+        """
         ...
 
     def close(self) -> None:

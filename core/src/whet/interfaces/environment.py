@@ -3,7 +3,7 @@
     def build(config):
         return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
 
-A reward of such an environment is a function of the answer's text and the task's data; one may carry a weight.
+A reward of such an environment is a function of the response's text and the task's data. It may carry a weight.
 """
 
 import inspect
@@ -20,16 +20,16 @@ from whet.errors import EpisodeError, Undecided
 
 @frozen(eq=False)
 class Address:
-    """Where a foreign agent finds the model of an episode, in the terms of OpenAI's clients."""
+    """Where an external agent finds the model of an episode, in the terms of OpenAI's clients."""
 
     base_url: str
     """E.g. `http://127.0.0.1:41234/v1`."""
     api_key: str = field(repr=False)
-    """Stands for the episode, and for nothing once the endpoint is closed."""
+    """Identifies the episode. It is not valid after the endpoint is closed."""
     model: str
-    """What requests call the model."""
+    """The model name that requests use."""
     conversations: Callable[[], tuple[Conversation, ...]] = field(repr=False)
-    """Gives the conversations so far, those of the first sequence first, each ending in the model's words."""
+    """Returns the conversations so far, the first sequence's first. Each ends with the model's last response."""
 
 
 @runtime_checkable
@@ -37,23 +37,24 @@ class Model(Protocol):
     """The model as an episode sees it. It records tokens, logprobs, versions and the loss mask."""
 
     async def reply(self, messages: "str | Message | Sequence[Message]") -> Reply:
-        """Append messages to the history and let the model answer.
+        """Append messages to the history, sample a response, and return it.
 
-        History is append-only: what the model produced is never tokenised again.
+        History is append-only: tokens that the model produced are never tokenised again.
         """
         ...
 
     def fork(self) -> "Model":
-        """Start another sequence of the same episode with the history so far."""
+        """Return another sequence of the same episode. It starts with the history so far."""
         ...
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
-        """Give a foreign agent an OpenAI-compatible address: `async with model.endpoint() as address:`.
+        """Open an OpenAI-compatible endpoint for an external agent: `async with model.endpoint() as address:`.
 
-        What it asks is recorded as by `reply`. Messages that go on with a conversation that the model had there, or
-        with this sequence, continue its recorded tokens; all others begin another sequence of the episode. Requests
-        that would sample otherwise than the run does are refused, but for the parameters to `ignore`. Where the model
-        fails, the body is cancelled and the error raised. Needs `pip install 'whet[endpoint]'`.
+        The agent's requests are recorded as those of `reply` are. Messages that continue a conversation of this
+        endpoint, or this sequence, continue its recorded tokens. Any other messages begin another sequence of the
+        episode. A request whose sampling parameters differ from the run's is refused, except for the parameters in
+        `ignore`. If the model fails, the body is cancelled and the error is raised. Needs
+        `pip install 'whet[endpoint]'`.
         """
         ...
 
@@ -63,21 +64,23 @@ class Environment(Protocol):
     """Tasks, and episodes that end in named rewards. The component's target is called as `target(config)`."""
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of a split. A generated sequence computes item i from its seed, so that a position is an
-        integer; a split that does not exist raises `DataError` naming those that do.
+        """Return the tasks of a split. For a split that does not exist, raise `DataError` with the names of the splits.
+
+        A generated sequence computes item i from its seed, so that a position in the data is an integer.
         """
         ...
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play one episode, driving the model, and give its named rewards.
+        """Play one episode, which calls the model, and return its named rewards.
 
-        Where a grader raises `Undecided`, the answer is wrong: catch it, or let it through, and every reward is 0.
+        A response for which a grader raises `Undecided` counts as wrong. The environment may catch the exception; if it
+        does not, every reward is 0.
         """
         ...
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Weight of each named reward in the total; a name that is missing counts 1."""
+        """Return the weight of each named reward in the total. A name that is missing has weight 1."""
         ...
 
     def close(self) -> None:
@@ -87,27 +90,28 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """What an environment may also have: majority votes of an evaluation (`maj@k`) need it."""
+    """An optional extension of `Environment`: majority votes of an evaluation (`maj@k`) need it."""
 
     def final_answer(self, messages: Conversation) -> str | None:
-        """Say what an episode answered, so that equal answers are equal text; None: it gave none, and has no vote.
+        """Return the final answer of an episode as text, or None if it has none and so casts no vote.
 
-        `messages` is its first sequence, which ends with the model's last words: hostile, and of any length. Never
-        look at the right answer here. Called on the thread of all episodes: be quick.
+        Equal answers must be equal text. `messages` is the episode's first sequence. It ends with the model's last
+        response, which may be hostile and of any length. Never read the reference answer here. This runs on the thread
+        of all episodes: be quick.
         """
         ...
 
 
 RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]
-"""(text of the answer, task.data) -> reward; may be async."""
+"""(text of the response, task.data) -> reward; may be async."""
 AnswerFunction = Callable[[str], str | None]
-"""text of the model's last words -> what it answered, so that equal answers are equal text; None: nothing."""
+"""Text of the model's last response -> its final answer, or None if it has none. Equal answers must be equal text."""
 
 
 class SingleTurn:
-    """An environment of one question and one answer.
+    """An environment with one prompt and one response per episode.
 
-    `answer`, e.g. `last_boxed` or `str.strip`, lets evaluations take majority votes; see `Answering`.
+    `answer`, e.g. `last_boxed` or `str.strip`, extracts the final answer for majority votes; see `Answering`.
     """
 
     final_answer: Callable[[Conversation], str | None] | None = None
@@ -126,7 +130,7 @@ class SingleTurn:
         self._weights = {name: weight for name, (_, weight) in pairs.items()}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of a split."""
+        """Return the tasks of a split."""
         from whet.errors import DataError
 
         if split not in self._tasks:
@@ -135,11 +139,11 @@ class SingleTurn:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Weight of each named reward."""
+        """Return the weight of each named reward."""
         return self._weights
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask, and grade the answer by each reward function; one that a grader cannot decide about is 0."""
+        """Sample one response and grade it with each reward function. A reward that its grader cannot decide is 0."""
         answer = await model.reply(task.prompt)
         rewards: dict[str, float] = {}
         for name, function in self._rewards.items():
@@ -151,16 +155,16 @@ class SingleTurn:
         return rewards
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a single-turn environment holds no resources."""
 
 
 def states_answers(environment: Environment) -> bool:
-    """Whether an environment can say what an episode answered; see `Answering`."""
+    """Return whether an environment can extract the final answer of an episode; see `Answering`."""
     return callable(getattr(environment, "final_answer", None))
 
 
 def stated_answer(environment: Environment, messages: Conversation) -> str | None:
-    """Ask an environment what an episode answered; None where it gave no answer, or the environment does not say."""
+    """Return the final answer of an episode, or None where it has none or the environment cannot extract one."""
     if not states_answers(environment):
         return None
     answer = cast(Answering, environment).final_answer(messages)
@@ -170,7 +174,7 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
 
 
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
-    """Check what `run` returned: a mapping of names to finite numbers."""
+    """Return the result of `run` as a dict, or raise `EnvironmentError` if it does not map names to finite numbers."""
     import math
 
     if not isinstance(rewards, Mapping) or not rewards:

@@ -8,46 +8,53 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Pending
 
 OnWeightUpdate = Literal["drain", "continue", "abort"]
-"""What happens to requests under way when new weights arrive; a generator's facts say which it can."""
+"""What happens to running requests when new weights arrive. A generator's facts list the values that it supports."""
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """Continues token sequences. What it sees is append-only; nothing is tokenised here.
+    """Continues token sequences. The tokens that it sees are append-only, and it tokenises nothing.
 
     The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`.
-    Logprobs are of `log_softmax(logits / temperature)`; at temperature 0 the likeliest token is taken and its
-    logprob is that at temperature 1.
+    Logprobs are of `log_softmax(logits / temperature)`. At temperature 0 the likeliest token is taken, and its logprob
+    is the one at temperature 1.
     """
 
     async def generate(self, request: "Request") -> "Completion":
-        """Continue one sequence. Requests made in one turn of the event loop travel in one message;
-        cancelling the awaiting task aborts the request.
+        """Continue one sequence and return the completion.
+
+        Requests made in the same iteration of the event loop are sent in one message. Cancelling the awaiting task
+        aborts the request.
         """
         ...
 
     def receive_weights(
         self, link: "TransferSpec", version: int, on_weight_update: OnWeightUpdate = "drain"
     ) -> "Pending":
-        """Start to take new weights over a link.
+        """Start to receive new weights over a link.
 
-        Requests that run are drained: they end with the old weights first; kept: they go on with the new ones, and
-        `Completion.versions` says from which token on; or aborted: they end at once with what they have and
-        `stop="abort"`, to be asked for the rest. Requests that wait, and all later ones, get the new weights.
+        `on_weight_update` decides about running requests. `drain`: they finish with the old weights first. `continue`:
+        they use the new weights from their next token on, and `Completion.versions` records the version of each token.
+        `abort`: they end at once
+        with the tokens that they have and `stop="abort"`; the caller requests the rest. Waiting requests and all later
+        ones use the new weights.
         """
         ...
 
     def sleep(self) -> int | None:
-        """Give memory back: that of its device, as far as its facts say; how many bytes of all ranks, None: unknown.
+        """Release device memory, as far as the generator's facts promise. Return the bytes released, summed over ranks.
 
-        Requests under way end first; until `wake` others are refused by a `WhetError`. Weights that come meanwhile are
-        taken, with the memory that they need and no more; to sleep once more gives that back, too, and does else
-        nothing.
+        None: the number is unknown. OnWeightUpdate requests finish first. Until `wake`, new requests are refused with a
+        `WhetError`. Weights that arrive meanwhile are received, and take only the memory that they need. A second call
+        of `sleep` releases that memory too, and otherwise does nothing.
         """
         ...
 
     def wake(self) -> None:
-        """Take it again, and serve with the weights that it had, or that came meanwhile. Awake already: nothing."""
+        """Take the memory again and serve with the newest weights. Does nothing if the generator is awake.
+
+        The newest weights are those from before `sleep`, or those that arrived since.
+        """
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The contract of a logger: it sees plain numbers on the driver."""
+"""The contract of a logger: it runs on the driver and sees only plain numbers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,34 +9,40 @@ from attrs import field, frozen
 
 @frozen
 class RunInfo:
-    """What a logger may know of the run."""
+    """What a logger may know about the run."""
 
     folder: Path
     """The run folder."""
     name: str
-    """The folder's own name."""
+    """The name of the run folder, without its path."""
     config: Mapping[str, Any] = field(factory=dict)
-    """The whole config as plain builtins."""
+    """The whole config as builtins."""
     steps: int = 0
-    """Steps the run will take in all."""
+    """Number of steps of the whole run."""
     resumed_from: int = 0
-    """The step it continues after; 0 for a fresh run."""
+    """The step after which this run continues; 0 for a new run."""
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Called in order on the driver. The component's target is called as `target(config, run)`."""
+    """Receives the metrics of each step. The component's target is called as `target(config, run)`.
+
+    Methods are called in order, on the driver.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of a step; step 0 is the evaluation before the first."""
+        """Record the metrics of a step. Step 0 is the evaluation before the first step."""
         ...
 
     def status(self, text: str) -> None:
-        """Show what the run waits for, e.g. "rollouts, 91 of 128 episodes finished"; most loggers ignore it."""
+        """Show what the run is waiting for, e.g. "rollouts, 91 of 128 episodes finished". Most loggers ignore it."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged of steps after this one: workers were lost, and the steps are taken again. -1: all."""
+        """Discard what was logged for steps after `step`; -1 discards everything.
+
+        Called after workers were lost, before the run repeats these steps.
+        """
         ...
 
     def close(self, failed: bool) -> None:

@@ -13,40 +13,41 @@ if TYPE_CHECKING:
 
 @frozen
 class LossResult:
-    """What a loss makes of a micro-batch."""
+    """What a loss computes from a micro-batch."""
 
     terms: Mapping[str, Any]
     """Each term's *sum* over the micro-batch: a 0-d tensor with gradient."""
     metrics: Mapping[str, Metric] = field(factory=dict)
-    """Mergeable metrics; their numbers may be 0-d tensors without gradient."""
+    """Mergeable metrics. Their numbers may be 0-d tensors without gradient."""
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """The objective is the sum over terms of weight x sum / global count.
+    """A pure function of model outputs and a batch. The objective is the sum over terms of weight x sum / global count.
 
-    `__init__(config)` takes the component's config. A loss sees torch tensors, whole units and full
-    sequences whatever the parallelism, calls no collective and keeps no state.
+    `__init__(config)` takes the component's config. A loss sees torch tensors, whole units and full sequences, whatever
+    the parallelism. It calls no collective and keeps no state.
     """
 
     columns: tuple[str, ...]
-    """Batch columns it reads beyond those that are always there."""
+    """Batch columns that the loss reads, beyond the columns that are always there."""
     outputs: tuple[str, ...]
-    """Model outputs it needs, e.g. `logprobs`, `entropy`. Each [N], 0 where `loss_mask` is false."""
+    """Model outputs that the loss needs, e.g. `logprobs`, `entropy`. Each is [N], 0 where `loss_mask` is false."""
     weights: Mapping[str, float]
-    """Weight of each term."""
+    """The weight of each term."""
 
     def counts(self, batch: "Batch") -> Mapping[str, Any]:
-        """Give each term's count from the batch alone; backends sum it over ranks. A count of 0 takes no step."""
+        """Return each term's count, from the batch alone. Backends sum it over ranks. A count of 0 takes no step."""
         ...
 
     def live(self, batch: "Batch") -> Any:
-        """Say which sequences [B, bool] can add to any term's value or gradient; others may skip the forward.
+        """Return which sequences [B, bool] can add to any term's value or gradient. The others may skip the forward
+        pass.
 
-        Sequences with advantage 0 are dead where nothing but the advantage drives the loss.
+        If the advantage alone drives the loss, sequences with advantage 0 add nothing.
         """
         ...
 
     def __call__(self, outputs: Mapping[str, Any], batch: "Batch") -> LossResult:
-        """Compute each term's sum over this micro-batch, and metrics."""
+        """Return each term's sum over this micro-batch, and metrics."""
         ...

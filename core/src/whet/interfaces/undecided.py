@@ -1,10 +1,10 @@
-"""What graders could not decide about: noted for the episode that asked them, wherever in its environment that was.
+"""Records the questions that graders could not decide, for the episode that asked them.
 
     with noted() as reasons:                # the episode
         await environment.run(task, model)  # -> ... -> GraderPool.call -> note("...")
     reasons                                 # ["..."]
 
-Outside an episode a note goes nowhere.
+The call of `note` may be anywhere below the environment. Outside an episode it has no effect.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _REASONS: ContextVar[list[str] | None] = ContextVar("whet_undecided", default=No
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """Collect the reasons that are noted in this context, and in tasks and threads that it starts through asyncio."""
+    """Collect the reasons noted in this context, and in the asyncio tasks and threads that it starts."""
     reasons: list[str] = []
     token = _REASONS.set(reasons)
     try:
@@ -26,7 +26,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def note(reason: str) -> None:
-    """Add a reason to the episode under way, where there is one."""
+    """Add a reason to the running episode, if there is one."""
     reasons = _REASONS.get()
     if reasons is not None:
         reasons.append(reason)

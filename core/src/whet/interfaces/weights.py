@@ -1,10 +1,10 @@
-"""A transfer spec describes one weight sync; a manifest proves that all weights arrived.
+"""The records of a weight sync. A `TransferSpec` identifies one transfer; its manifest proves that all of it arrived.
 
-Senders and receivers meet through the driver, which makes a `TransferSpec` for each weight sync and gives it to both:
+Senders and receivers meet through the driver, which makes one `TransferSpec` per transfer and sends it to both:
 
     driver    link = TransferSpec(transport, address, session, version, dtype)
     backend   send_weights(link)    -> whet.weights.TRANSPORT.send(link, stream of (name, tensor), sender, senders)
-    generator receive_weights(link) -> whet.weights.TRANSPORT.receive(link) gives (name, tensor), checked
+    generator receive_weights(link) -> whet.weights.TRANSPORT.receive(link) yields (name, tensor), checked
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
     from whet.data.records import Completion, Request
 
 Places = tuple[Mapping[str, Any], ...]
-"""What each sender said of where it is: `sender`, `address`, `place`."""
+"""Where each sender is, as it reported: `sender`, `address`, `place`."""
 
 
 @frozen
 class TransferSpec:
-    """One weight sync: complete or refused."""
+    """One transfer of weights. It is complete or refused."""
 
     transport: str
     """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same
     network), `disk` (same file system)."""
     address: str
-    """Of shared-memory and disk: a folder. Of shared: a key within the process. Of the others: `host:port` of the
-    driver's exchange."""
+    """For `shared-memory` and `disk`, a folder. For `shared`, a key within the process. For the other transports,
+    `host:port` of the driver's exchange."""
     session: str
-    """A fresh name for this weight sync; both ends check it."""
+    """A fresh name for this transfer. Both ends check it."""
     version: int
-    """Version of the weights: the number of the step that made them; 0 for those loaded."""
+    """Version of the weights: the number of the step that made them; 0 for the weights loaded at the start."""
     dtype: str = ""
-    """What the receiver wants, e.g. `float32`; empty: as the sender holds them."""
+    """The dtype that the receiver wants, e.g. `float32`. Empty: the dtype that the sender holds."""
     senders: int = 1
-    """How many workers send; each name comes from exactly one."""
+    """How many workers send. Each weight comes from exactly one of them."""
     receivers: int = 1
-    """How many a sender waits for, of broadcast all, of cuda-ipc those on its GPU; of shared how many take it."""
+    """How many receivers a sender waits for. `broadcast`: all of them. `cuda-ipc`: those on the sender's GPU. `shared`:
+    how many receivers take the weights."""
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
-    """Of what goes by the exchange: what both ends must know, in hexadecimal digits."""
+    """A secret that both ends must know, in hexadecimal digits. Used by transports that meet through the exchange."""
     places: Places = field(default=(), hash=False)
-    """Of tcp: where senders were at the weight sync before. If they are not all there, receivers ask the exchange."""
+    """For `tcp`: where the senders were at the previous transfer. If a sender has moved, receivers ask the exchange."""
     kept: bool = True
-    """Of broadcast and cuda-ipc: whether senders keep a copy for receivers that come late."""
+    """For `broadcast` and `cuda-ipc`: whether senders keep a copy for receivers that come late."""
 
 
 Link = TransferSpec
@@ -53,10 +54,10 @@ Link = TransferSpec
 
 
 class Proof(Protocol):
-    """What a replica has to show for its weights to be those of a version; see `whet.weights.probe`."""
+    """Proves that a replica has the weights of a version; see `whet.weights.probe`."""
 
     def requests(self, replica: int) -> "list[Request]":
-        """Return what a replica is asked."""
+        """Return the requests that the replica has to answer."""
         ...
 
     def check(self, replica: int, completions: "Sequence[Completion]") -> float:

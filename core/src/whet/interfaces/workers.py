@@ -1,7 +1,7 @@
-"""A slice is a share of the cluster for one role; `spawn` puts worker objects on it.
+"""A slice is the share of the cluster that one role has. `spawn` starts worker objects on it.
 
-Driver-side handles of backends and generators see only what is here; launchers implement it
-(`whet.runtime.inline` in this process, `whet.runtime.local` as worker processes, later Ray).
+Driver-side handles of backends and generators see only what is here. Launchers implement it: `whet.runtime.inline` in
+this process, `whet.runtime.local` as worker processes, `whet.runtime.ray` on a Ray cluster.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> None:
-    """Refuse what does not say for how many ranks it is."""
+    """Raise `ValueError` unless the columns hold shards, and all shards are for the same number of ranks."""
     sizes = {len(column) for column in columns if isinstance(column, Shards)}
     if len(sizes) != 1:
         raise ValueError(f"found shards for {sorted(sizes)} ranks, wanted those of one or more batches for one number")
@@ -32,9 +32,10 @@ def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> 
 
 @frozen(eq=False)
 class RankArguments(Sequence[tuple[Any, ...]]):
-    """What each rank is called with: of `Shards` its own batch, of anything else the same.
+    """The arguments of each rank: a `Shards` column gives a rank its own batch, any other column the same value.
 
-    It stands for a list of tuples; each batch is cut out when it is asked for.
+    It behaves like a list of tuples. Batches are cut out when a rank's arguments are read, not all at once by the
+    driver.
     """
 
     columns: tuple[Any, ...] = field(validator=_with_shards)
@@ -57,87 +58,88 @@ class RankArguments(Sequence[tuple[Any, ...]]):
 
 
 class Pending(Protocol):
-    """A call under way."""
+    """A running call."""
 
     def result(self) -> Any:
-        """Wait for the result; raises `WorkerError` on failure, death or a missed deadline."""
+        """Wait for the result and return it. Raises `WorkerError` on failure, death or a missed deadline."""
         ...
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
         ...
 
 
 class PendingEach(Protocol):
-    """A call under way on several ranks, each of which stands or falls by itself."""
+    """A running call on several ranks. Each rank succeeds or fails by itself."""
 
     def result(self, rank: int) -> Any:
-        """Wait for that of a rank; raises `WorkerError` on failure, death or a missed deadline."""
+        """Wait for one rank's result and return it. Raises `WorkerError` on failure, death or a missed deadline."""
         ...
 
     def wait(self) -> None:
-        """Wait until all have answered, or one has not."""
+        """Wait until every rank has answered, or one has failed."""
         ...
 
     def when(self, rank: int, call: "Callable[[WorkerError | None], None]") -> bool:
-        """Call this once a rank has answered, or with why it has not; False: that was before, or it was not asked.
+        """Run `call` once when the rank has answered (with None) or failed (with its error). Any thread may run it.
 
-        It may be called by any thread, and may not wait.
+        `call` must not wait. Return False where it will not be run, because the rank has answered already or was not
+        called.
         """
         ...
 
     def done(self) -> bool:
-        """Whether `result` would return at once for every rank."""
+        """Return whether `result` would return at once for every rank."""
         ...
 
 
 class Heard(NamedTuple):
-    """What came of one of several streams."""
+    """Items or the end of one of several streams."""
 
     rank: int
     items: Sequence[Any] = ()
     over: bool = False
-    """Whether it was the last of that stream."""
+    """Whether this was the last of that stream."""
     error: Exception | None = None
-    """Why the stream failed, where it did; usually a `WorkerError`."""
+    """Why the stream failed, if it did; usually a `WorkerError`."""
 
 
 class Workers(Protocol):
     """The worker objects of one role, one for each rank.
 
-    A worker class is named by import path. It is built as `Class(rank=WorkerRank, **arguments)` and its public
-    methods are called by name. Arguments and results are builtins, core records and NumPy arrays: they cross
-    as records and buffers. Sync methods of one worker run one at a time, in order, on one thread; coroutine
-    methods and methods that are async generators run beside them, on one event loop. A worker class with a
-    `close()` has it called at the end.
+    A worker class is named by import path. It is built as `Class(rank=WorkerRank, **arguments)` and its public methods
+    are called by name. Arguments and results are builtins, core records and NumPy arrays: they cross processes as
+    records and buffers. Sync methods of one worker run one at a time, in order, on one thread. Coroutine methods and
+    async-generator methods run beside them, on one event loop. A worker class with a `close()` has it called at the
+    end.
 
-    What single ranks are asked (`start_on`, streams) may overtake a call of all ranks or of each of several, or be
-    overtaken by it, where nobody waits for the one before the other.
+    Calls on single ranks (`start_on`, streams) and calls on several ranks may overtake each other, unless the caller
+    waits for the first before it makes the second.
 
-    `phase` names the kind of wait, for errors and for the deadline where `timeout_seconds` is None: a field of
-    `DeadlinesSection` (`start`, `train`, `generate`, `weight_sync`, `save`); empty: the method's name. A stream's
-    deadline is for each of its items.
+    `phase` names the kind of wait. It appears in errors, and where `timeout_seconds` is None it chooses the deadline: a
+    field of `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`). Empty: the method's name. A stream's
+    deadline applies to each of its items.
     """
 
     size: int
 
     @property
     def alone(self) -> bool:
-        """Whether no other role lives in their processes, so that one can be restarted by itself."""
+        """Return whether no other role lives in these processes, so that one process can be restarted by itself."""
         ...
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
-        """Call on every rank with the same arguments and wait; results in rank order."""
+        """Call every rank with the same arguments, wait, and return the results in rank order."""
         ...
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> "Pending":
-        """Start a call on every rank; its result is the list in rank order."""
+        """Start a call on every rank. Its result is the list of results in rank order."""
         ...
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "Pending":
-        """Start a call on one rank; its result is a list of one. A missed deadline ends that rank alone."""
+        """Start a call on one rank. Its result is a list of one. A missed deadline ends that rank alone."""
         ...
 
     def start_each(
@@ -154,7 +156,7 @@ class Workers(Protocol):
         phase: str = "",
         timeout_seconds: float | None = None,
     ) -> list[Any]:
-        """Call rank i with arguments[i] and wait; results in rank order."""
+        """Call rank i with arguments[i], wait, and return the results in rank order."""
         ...
 
     def scatter_metrics(
@@ -165,38 +167,39 @@ class Workers(Protocol):
         phase: str = "",
         timeout_seconds: float | None = None,
     ) -> "dict[str, Metric]":
-        """Call rank i with arguments[i], wait, and merge the metrics that all give."""
+        """Call rank i with arguments[i], wait, and return the metrics of all ranks, merged."""
         ...
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:
-        """Call an async-generator method of one rank, in the process that the rank has now; yields what it yields.
+        """Call an async-generator method of one rank and yield its items.
 
-        It is called with the first item that is asked for. Closing the iterator cancels it.
+        The call goes to the process that the rank has now, when the first item is requested. Closing the iterator
+        cancels it.
         """
         ...
 
     def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
-        """Call an async-generator method of several ranks as `stream` does, each with a list of its own.
+        """Call an async-generator method of several ranks, as `stream` does. Each rank gets its own list from `shares`.
 
-        Yields what they yield, as it comes; each rank stands or falls by itself. It ends when all are over.
+        Yields the items as they arrive. Each rank succeeds or fails by itself. Ends when all streams have ended.
         """
         ...
 
     def restart(self, rank: int) -> None:
-        """End the process of one rank, start another, and build the worker anew with the same arguments.
+        """End the process of one rank, start another, and build the worker again with the same arguments.
 
-        Calls of that rank that are under way fail. Only where the workers are `alone` and need not meet each other.
+        Running calls of that rank fail. Possible only where the workers are `alone` and have no collective among them.
         """
         ...
 
     def close(self) -> None:
-        """End the workers: ask, then kill, with everything that they started. Safe to call twice."""
+        """End the workers with every process that they started: ask first, then kill. Safe to call twice."""
         ...
 
 
 @frozen
 class WorkerRank:
-    """What a worker knows of its place; given as the keyword argument `rank`."""
+    """What a worker knows about its place in the run; passed as the keyword argument `rank`."""
 
     role: str
     rank: int
@@ -204,56 +207,61 @@ class WorkerRank:
     rendezvous: str = ""
     """URL for `torch.distributed.init_process_group` where size > 1, e.g. `tcp://127.0.0.1:PORT` or `file://...`."""
     threads: int = 1
-    """Threads for compute."""
+    """Number of threads for compute."""
     device: str = "cpu"
     """`cpu` or `cuda:INDEX`."""
 
 
 class Slice(Protocol):
-    """A share of the cluster for one role."""
+    """The share of the cluster that one role has."""
 
     @property
     def role(self) -> str:
-        """The role's name."""
+        """Return the role's name."""
         ...
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         ...
 
     @property
     def host_groups(self) -> tuple[str, ...]:
-        """For each rank, a name of its process: equal names of two roles share a process, and so can share tensors."""
+        """Return a name for the process of each rank.
+
+        Two roles with an equal name share that process, and so can share tensors.
+        """
         ...
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> Workers:
-        """Start one worker object for each rank and wait until all are built."""
+        """Start one worker object for each rank, wait until all are built, and return them."""
         ...
 
 
 class Give(Protocol):
-    """Lets a replica that was lost have weights again."""
+    """Gives weights to a replica that was restarted."""
 
     def __call__(self, link: "TransferSpec | None", proof: "Proof | None" = None) -> None:
-        """Let it take those of the link; None: it has them already. Then it has to pass the proof, if there is one."""
+        """Send the weights of the link to the replica, then check the proof if there is one. None: it already
+        has them.
+        """
         ...
 
 
 class Replacing(Protocol):
-    """Lets a generator replace a replica that was lost."""
+    """Allows a generator to replace replicas that were lost."""
 
     losses: Counter[str]
-    """How many replicas were lost while they had a request, by its id; outlives the generator."""
+    """How many replicas were lost while they ran a request, by request id. Outlives the generator."""
 
     def grant(self, error: "WorkerLost") -> bool:
-        """Say whether a replica may be restarted after this, which is noted and told to the user."""
+        """Return whether a replica may be restarted after this error. Record the decision and show it to the user."""
         ...
 
     def hand_over(self, give: Give) -> None:
-        """Call `give` once with what a replica needs to have the current weights.
+        """Call `give` once, with the link and proof that bring the replica to the current weights.
 
-        Waits until they can be given; meanwhile no other hand-over begins.
+        StallMonitor until the weights can be sent. No other weight sync begins meanwhile.
         """
         ...
 
@@ -266,14 +274,14 @@ class Site:
     model: "ModelInfo"
     run: "RunInfo"
     seed: int
-    """The run's seed; derive from it."""
+    """The run's seed. Derive other seeds from it."""
     scratch: "Path"
-    """A folder of this run for files that need not last."""
+    """A folder of this run for temporary files."""
     status: Callable[[str], None] = lambda text: None
-    """Say what is going on, e.g. "rollouts, 91 of 128 episodes finished"."""
+    """Shows what is going on, e.g. "rollouts, 91 of 128 episodes finished"."""
     max_context: int = 0
-    """Longest sequence that will be asked for; 0: the model's own limit."""
+    """Longest sequence, in tokens, that will be requested; 0: the model's own limit."""
     trained: bool = True
-    """Whether the model is trained here; if not, no optimizer is needed."""
+    """Whether the model is trained here. If not, it needs no optimizer."""
     replacing: Replacing | None = None
-    """For generators; None: a replica that is lost is not replaced."""
+    """For generators. None: lost replicas are not replaced."""

@@ -1,4 +1,4 @@
-"""Advantages from rewards and groups, on NumPy: what a sample was worth beside others of its task."""
+"""Advantages from rewards and groups, on NumPy: how much better a sample was than others of its task."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,7 +10,7 @@ Scale = Literal["group", "batch", "none"]
 Singleton = Literal["zero", "reward"]
 """What a sample gets that is alone in its group: 0, or its reward, as in verl."""
 EpsilonAt = Literal["floor", "variance", "deviation"]
-"""What becomes of an epsilon: the least variance, or added to the variance, or added to the deviation."""
+"""How an epsilon is used: as the smallest variance, added to the variance, or added to the deviation."""
 
 
 def group_mean(
@@ -28,16 +28,16 @@ def group_mean(
 
         advantage = (reward - mean of the group) / (standard deviation + epsilon)
 
-    `scale` says of what the deviation is: of the sample's `group` (Shao et al. 2024, arXiv:2402.03300, section
-    4.1), of all rewards of the `batch` (Liu et al. 2025, arXiv:2508.08221), or of nothing (`none`; Liu et al.
-    2025, "Dr. GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean
-    of the other samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others` the
-    deviation of a group leaves the sample itself out, too, and a sample whose others are all equal is not divided; NeMo
-    RL does so, with epsilon 1e-6.
+    `scale` chooses the deviation: that of the sample's `group` (Shao et al. 2024, arXiv:2402.03300, section 4.1), that
+    of all rewards of the `batch` (Liu et al. 2025, arXiv:2508.08221), or `none`, no division (Liu et al. 2025, "Dr.
+    GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean of the other
+    samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others` the deviation of a
+    group also leaves out the sample itself, and a sample whose others are all equal is not divided; NeMo RL does so,
+    with epsilon 1e-6.
 
-    The defaults are those of TRL; verl has epsilon 1e-6. A group whose rewards are all equal gets exactly 0, so that
-    nobody computes a gradient from rounding errors, and so does a group of one, unless `singleton` is `reward`: then it
-    gets its reward, as if the baseline were 0 and the deviation 1 (verl).
+    The defaults are those of TRL; verl has epsilon 1e-6. A group whose rewards are all equal gets exactly 0, so that no
+    gradient is computed from rounding errors. So does a group of one, unless `singleton` is `reward`: then it gets its
+    reward, as if the baseline were 0 and the deviation 1 (verl).
     """
     rewards = np.asarray(rewards, np.float64)
     centred, owner, size = _centred(rewards, group)
@@ -62,7 +62,7 @@ def group_mean(
 
 
 def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], singleton: Singleton = "zero") -> NDArray[np.float64]:
-    """Return rewards less the mean of their group. rewards [B], group [B] -> [B] float64.
+    """Return rewards minus the mean of their group. rewards [B], group [B] -> [B] float64.
 
     Equal rewards of a group give exactly 0, and so does a group of one unless `singleton` is `reward`.
     """
@@ -74,21 +74,21 @@ def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], singleton: Singl
 def length_weighted(
     rewards: NDArray[Any], group: NDArray[Any], sizes: NDArray[Any], singleton: Singleton = "zero"
 ) -> NDArray[np.float32]:
-    """Take the mean of the group weighted by length from rewards. rewards, group, sizes [B] -> [B] float32.
+    """Return rewards minus the mean of their group weighted by length. rewards, group, sizes [B] -> [B] float32.
 
         advantage = reward - sum over the group of size * reward / sum over the group of size
 
-    OPO: Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance, where the squared norm of an answer's
-    gradient is in proportion to its length. `sizes` are in tokens; a group without any has the plain mean. Nothing is
-    divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one unless
-    `singleton` is `reward`, as in verl.
+    OPO: Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance, if the squared norm of a response's
+    gradient is proportional to its length. `sizes` are in tokens; a group without any tokens has the plain mean.
+    Nothing is divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one
+    unless `singleton` is `reward`, as in verl.
     """
     rewards, sizes = np.asarray(rewards, np.float64), np.asarray(sizes, np.float64)
     centred, owner, size = _centred(rewards, group)
     if not len(rewards):
         return np.zeros(0, np.float32)
     total = np.bincount(owner, sizes)
-    # The weighted mean of what is left of rewards, rather than of rewards: equal ones leave exactly 0.
+    # The weighted mean of the centred rewards, rather than of the rewards: equal rewards leave exactly 0.
     beyond = np.divide(np.bincount(owner, sizes * centred), total, out=np.zeros(len(total)), where=total > 0)
     advantages = centred - beyond[owner]
     if singleton == "reward":
@@ -97,7 +97,7 @@ def length_weighted(
 
 
 def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return rewards less the mean of their group [B], the group of each, counted from 0 [B], and their sizes [G].
+    """Return rewards minus the mean of their group [B], the group of each, counted from 0 [B], and the group sizes [G].
 
     Groups of equal rewards have exactly 0.
     """
@@ -114,10 +114,12 @@ def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], 
 
 
 def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any], unbiased: bool) -> NDArray[Any]:
-    """Give the deviation of each sample's others. centred, squares of its group, their number: [B] each -> [B]."""
+    """Return the deviation of each sample's others. centred, squares of its group, number of others: [B] each
+    -> [B].
+    """
     number = np.maximum(others, 1)
     variance = (squares - centred**2) / number - (centred / number) ** 2
-    # What is left of equal others is a rounding error, which must not be divided by.
+    # The result for equal others is a rounding error, which must not be divided by.
     variance = np.where(variance > 1e-12 * squares, variance, 0.0)
     return np.asarray(np.sqrt(variance * (number / np.maximum(number - 1, 1) if unbiased else 1.0)))
 
@@ -131,19 +133,20 @@ def whiten(
     epsilon: float = 1e-8,
     epsilon_at: EpsilonAt = "floor",
 ) -> NDArray[Any]:
-    """Give values mean 0 and deviation 1 over the batch. values [M], weights [M] >= 0 -> [M] float64.
+    """Return values scaled to mean 0 and deviation 1 over the batch. values [M], weights [M] >= 0 -> [M] float64.
 
         floor       (values - mean) / sqrt(max(variance, epsilon))       OpenRLHF, NeMo RL's REINFORCE++
         variance    (values - mean) / sqrt(variance + epsilon)           verl, TRL's PPO, NeMo RL's PPO
         deviation   (values - mean) / (sqrt(variance) + epsilon)         TRL's RLOO and GDPO
 
-    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl and TRL; not so OpenRLHF
-    and NeMo RL's REINFORCE++. Equal values, and a single one, give exactly 0. `centre=False` divides only.
+    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl and TRL do, OpenRLHF and
+    NeMo RL's REINFORCE++ do not. Equal values, and a single one, give exactly 0. `centre=False` only divides.
     """
     total, seen = float(weights.sum()), values[weights > 0].astype(np.float64)
     if total <= 0 or seen.min() == seen.max():
         return np.zeros(len(values))
-    # In units of the largest, so that squares of huge numbers stay finite and those of tiny ones do not vanish.
+    # Values are divided by the largest, so that squares of huge numbers stay finite and those of tiny ones do not
+    # vanish.
     unit = max(float(np.abs(seen).max()), 1e-150)
     scaled = values.astype(np.float64) / unit
     average = float((scaled * weights).sum()) / total
@@ -173,18 +176,19 @@ def gdpo(
     batch_epsilon: float | None = None,
     epsilon_at: EpsilonAt = "deviation",
 ) -> NDArray[np.float32]:
-    """Normalise each named reward in its group, add them up, scale the batch. rewards {name: [B]}, group [B] -> [B].
+    """Normalise each named reward in its group, sum them, scale over the batch. rewards {name: [B]}, group [B] -> [B].
 
         A_n = (r_n - mean of the group) / (standard deviation in the group + epsilon)        for each name n
         A   = sum over n of weight_n * A_n
         advantage = A / (standard deviation of A in the batch + epsilon)
 
     GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). A_n is as in `group_mean`, the last line as in `whiten`, with
-    `batch_epsilon` where one is given. The mean of A in the batch, which the paper subtracts, is 0 because that of each
-    group is; it is left out, so that a group in which every reward is equal gets exactly 0. It is not 0 where samples
-    weigh as many `tokens` [B] as they have (verl), or others of the group are compared (NeMo RL): there `centre` takes
-    it away. A sample without a reward of some name (nan) gets nothing from it, and its group is normalised without it
-    (TRL the same). The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over the batch.
+    `batch_epsilon` if one is given. The paper also subtracts the mean of A in the batch. This mean is 0, because that
+    of each group is, so it is left out: a group in which every reward is equal gets exactly 0. The mean is not 0 where
+    each sample is weighted by its number of `tokens` [B] (verl), or the deviation is that of the others (NeMo RL):
+    there `centre` subtracts it. A sample without a reward of some name (nan) gets nothing from this name, and its group
+    is normalised without it, as in TRL. The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over
+    the batch.
     """
     combined = np.zeros(len(group))
     for name, weight in weights.items():
@@ -200,6 +204,6 @@ def gdpo(
 
 
 def _divide(values: NDArray[Any], by: NDArray[Any]) -> NDArray[Any]:
-    """Divide; where equal rewards meet an epsilon of 0, nothing by nothing is 0."""
+    """Return values / by. Where `by` is 0, because equal rewards meet an epsilon of 0, the result is 0."""
     quotient: NDArray[Any] = np.divide(values, by, out=np.zeros_like(values), where=by > 0)
     return quotient

@@ -1,13 +1,13 @@
-"""From a loss per token to one number, and what to divide it by. NumPy or torch.
+"""Reduces per-token losses to one number, and computes what to divide it by. NumPy or torch.
 
     token      sum over all tokens / number of tokens                  DAPO, section 3.3 (arXiv:2503.14476)
     sequence   mean over sequences of each one's mean over tokens      GRPO, equation 3 (arXiv:2402.03300)
     constant   sum over all tokens / (sequences x max_length)          Dr. GRPO, section 3.2 (arXiv:2503.20783)
 
-Sequences are those with a token under the mask. One without was empty from the beginning, or was masked since;
-`count_empty` and `count_masked` say whether the two kinds count, too. `count` looks at the mask alone, so that it is
-known before any forward pass and adds up over micro-batches and ranks. With a `max_length` of 1 `constant` is the mean
-of sums.
+Counted are the sequences with a token under the mask. A sequence without one was empty from the beginning, or was
+masked later; `count_empty` and `count_masked` decide whether these two kinds count too. `count` reads only the mask, so
+it is known before any forward pass and adds up over micro-batches and ranks. With a `max_length` of 1, `constant` is
+the mean of the sequences' sums.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def total(values: Any, mask: Any, lengths: Any, aggregation: Aggregation) -> Any:
-    """Sum what is to be averaged. values [N], 0 where mask [N] is false; lengths [B] -> a number."""
+    """Return the sum to be averaged. values [N], 0 where mask [N] is false; lengths [B] -> a number."""
     return segment_mean(values, lengths, mask).sum() if aggregation == "sequence" else values.sum()
 
 
@@ -34,8 +34,8 @@ def count(
 ) -> Any:
     """Return the number that the total is divided by. mask [N] bool, lengths [B] -> a number.
 
-    `sampled` [N] bool has the tokens that the model produced. A sequence without any of them is empty; one that has
-    some, and none under the mask, is masked. Without `sampled` every sequence that has no token under the mask is
+    `sampled` [N] bool marks the tokens that the model produced. A sequence without any of them is empty; one that has
+    some, but none under the mask, is masked. Without `sampled`, every sequence that has no token under the mask is
     empty. `count_masked` None: as `count_empty`. TRL counts both kinds, NeMo RL the empty ones.
     """
     if aggregation == "token":
@@ -51,9 +51,9 @@ def count(
 
 
 def counted(batch: Any, config: AverageConfig) -> Any:
-    """Return the number that a loss over a batch's trained tokens is divided by, as its section says.
+    """Return the number that a loss over a batch's trained tokens is divided by, as its section states.
 
-    What the model produced is known by the column `version`, where the batch has it.
+    The column `version`, if the batch has it, marks the tokens that the model produced.
     """
     sampled = batch["version"] >= 0 if "version" in batch else None
     return count(

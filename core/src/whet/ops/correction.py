@@ -1,15 +1,15 @@
 """The gap between the engine that sampled and the trainer: importance weights, masks and a guard. On NumPy.
 
-Both hold the same weights and still round differently; with stale weights they differ for real. With
+Both hold the same weights and still round differently; with stale weights they really differ. With
 
     k = exp(trainer's logprob - sampler's logprob)                        of a token
     K = exp(sum over a sequence of trainer's - sampler's)                 of a sequence
-    G = exp(mean over a sequence of trainer's - sampler's)                the same, whatever its length
+    G = exp(mean over a sequence of trainer's - sampler's)                of a sequence, whatever its length
 
 the field multiplies a token's loss by a truncated weight (TIS: Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"), or takes it out (IcePop: Ling Team 2025, arXiv:2510.18855, section 3.2), or takes
-its sequence out (Liu et al. 2025, "When speed kills stability"). What is clamped to plus or minus 20 is the exponent of
-k, K or G: sums and means are taken of log-ratios as they are. Divergences (k2, k3) are of clamped log-ratios of tokens.
+brings you off-policy RL training"), or removes the token (IcePop: Ling Team 2025, arXiv:2510.18855, section 3.2), or
+its sequence (Liu et al. 2025, "When speed kills stability"). The exponent of k, K or G is clamped to plus or minus 20;
+the sums and means are taken of unclamped log-ratios. Divergences (k2, k3) are of clamped log-ratios of tokens.
 """
 
 from typing import Any, Literal
@@ -24,13 +24,13 @@ Level = Literal["none", "token", "sequence"]
 Mask = Literal["none", "token", "sequence", "product", "worst"]
 Measure = Literal["ratio", "k2", "k3"]
 _LARGEST = 600.0
-"""The largest exponent whose exponential, summed over many tokens, is a number of float64."""
+"""The largest exponent whose exponential, summed over many tokens, is finite in float64."""
 
 
 def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
-    """Return trainer's - sampler's logprobs in nats, 0 where the mask is false. All [N] -> [N] float32.
+    """Return the trainer's minus the sampler's logprobs in nats, 0 where the mask is false. All [N] -> [N] float32.
 
-    They are clamped to `MOST_NATS` alone, so that a token that only one of the two can produce stays a number.
+    They are clamped only to `MOST_NATS`, so that a token that only one of the two can produce stays finite.
     """
     found: NDArray[Any] = np.where(mask, log_ratio(trainer, sampler, MOST_NATS), np.float32(0))
     return found
@@ -39,7 +39,7 @@ def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDA
 def importance_weights(
     gaps: NDArray[Any], lengths: NDArray[Any], level: Level, floor: float = 0.0, cap: float = 2.0
 ) -> NDArray[Any]:
-    """Give the truncated weight clip(k or K, floor, cap). gaps [N], lengths [B] -> [N] by token, [B] by sequence.
+    """Return the truncated weight clip(k or K, floor, cap). gaps [N], lengths [B] -> [N] by token, [B] by sequence.
 
     `sequence` is the product over the tokens, as in NeMo RL, TRL and verl.
     """
@@ -58,11 +58,12 @@ def within(
     high: float,
     measure: Measure = "ratio",
 ) -> NDArray[Any]:
-    """Say what may stay: k, for `sequence` G, for `product` K, in [low, high]. -> bool, [N] by token, else [B].
+    """Return what may stay: where k, for `sequence` G, for `product` K, is in [low, high]. -> bool, [N] by token, else
+    [B].
 
-    G is NeMo RL's, K that of TRL. For `worst` it is each of the sequence's k. With the `measure` k2 or k3 it is that
-    estimate of KL(sampler || trainer) of a token, for `sequence` its mean, for `product` its sum, for `worst` the
-    largest, that must be at most `high`: verl's `token_k3`, `seq_mean_k3`, `seq_sum_k3` and `seq_max_k3`.
+    G is NeMo RL's, K is TRL's. `worst` requires it of each k in the sequence. With the `measure` k2 or k3, an estimate
+    of KL(sampler || trainer) must be at most `high`: that of a token, for `sequence` the mean, for `product` the sum,
+    for `worst` the largest: verl's `token_k3`, `seq_mean_k3`, `seq_sum_k3` and `seq_max_k3`.
     """
     if level == "none":
         return np.ones(len(lengths), np.bool_)
@@ -81,8 +82,9 @@ def within(
 
 
 def normalised(weights: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Level) -> NDArray[Any]:
-    """Divide weights, [N] or [B], by their mean over tokens or, of the level `sequence`, over sequences. verl's
-    `rollout_is_batch_normalize`. Weights whose mean is 0 stay as they are.
+    """Return weights, [N] or [B], divided by their mean over tokens or, for the level `sequence`, over sequences.
+
+    verl's `rollout_is_batch_normalize`. Weights whose mean is 0 stay unchanged.
     """
     trained = segment_sum(mask.astype(np.int64), lengths)
     if len(weights) == len(lengths):
@@ -102,10 +104,10 @@ def trusted(
     max_mean: float = 0.0,
     max_mean_error: float = 0.0,
 ) -> NDArray[Any]:
-    """Say which sequences [B] have no token whose gap is wider than `max_token`, and no wider mean than `max_mean`.
+    """Return which sequences [B] have no gap above `max_token`, and no mean gap above `max_mean`.
 
-    Both in nats, without sign; 0: no bound. A veto of tokens with a ratio below 1e-4 is a `max_token` of 9.2.
-    `max_mean_error` bounds the mean of the exponential of the gap without its sign, which a single token can drive:
+    Gaps are absolute, in nats; a bound of 0: no bound. To veto tokens with a ratio below 1e-4, use a `max_token` of
+    9.2. `max_mean_error` bounds the mean of the exponential of the absolute gap, which a single token can dominate:
     NeMo RL's `seq_logprob_error_threshold`.
     """
     size = np.abs(gaps).astype(np.float64)

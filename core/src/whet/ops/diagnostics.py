@@ -1,4 +1,4 @@
-"""Metrics by which a loss of a policy says how far it has moved. Over the tokens `seen` [N]; needs torch."""
+"""Metrics of how far a policy has moved, computed within its loss over the tokens `seen` [N]. Needs torch."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from whet.ops.losses import PolicyGradient
 
 
 def ratio_metrics(found: PolicyGradient, seen: Tensor) -> dict[str, Metric]:
-    """Give ratio/mean, /min and /max, and the shares of tokens that were clipped."""
+    """Return ratio/mean, /min and /max, and the shares of tokens that were clipped."""
     ratio = found.ratio[seen]
     metrics = {
         "ratio/mean": mean(ratio.sum(), seen.sum()),
@@ -23,7 +23,7 @@ def ratio_metrics(found: PolicyGradient, seen: Tensor) -> dict[str, Metric]:
 
 
 def kl_metrics(name: str, log_ratios: Tensor, seen: Tensor) -> dict[str, Metric]:
-    """Give the estimates k1 and k3 of a divergence from whom the tokens were drawn: KL(old || policy), for one."""
+    """Return the estimates k1 and k3 of a divergence from the distribution that was sampled, e.g. KL(old || policy)."""
     return {
         f"{name}/k1": token_mean(kl_estimate(log_ratios, "k1"), seen),
         f"{name}/k3": token_mean(kl_estimate(log_ratios, "k3"), seen),
@@ -31,15 +31,15 @@ def kl_metrics(name: str, log_ratios: Tensor, seen: Tensor) -> dict[str, Metric]
 
 
 def token_mean(values: Tensor, seen: Tensor) -> Metric:
-    """Give the mean over tokens. values, seen [N]."""
+    """Return the mean over tokens. values, seen [N]."""
     return mean(values[seen].sum(), seen.sum())
 
 
 def logprob_gaps(logprobs: Tensor, old: Tensor, batch: Batch, seen: Tensor) -> dict[str, Metric]:
-    """Give the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
+    """Return the distance of the sampler's logprobs from the trainer's before this batch was trained on, in nats.
 
-    `old` are those, unless they are the sampler's own: then the policy's of this moment stand for them, which from
-    the second minibatch on have moved.
+    `old` are the trainer's logprobs, unless they are the sampler's own. Then the policy's present logprobs take their
+    place, which have moved from the second minibatch on.
     """
     trainer = logprobs.detach() if batch.info.get("old_logprobs") == "sampler" else old
     gap = (trainer - batch["sampler_logprobs"]).abs()[seen]

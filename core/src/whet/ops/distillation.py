@@ -2,17 +2,17 @@
 
 With p the student's probabilities and q the teacher's, of a set of K tokens at each place:
 
-    forward  KL(q || p) = sum_k q_k (log q_k - log p_k)      covers what the teacher may say
-    reverse  KL(p || q) = sum_k p_k (log p_k - log q_k)      keeps to what the teacher would say
-    Jensen-Shannon   b KL(q || m) + (1 - b) KL(p || m),  m = b q + (1 - b) p      neither is ever infinite
+    forward  KL(q || p) = sum_k q_k (log q_k - log p_k)      the student covers all that the teacher does
+    reverse  KL(p || q) = sum_k p_k (log p_k - log q_k)      the student keeps to what the teacher does
+    Jensen-Shannon   b KL(q || m) + (1 - b) KL(p || m),  m = b q + (1 - b) p      always finite
 
-`outside` says what becomes of the rest of the vocabulary:
+`outside` decides about the rest of the vocabulary:
 
-    renormalise  p and q are normalised over the K tokens: the rest is as if it were not there      NeMo RL's default
-    zero         q is normalised over them and stands for e^-100 elsewhere, p is as it is            NeMo RL's
-                 zero_outside_topk. Reverse needs the student's entropy
-    ignore       both are as they are, and the sum runs over the K tokens alone; it may be negative
-    rest         both are as they are, and all other tokens count as one more. Never negative, and
+    renormalise  p and q are normalised over the K tokens, as if there were no others      NeMo RL's default
+    zero         q is normalised over them and is e^-100 elsewhere, p is unchanged         NeMo RL's zero_outside_topk.
+                 Reverse needs the student's entropy
+    ignore       both are unchanged, and the sum is over the K tokens only; it may be negative
+    rest         both are unchanged, and all other tokens count as one more token. Never negative, and
                  never above the divergence over the whole vocabulary (data processing inequality)
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 Outside = Literal["renormalise", "zero", "ignore", "rest"]
 
 LOG_OF_NEARLY_NOTHING = -100.0
-"""What the teacher gives tokens that are not among its likeliest, where `outside` is `zero`."""
+"""The teacher's logprob of tokens that are not among its likeliest, if `outside` is `zero`."""
 _LEAST = -1.0e4
 _LEAST_REST = 1e-12
 
@@ -35,9 +35,9 @@ _LEAST_REST = 1e-12
 def topk_divergences(
     student: Tensor, teacher: Tensor, outside: Outside = "renormalise", entropy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Give (forward, reverse), [M] float32 nats each, from logprobs of K tokens: student, teacher [M, K].
+    """Return (forward, reverse), [M] float32 nats each, from logprobs of K tokens: student, teacher [M, K].
 
-    Logprobs are of the whole vocabulary, and may be -inf. `entropy` [M] is the student's; only `zero` needs it.
+    Logprobs are over the whole vocabulary, and may be -inf. `entropy` [M] is the student's; only `zero` needs it.
     Differentiable in student and entropy.
     """
     log_p, log_q = _compared(student, teacher, outside)
@@ -52,12 +52,12 @@ def topk_divergences(
 def topk_jensen_shannon(
     student: Tensor, teacher: Tensor, beta: float = 0.5, outside: Outside = "renormalise"
 ) -> Tensor:
-    """Give the generalised Jensen-Shannon divergence, [M] float32 nats, from logprobs of K tokens as above.
+    """Return the generalised Jensen-Shannon divergence, [M] float32 nats, from logprobs of K tokens, [M, K].
 
         m = beta q + (1 - beta) p;      beta KL(q || m) + (1 - beta) KL(p || m)
 
-    GKD: Agarwal et al. 2024, section 2 (arXiv:2306.13649); TRL the same. 0 < beta < 1. Of tokens that are not compared,
-    `zero` has the teacher produce none: the student's probability of them counts -(1 - beta) log(1 - beta).
+    GKD: Agarwal et al. 2024, section 2 (arXiv:2306.13649); TRL does the same. 0 < beta < 1. With `zero` the teacher
+    never produces the tokens outside: the student's probability of them is multiplied by -(1 - beta) log(1 - beta).
     """
     if not 0 < beta < 1:
         raise ValueError(f"wanted beta between 0 and 1, found {beta}")
@@ -69,13 +69,13 @@ def topk_jensen_shannon(
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Give the sum over the last dimension, of finite logprobs [..., V] -> [...]."""
+    """Return the Jensen-Shannon sum over the last dimension, from finite logprobs [..., V] -> [...]."""
     log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
     return (beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 def _compared(student: Tensor, teacher: Tensor, outside: Outside) -> tuple[Tensor, Tensor]:
-    """Give the logprobs that are compared, of student and teacher: [M, K], or [M, K + 1] with the rest."""
+    """Return the logprobs of student and teacher that are compared: [M, K], or [M, K + 1] with the rest."""
     if student.shape != teacher.shape or student.ndim != 2:
         raise ValueError(f"wanted student and teacher [M, K], found {tuple(student.shape)} and {tuple(teacher.shape)}")
     log_p, log_q = student.float().clamp(min=_LEAST), teacher.float().clamp(min=_LEAST)

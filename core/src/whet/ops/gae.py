@@ -1,11 +1,11 @@
-"""Generalised advantage estimation on ragged tokens, on NumPy: what each token was worth beside what was expected.
+"""Generalised advantage estimation on ragged tokens, on NumPy: how much better a token was than expected.
 
     model tokens of a sequence      a0   a1  [environment]  a2
     values, before each token       V0   V1                 V2   after
     rewards, for each token         r0   r1                 r2
 
-The steps of the chain are the model's own tokens. Those of an environment are left out: the state after a1 is the one
-before a2, whose value has seen what the environment said in between, and nothing is discounted on the way.
+The steps of the chain are the model's own tokens. An environment's tokens are left out: the state after a1 is the state
+before a2, whose value has seen the environment's message, and this message adds no discount.
 """
 
 from typing import Any
@@ -31,10 +31,10 @@ def gae(
         delta_t = r_t + gamma V_next - V_t
         A_t     = delta_t + gamma lambda A_next
 
-    `next` is the next token of the sequence under the mask; behind the last, A is 0 and V is `after` [B], by default 0:
-    nothing more comes. `lambda_` is one for all or [B]. Schulman et al. 2015, equation 16 (arXiv:1506.02438). The
-    returns that a critic learns are A + V, with a lambda of their own where wanted: Yuan et al. 2025, "VC-PPO",
-    decoupled GAE (arXiv:2503.01491). What stands where the mask is false is not read.
+    `next` is the next token of the sequence under the mask. After the last token, A is 0 and V is `after` [B], by
+    default 0: the episode is over. `lambda_` is one number or [B]. Schulman et al. 2015, equation 16
+    (arXiv:1506.02438). The returns that a critic learns are A + V, possibly with another lambda: Yuan et al. 2025,
+    "VC-PPO", decoupled GAE (arXiv:2503.01491). Numbers where the mask is false are not read.
     """
     mask, lengths = np.asarray(mask, np.bool_), np.asarray(lengths, np.int64)
     if not (np.shape(rewards) == np.shape(values) == mask.shape == (lengths.sum(),)):
@@ -57,9 +57,9 @@ def gae(
 def _discounted(
     deltas: NDArray[Any], sizes: NDArray[Any], ends: NDArray[Any], decay: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Sum what is still to come, decayed, from the back. deltas [M]; sizes, ends, decay [B] -> [M].
+    """Return the decayed sums of all later deltas, computed from the back. deltas [M]; sizes, ends, decay [B] -> [M].
 
-    All sequences go backwards side by side, the longest first in the row, so that those that have ended drop off.
+    All sequences are processed backwards in parallel, sorted by length, so that the short ones end first.
     """
     order = np.argsort(-sizes, kind="stable")
     sizes, ends, decay = sizes[order], ends[order], decay[order]
@@ -74,13 +74,13 @@ def _discounted(
 
 
 def adaptive_lambda(sizes: NDArray[Any], alpha: float) -> NDArray[np.float64]:
-    """Give a lambda to each sequence by its number of model tokens. sizes [B] -> [B].
+    """Return a lambda for each sequence from its number of model tokens. sizes [B] -> [B].
 
         lambda = max(0, 1 - 1 / (alpha size))
 
-    Yue et al. 2025, "VAPO", section 4.2 (arXiv:2504.05118), with alpha 0.05: the sum of lambda's powers is in
-    proportion to the length. The paper says nothing of answers shorter than 1 / alpha, for which it would be negative;
-    here it is 0 for them.
+    Yue et al. 2025, "VAPO", section 4.2 (arXiv:2504.05118), with alpha 0.05: the sum of lambda's powers is proportional
+    to the length. For responses shorter than 1 / alpha, which the paper does not mention, it would be negative; here it
+    is 0.
     """
     return np.asarray(np.maximum(0.0, 1.0 - 1.0 / np.maximum(alpha * np.asarray(sizes, np.float64), 1e-12)))
 
@@ -88,7 +88,7 @@ def adaptive_lambda(sizes: NDArray[Any], alpha: float) -> NDArray[np.float64]:
 def at_last(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Put each sequence's value at its last token under the mask. values [B], mask [N] -> [N], 0 elsewhere.
 
-    A sequence without such a token has no place for it.
+    The value of a sequence without such a token is left out.
     """
     there = np.flatnonzero(mask)
     owner = np.repeat(np.arange(len(lengths)), lengths)[there]
@@ -99,10 +99,10 @@ def at_last(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> 
 
 
 def explained_variance(predicted: NDArray[Any], actual: NDArray[Any]) -> float:
-    """Give 1 - Var(actual - predicted) / Var(actual), of [M] each: 1 is perfect, 0 no better than a constant.
+    """Return 1 - Var(actual - predicted) / Var(actual), of [M] each: 1 is perfect, 0 no better than a constant.
 
-    Biased variances, as in OpenAI Baselines; negative where the prediction adds noise. 0 where all that came was alike
-    or there was nothing.
+    Biased variances, as in OpenAI Baselines; negative if the prediction adds noise. 0 if all actual numbers are equal,
+    or there are none.
     """
     if not len(actual) or np.min(actual) == np.max(actual):
         return 0.0

@@ -5,7 +5,7 @@ Of KL(p || q) with a token x drawn from p, and d = log p(x) - log q(x) (Schulman
     k1 = d                       unbiased, large variance, may be negative
     k2 = d**2 / 2                biased, small variance
     k3 = exp(-d) - 1 + d         unbiased, small variance, never negative
-    abs = |d|                    estimates no divergence; verl offers it
+    abs = |d|                    no estimate of a divergence; verl offers it
 
 The *gradients* of these as a loss are another matter (Tang & Munos 2025, arXiv:2506.09477). With x drawn from p, the
 mean of the gradient of k1 is 0: it regularises nothing. That of k2 is the gradient of KL(p || q). That of k3 is the
@@ -20,23 +20,23 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 Importance = Literal["none", "score", "ratio"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to plus or minus this, where the gradient becomes 0; exp(20) is 5e8, so nothing overflows."""
+"""Log-ratios are clamped to plus or minus this, where the gradient becomes 0. exp(20) is 5e8, so nothing overflows."""
 LARGEST_EXPONENT = 60.0
-"""Where no clamp is wanted, a log-ratio still stops here before its exponential is taken: exp(60) is 1e26, whose
-products with other factors are finite in float32."""
+"""Bound of a log-ratio in an exponential where no clamp is wanted. exp(60) is 1e26, and products with other factors
+stay finite in float32."""
 MOST_NATS = 1.0e4
-"""Log-ratios of tokens that are summed or averaged first, and clamped then, stop here: a token that cannot occur must
-not make the sum infinite."""
+"""Bound of log-ratios that are summed or averaged before they are clamped. A token that cannot occur must not make the
+sum infinite."""
 
 
 def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
-    """Give logprobs - others [N] in float32, clamped to plus or minus `limit`, without gradient beyond.
+    """Return logprobs - others [N] in float32, clamped to plus or minus `limit`, without gradient beyond.
 
-    Logprobs of -inf are allowed: one alone gives the limit, one on both sides 0. 0 as `limit`: no clamp. Clamp to
-    `MOST_NATS` what is summed or averaged before it is clamped for good.
+    Logprobs of -inf are allowed: on one side they give the limit, on both sides 0. 0 as `limit`: no clamp. If the
+    result is summed or averaged before its final clamp, use `MOST_NATS`.
     """
     if isinstance(logprobs, np.ndarray):
-        # -inf minus -inf is no news: it is 0 by definition here.
+        # -inf minus -inf is defined as 0 here.
         with np.errstate(invalid="ignore"):
             difference = np.asarray(logprobs, np.float32) - np.asarray(others, np.float32)
         bound = limit or float(np.finfo(np.float32).max)
@@ -50,7 +50,7 @@ def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
 def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> Any:
     """Estimate KL(p || q) for each token. log_ratios [N] of log p - log q -> [N] nats.
 
-    `clamp` bounds the estimate to plus or minus so much, without gradient beyond; 0: not at all.
+    `clamp` bounds the estimate to plus or minus this, without gradient beyond; 0: no bound.
     """
     d = log_ratios
     if estimator == "k1":
@@ -60,8 +60,8 @@ def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> An
     elif estimator == "abs":
         estimate = abs(d)
     else:
-        # expm1 keeps small divergences, where exp(-d) - 1 + d would be rounding errors alone. Its exponent is bounded:
-        # the gradient beyond `clamp` would be an infinity times 0.
+        # expm1 keeps small divergences, where exp(-d) - 1 + d would only be rounding errors. Its exponent is bounded,
+        # because the gradient beyond `clamp` would be an infinity times 0.
         bounded = d.clip(-LARGEST_EXPONENT, None)
         estimate = (np.expm1(-bounded) if isinstance(d, np.ndarray) else (-bounded).expm1()) + bounded
     return estimate.clip(-clamp, clamp) if clamp else estimate
@@ -81,19 +81,19 @@ def penalty_of_kl(
 ) -> Any:
     """Estimate KL(policy || reference) for each token, as a loss. All [N], torch -> [N] nats.
 
-    `importance` multiplies the estimate by exp(logprobs - those of whom the token was sampled from), with gradient:
+    `importance` multiplies the estimate by the policy's probability over that of the sampling policy, with gradient:
 
         none    1: the gradient is that of the estimate alone       GRPO section 4.1.1 (arXiv:2402.03300), TRL, verl
-        score   exp(logprobs - logprobs held fast): the value stays; the gradient gains what sampling itself
-                contributes, and is that of KL(policy || reference) on policy     NeMo RL; arXiv:2506.09477
-        ratio   exp(logprobs - old_logprobs): the same off policy                 DeepSeek-V3.2 section 3.1
+        score   exp(logprobs - logprobs without gradient): the value is unchanged; the gradient gains the part of
+                sampling, and is that of KL(policy || reference) on policy     NeMo RL; arXiv:2506.09477
+        ratio   exp(logprobs - old_logprobs): the same, off policy        DeepSeek-V3.2 section 3.1
                                     (arXiv:2512.02556), TRL's use_bias_correction_kl, NeMo RL's on-policy approximation
 
-    `ratio` [N], with gradient, takes the place of exp(logprobs - old_logprobs), e.g. that of whole sequences.
-    `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`.
-    `limit` clamps the log-ratio of policy and reference (NeMo RL, and verl for k3: 20), `clamp` the estimate times its
-    weight (the same: 10; TRL: neither). The weight itself has no clamp, as in NeMo RL and TRL; it only stays finite in
-    float32. Beyond either clamp a token gets no gradient, of the weight neither (NeMo RL), unless it is k2's.
+    `ratio` [N], with gradient, replaces exp(logprobs - old_logprobs), e.g. with the ratio of whole sequences.
+    `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`. `limit` clamps the
+    log-ratio of policy and reference (NeMo RL, and verl for k3: 20), `clamp` the estimate times its weight (NeMo RL and
+    verl: 10; TRL: neither). The weight itself has no clamp, as in NeMo RL and TRL; it only stays finite in float32.
+    Beyond either clamp a token gets no gradient, nor does its weight (NeMo RL), unless the gradient is that of k2.
     """
     d = log_ratio(logprobs, reference, limit)
     estimate = kl_estimate(d, estimator, clamp if importance == "none" else 0.0)

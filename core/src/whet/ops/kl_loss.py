@@ -1,4 +1,4 @@
-"""The penalty of a loss for leaving the reference policy, as its section says. Needs torch."""
+"""The loss term for leaving the reference policy, as its section states. Needs torch."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ WEIGHED: Mapping[str, Importance] = {
     "sampler": "ratio",
     "sequence": "ratio",
 }
-"""The formula behind each importance of the section."""
+"""The formula for each `importance` of the section."""
 
 
 def kl_loss(section: KlLossSection, logprobs: Tensor, old_logprobs: Tensor, batch: Batch, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which tokens the likelihood term of a policy's loss is over. Needs torch."""
+"""The tokens of the likelihood term of a policy's loss. Needs torch."""
 
 from torch import Tensor
 
@@ -8,9 +8,9 @@ from whet.ops.reductions import expand
 
 
 def right_tokens(batch: Batch, section: LikelihoodSection) -> Tensor:
-    """Return which trained tokens [N] are of right answers: of a reward of at least `at_least`.
+    """Return which trained tokens [N] belong to correct responses: those with a reward of at least `at_least`.
 
-    The reward is that without a penalty for leaving the reference: the column `task_reward`, where there is one.
+    The reward has no penalty for leaving the reference: it is the column `task_reward`, if the batch has it.
     """
     reward = batch["task_reward"] if "task_reward" in batch else batch["reward"]
     right: Tensor = batch["loss_mask"] & expand(reward >= section.at_least, batch["lengths"])

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens from hidden states, a chunk of the vocabulary's logits at a time.
+"""Log-probabilities of tokens from hidden states, one chunk of logits at a time.
 
-Logits of all tokens at once, [M, V], are the largest tensor of a training step. Here they exist for one chunk of
-tokens only, forward and backward: the backward pass computes them again.
+Logits of all tokens at once, [M, V], are the largest tensor of a training step. Here they exist for one chunk of tokens
+only, forward and backward: the backward pass computes them again.
 """
 
 from __future__ import annotations  # the site is built without torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from whet.ops.distillation import jensen_shannon
 
 CHUNK_BYTES = 128 << 20
-"""Bytes of float32 logits that one chunk holds where its size is not given."""
+"""Bytes of float32 logits in one chunk, if its size is not given."""
 
 
 def token_logprobs(
@@ -27,13 +27,12 @@ def token_logprobs(
     entropy: bool = False,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
+    """Return each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
 
-    hidden [M, H], weight [V, H], targets [M] or, for several tokens at each place, [M, K] int64, bias [V],
-    temperature [M] float32 -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
-    differentiable in hidden, weight and bias.
-    The product is taken in the dtype of `hidden`, the softmax in float32. `chunk` is the number of tokens whose
-    logits are held at a time; 0: as many as fill `CHUNK_BYTES`.
+    hidden [M, H], weight [V, H], targets [M] or, for several tokens at each place, [M, K] int64, bias [V], temperature
+    [M] float32 -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
+    differentiable in hidden, weight and bias. The product is computed in the dtype of `hidden`, the softmax in float32.
+    `chunk` is the number of tokens whose logits are held at a time; 0: as many as fill `CHUNK_BYTES`.
     """
     if (
         hidden.ndim != 2
@@ -63,9 +62,9 @@ def top_logprobs(
     temperature: Tensor | None = None,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Give the k likeliest tokens at each place, likeliest first, and their logprobs: [M, k] int64, [M, k] float32.
+    """Return the k likeliest tokens at each place, likeliest first, and their logprobs: [M, k] int64, [M, k] float32.
 
-    Arguments as of `token_logprobs`; logprobs are of the whole vocabulary, not of these k alone.
+    Arguments as in `token_logprobs`. Logprobs are over the whole vocabulary, not over these k tokens.
     """
     if not 1 <= k <= weight.shape[0]:
         raise ValueError(f"wanted between 1 and {weight.shape[0]} of the vocabulary's tokens, found {k}")
@@ -91,14 +90,14 @@ def distribution_kl(
     beta: float | None = None,
     chunk: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Give the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
+    """Return the divergences of two models' next-token distributions p and q over the whole vocabulary, in nats.
 
         forward = KL(q || p) = sum_v q (log q - log p)        reverse = KL(p || q) = sum_v p (log p - log q)
 
-    p is of hidden [M, H] and weight [V, H] and is differentiable, q of other_hidden [M, H'] and other_weight [V, H']
-    and is not; temperature [M] divides the logits of both. -> forward [M], reverse [M] float32; with a `beta` the
-    Jensen-Shannon divergence [M] of `whet.ops.distillation.jensen_shannon` alone. Logits of `chunk` tokens are held at
-    a time; the backward pass computes them again.
+    p comes from hidden [M, H] and weight [V, H] and is differentiable; q comes from other_hidden [M, H'] and
+    other_weight [V, H'] and is not. temperature [M] divides the logits of both. -> forward [M], reverse [M] float32;
+    with a `beta` only the Jensen-Shannon divergence [M] of `whet.ops.distillation.jensen_shannon`. Logits of `chunk`
+    tokens are held at a time; the backward pass computes them again.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -123,13 +122,15 @@ def distribution_kl(
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Give KL(a || b) of each row: a token that a cannot produce adds 0, one that only b cannot adds a large number."""
+    """Return KL(a || b) of each row. A token that a cannot produce adds 0; one that only b cannot adds a large
+    number.
+    """
     lowest = torch.finfo(log_a.dtype).min / 4
     return (log_a.exp() * (log_a.clamp(min=lowest) - log_b.clamp(min=lowest))).sum(-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """The logits of a single chunk are kept for the backward pass; those of several are computed again."""
+    """The logits of a single chunk are kept for the backward pass; those of several chunks are computed again."""
 
     @staticmethod
     def forward(
@@ -205,7 +206,7 @@ def _parts(count: int, chunk: int) -> list[slice]:
 def _log_softmax(
     hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: Tensor | None, part: slice
 ) -> Tensor:
-    """Give log_softmax of the logits of one chunk: [chunk, V] float32."""
+    """Return log_softmax of the logits of one chunk: [chunk, V] float32."""
     logits = (hidden @ matrix.T).float()
     if bias is not None:
         logits += bias.float()
@@ -222,7 +223,7 @@ def _entropy(log_p: Tensor) -> Tensor:
 def _slope(
     log_p: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Give the gradient with respect to the logits of one chunk, [chunk, V] float32."""
+    """Return the gradient with respect to the logits of one chunk: [chunk, V] float32."""
     p = log_p.exp()
     in_all = None if of_logprobs is None else of_logprobs.sum(1, keepdim=True)
     if of_entropy is None:

@@ -1,4 +1,4 @@
-"""Losses per token, on torch: pure functions of logprobs and advantages. Needs torch; only workers import it."""
+"""Losses per token: pure functions of logprobs and advantages. Needs torch; only workers import it."""
 
 import torch
 from attrs import frozen
@@ -8,7 +8,7 @@ from whet.ops.kl import LARGEST_EXPONENT, MAX_LOG_RATIO, MOST_NATS, log_ratio
 from whet.ops.reductions import expand, segment_mean, segment_sum
 
 LEAST_LOGPROB = -1.0e4
-"""Where a logprob itself is in a loss, one below this stands at this, without gradient: -inf would be no number."""
+"""Lower bound of a logprob that is itself a factor of a loss, without gradient below: -inf would make the loss nan."""
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -26,20 +26,20 @@ __all__ = [
 
 @frozen(eq=False)
 class PolicyGradient:
-    """What a policy-gradient loss gives."""
+    """The result of a policy-gradient loss."""
 
     loss: Tensor
-    """Of each token: [N]."""
+    """[N], the loss of each token."""
     ratio: Tensor
-    """New over old probability, without gradient: [N]."""
+    """[N], new over old probability, without gradient."""
     clipped_low: Tensor
-    """Where clipping changed something because the ratio was too small, or dual clipping did: [N] bool."""
+    """[N] bool, where clipping changed the loss because the ratio was too small, or where dual clipping did."""
     clipped_high: Tensor
-    """Where clipping changed something because the ratio was too large: [N] bool."""
+    """[N] bool, where clipping changed the loss because the ratio was too large."""
 
     @property
     def clipped(self) -> Tensor:
-        """Where clipping changed something: [N] bool."""
+        """Return where clipping changed the loss: [N] bool."""
         return self.clipped_low | self.clipped_high
 
 
@@ -58,11 +58,11 @@ def clipped_policy_gradient(
         loss  = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
         and where A < 0 and clip_dual:  loss = min(loss, -clip_dual * A)
 
-    Schulman et al. 2017, equation 7 (arXiv:1707.06347); `clip_high` larger than `clip_low` is the clip-higher of
-    DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020
-    (arXiv:1912.09729): a bad token that has become much likelier is not pushed down without bound; 0: off (NeMo RL,
-    TRL), verl has 3. Computed in float32 whatever comes in. Log-ratios are clamped to plus or minus `limit` (verl: 20):
-    beyond, the ratio is that of the limit and the token gets no gradient. 0: no clamp, as in TRL and NeMo RL.
+    Schulman et al. 2017, equation 7 (arXiv:1707.06347); `clip_high` larger than `clip_low` is the clip-higher of DAPO
+    (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020 (arXiv:1912.09729):
+    it bounds how far a bad token that has become much likelier is pushed down; 0: off (NeMo RL, TRL), verl has 3.
+    Always computed in float32. Log-ratios are clamped to plus or minus `limit` (verl: 20): beyond, the ratio is that of
+    the limit and the token gets no gradient. 0: no clamp, as in TRL and NeMo RL.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     ratio = token_ratio(logprobs, old_logprobs, limit)
@@ -78,7 +78,7 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor, limit: float = MAX_LOG_R
 def clip_ratio(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float = 0.0
 ) -> PolicyGradient:
-    """Compute the clipped surrogate from ratios that are known; see `clipped_policy_gradient`."""
+    """Compute the clipped surrogate from given ratios; see `clipped_policy_gradient`."""
     free, bounded = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     clipped = (bounded < free).detach()
     gain = torch.minimum(free, bounded)
@@ -103,12 +103,12 @@ def sequence_ratio(
 
         s = exp(mean over the sequence's tokens of (logprobs - old_logprobs))
 
-    Zheng et al. 2025, equation 7 (arXiv:2507.18071). `per_token`: the ratio of GSPO-token, equation 14: the value is
-    s, and the gradient that of each token's own logprob. Where all tokens of a sequence have one advantage and weight
-    both have the same gradient. `product`: the sum in place of the mean, so that s is the ratio of the probabilities of
-    whole sequences, as in TRL's RLOO; the longer they are, the further it strays from 1. Only tokens under the mask
-    count. What is clamped to plus or minus `limit` is the mean, or the sum, and not what it is made of: beyond, the
-    sequence gets no gradient. 0: no clamp.
+    Zheng et al. 2025, equation 7 (arXiv:2507.18071). `per_token`: the ratio of GSPO-token, equation 14: its value is s,
+    and its gradient that of each token's own logprob. If all tokens of a sequence have one advantage and weight, both
+    have the same gradient. `product`: the sum in place of the mean, so that s is the ratio of the probabilities of
+    whole sequences, as in TRL's RLOO; the longer they are, the further it is from 1. Only tokens under the mask count.
+    The mean, or the sum, is clamped to plus or minus `limit`, and its terms are not: beyond, the sequence gets no
+    gradient. 0: no clamp.
     """
     change = log_ratio(logprobs, old_logprobs, MOST_NATS)
     bound = limit or LARGEST_EXPONENT
@@ -134,8 +134,8 @@ def cispo(
         weight = clip(exp(logprobs - old_logprobs), 1 - clip_low, 1 + clip_high), without gradient
         loss   = -weight * A * logprobs
 
-    CISPO: MiniMax 2025, equations 4 and 5 (arXiv:2506.13585). Every token keeps a gradient; what is bounded is its
-    weight. The paper sets no lower bound, that is `clip_low` 1. TRL states the upper bound itself, 1 + `clip_high`.
+    CISPO: MiniMax 2025, equations 4 and 5 (arXiv:2506.13585). Every token keeps a gradient; only its weight is bounded.
+    The paper sets no lower bound, that is `clip_low` 1. TRL's setting is the upper bound itself, 1 + `clip_high`.
     `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
@@ -181,7 +181,7 @@ def sapo(
 
     Gao et al. 2025 (arXiv:2511.20347), whose temperatures are the defaults. There is no clipping: the gradient fades as
     the ratio leaves 1. Its weight is 4 p (1 - p) times the ratio, with p the sigmoid: 1 on policy. The higher the
-    temperature, the sooner it fades. No token counts as clipped. `limit` is as in `clipped_policy_gradient`.
+    temperature, the faster it fades. No token counts as clipped. `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     ratio, advantages = token_ratio(logprobs, old_logprobs, limit), advantages.float()
@@ -208,10 +208,10 @@ def gmpo(
         ratio = exp(mean over the sequence's tokens of d')
         loss  = -ratio * A
 
-    Zhao et al. 2025 (arXiv:2507.20673): the geometric mean of ratios that are clipped token by token
-    before they are multiplied. Bounds are in nats, of the log-ratio; the paper's are exp(-0.4) and exp(0.4). A clipped
-    token gets no gradient, the others of its sequence do. Only tokens under the mask count. The mean is clamped to plus
-    or minus `limit`; 0: no clamp.
+    Zhao et al. 2025 (arXiv:2507.20673): the geometric mean of ratios that are clipped per token before they are
+    multiplied. Bounds are on the log-ratio, in nats; the paper's are exp(-0.4) and exp(0.4). A clipped token gets no
+    gradient, the others of its sequence do. Only tokens under the mask count. The mean is clamped to plus or minus
+    `limit`; 0: no clamp.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     change, advantages = log_ratio(logprobs, old_logprobs, MOST_NATS), advantages.float()
@@ -227,11 +227,12 @@ def near_policy(
 ) -> Tensor:
     """Return which tokens stay under off-policy sequence masking. logprobs ... mask [N], lengths [B] -> [N] bool.
 
-        out where A < 0 and mean over the sequence's tokens of (sampled - logprobs) > threshold
+        removed where A < 0 and mean over the sequence's tokens of (sampled - logprobs) > threshold
 
-    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (arXiv:2512.02556): bad answers that the policy would hardly give any
-    more teach nothing; good ones always stay. `sampled` are the logprobs of whom the tokens were drawn from. The mean
-    estimates KL(sampled || policy) in nats per token. Only tokens under the mask count. No gradient.
+    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (arXiv:2512.02556): nothing is learned from bad responses that the
+    policy would hardly produce any more; good ones always stay. `sampled` are the logprobs of the policy that sampled
+    the tokens. The mean estimates KL(sampled || policy) in nats per token. Only tokens under the mask count. No
+    gradient.
     """
     distance = segment_mean(log_ratio(sampled.detach(), logprobs.detach(), MOST_NATS), lengths, mask)
     near: Tensor = (advantages >= 0) | expand(distance <= threshold, lengths)
@@ -239,7 +240,7 @@ def near_policy(
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """Give logprobs in float32 that can stand in a loss: -inf becomes `LEAST_LOGPROB`, without gradient."""
+    """Return logprobs in float32 that can be a factor of a loss: -inf becomes `LEAST_LOGPROB`, without gradient."""
     return logprobs.float().clamp(min=LEAST_LOGPROB)
 
 

@@ -1,4 +1,4 @@
-"""Bridges between per-sequence [B] and per-token [N] columns. NumPy in, NumPy out; torch in, torch out."""
+"""Conversions between per-sequence [B] and per-token [N] columns. NumPy in, NumPy out; torch in, torch out."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ def expand(values: Any, lengths: Any) -> Any:
 
 
 def of_tokens(batch: Any, name: str) -> Any:
-    """Give a column of a batch for each token [N], whether it is one per token or per sequence."""
+    """Return a column of a batch for each token [N], whether the column is per token or per sequence."""
     return batch[name] if name in batch.per_token else expand(batch[name], batch["lengths"])
 
 
 def moved(batch: Any, name: str) -> Any:
-    """Say which sequences [B] have a number other than 0 in a column, at a trained token where it is per token."""
+    """Return which sequences [B] have a nonzero number in a column; in a per-token column, at a trained token."""
     if name in batch.per_sequence:
         return batch[name] != 0
     there = batch["loss_mask"] & (batch[name] != 0)

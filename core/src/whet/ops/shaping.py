@@ -1,4 +1,4 @@
-"""What is added to rewards before advantages are taken, on NumPy."""
+"""Terms that are added to rewards before advantages are computed, on NumPy."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from whet.ops.reductions import expand
 
 
 def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int, bounded: bool = True) -> NDArray[np.float32]:
-    """Give the soft penalty for long answers. sizes [E]: tokens of each answer -> [E], from 0 down to -1.
+    """Return the soft penalty for long responses. sizes [E]: tokens of each response -> [E], from 0 down to -1.
 
                  0                                       size <= longest - buffer
         R    =   ((longest - buffer) - size) / buffer    in between
                 -1                                       size > longest
 
-    DAPO: Yu et al. 2025, equation 13, section 3.4 (arXiv:2503.14476). A `buffer` of 0 is the hard bound. The size of an
-    answer is that of the whole of it, all turns together. Without `bounded` it goes on falling below -1 beyond
-    `longest`, as in verl and NeMo RL; that needs a buffer.
+    DAPO: Yu et al. 2025, equation 13, section 3.4 (arXiv:2503.14476). A `buffer` of 0 is the hard bound. The size of a
+    response counts all turns together. Without `bounded` the penalty keeps falling below -1 beyond `longest`, as in
+    verl and NeMo RL; that needs a buffer.
     """
     beyond = np.asarray(sizes, np.float64) - (longest - buffer)
     soft = -beyond / buffer if buffer else np.where(beyond > 0, -1.0, 0.0)
@@ -26,11 +26,11 @@ def overlong_penalty(sizes: NDArray[Any], longest: int, buffer: int, bounded: bo
 
 
 def reward_to_go(rewards: NDArray[Any], token_rewards: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return what is still to come at each token: the sequence's reward, and token rewards from t on. -> [N] float64.
+    """Return the reward to go at each token: the sequence's reward, plus the token rewards from t on. -> [N] float64.
 
-    rewards [B] do not hold the token rewards [N]. Each sequence is summed by itself, and its reward is added last, so
-    that rewards which cancelled before leave nothing behind. Discount 1, as in REINFORCE++ (arXiv:2501.03262, section
-    3): r - weight * (sum of KL from t on).
+    rewards [B] do not include the token rewards [N]. Each sequence is summed by itself, and its reward is added last,
+    so that rewards which cancelled before leave nothing behind. Discount 1, as in REINFORCE++ (arXiv:2501.03262,
+    section 3): r - weight * (sum of KL from t on).
     """
     everywhere, nothing = np.ones(len(token_rewards), np.bool_), np.zeros(len(token_rewards))
     onwards = gae(token_rewards, nothing, everywhere, lengths, gamma=1.0, lambda_=1.0)
@@ -38,11 +38,11 @@ def reward_to_go(rewards: NDArray[Any], token_rewards: NDArray[Any], lengths: ND
 
 
 def adapted_weight(weight: float, divergence: float, target: float, horizon: float, episodes: int) -> float:
-    """Return the weight of a penalty after a step of so many episodes, whose mean divergence was that.
+    """Return the weight of a penalty after a step with this many episodes and this mean divergence.
 
         weight * (1 + clip(divergence / target - 1, -0.2, 0.2) * episodes / horizon)
 
-    Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), as their code, TRL and verl have it: `horizon` in episodes.
+    Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), as in their code, TRL and verl: `horizon` in episodes.
     """
     error = min(max(divergence / target - 1.0, -0.2), 0.2)
     return weight * (1.0 + error * episodes / horizon)

@@ -1,4 +1,4 @@
-"""The plugins that are installed: their hooks, what they offer, and how a name leads to a distribution."""
+"""The installed plugins: their hooks, what they offer, and which distribution offers a name."""
 
 
 def __getattr__(name: str) -> object:

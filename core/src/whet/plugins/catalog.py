@@ -1,7 +1,7 @@
-"""What the project's own distributions offer, so that a name that is not installed leads to the one that brings it.
+"""What the project's own distributions offer. For a name that is not installed, it tells which distribution to install.
 
-Core knows no plugin by name: all of it is read from `catalog.json`, which `python docs/generate_reference.py` writes
-from what the plugins say of themselves.
+Core knows no plugin by name. All of it is read from `catalog.json`, which `python docs/generate_reference.py` writes
+from the plugins' own data.
 """
 
 import difflib
@@ -20,49 +20,52 @@ class Catalog:
     """The project's distributions beside core."""
 
     distributions: Mapping[str, str]
-    """A line on each, by name."""
+    """One line about each distribution, by name."""
     components: Mapping[str, Mapping[str, str]]
-    """For each kind of component the distribution that offers it, by the word after `use:`."""
+    """For each kind of component, the distribution that offers it, by the word after `use:`."""
     recipes: Mapping[str, str]
     """The distribution that ships a recipe, by the name of the recipe."""
     demos: Mapping[str, tuple[str, ...]]
-    """The distributions that a demo needs, by the name of the demo; the first one ships it."""
+    """The distributions that a demo needs, by the name of the demo. The first one ships it."""
     commands: Mapping[str, str]
     """The distribution that offers a command of `whet`, by the command."""
     bundles: Mapping[str, tuple[str, ...]]
     """Distributions that are installed together, by the extra of core that names them."""
 
     def owner(self, kind: str, name: str) -> str | None:
-        """Return the distribution that offers a component."""
+        """Return the distribution that offers a component. None: the catalog has no such component."""
         return self.components.get(kind, {}).get(name)
 
     def near(self, kind: str, name: str) -> str | None:
-        """Return the component of a kind that was probably meant."""
+        """Return the component of a kind that was probably meant. None: no name is close."""
         close = difflib.get_close_matches(name, self.components.get(kind, {}), n=1, cutoff=0.6)
         return close[0] if close else None
 
     def titles(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield KIND/NAME and the distribution of all that a name may mean: a component, KIND/NAME, a distribution."""
+        """Yield KIND/NAME and distribution of all that a name may mean: a component, KIND/NAME, a distribution."""
         for kind, owners in self.components.items():
             for component, owner in owners.items():
                 if name in (component, f"{kind}/{component}", owner):
                     yield f"{kind}/{component}", owner
 
     def bundle(self, wanted: Iterable[str]) -> str | None:
-        """Return the bundle that holds all of these distributions, and at most one other that offers no command."""
+        """Return the smallest bundle that holds all of these distributions, or None.
+
+        It may hold at most one other distribution that offers no command.
+        """
         needed, known = set(wanted), set(wanted) | set(self.commands.values())
         holding = [name for name, held in self.bundles.items() if needed <= set(held) and len(set(held) - known) <= 1]
         return min(holding, key=lambda name: len(self.bundles[name]), default=None)
 
     def command(self, wanted: Iterable[str]) -> str:
-        """Return the shortest command that installs distributions."""
+        """Return the shortest command that installs these distributions."""
         bundle = self.bundle(needed := list(wanted))
         return bundle_words(bundle) if bundle else install_words(needed)
 
 
 @functools.cache
 def catalog() -> Catalog:
-    """Read the catalog, once."""
+    """Return the catalog. It is read once."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
     demos, bundles = ({name: tuple(held) for name, held in found[key].items()} for key in ("demos", "bundles"))
     return Catalog(found["distributions"], found["components"], found["recipes"], demos, found["commands"], bundles)
@@ -79,5 +82,5 @@ def bundle_words(name: str) -> str:
 
 
 def offered_words(owner: str) -> str:
-    """Return who offers a name that is not installed, and how it is installed, as the end of a sentence."""
+    """Return which distribution offers a name that is not installed, and the command to install it, as text."""
     return f"it is offered by {owner}: {install_words([owner])}"

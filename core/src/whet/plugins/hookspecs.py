@@ -5,8 +5,8 @@ A plugin's distribution names its hook module in the entry-point group `whet`:
     [project.entry-points.whet]
     my-plugin = "my_plugin.hooks"
 
-and marks the functions there with `@whet.hookimpl`. Hooks run on the driver only; they see
-configs, plain numbers and core records, never a tensor.
+and marks the functions there with `@whet.hookimpl`. Hooks run on the driver only. They see configs, plain numbers and
+core records, never a tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,47 +24,47 @@ hookspec = pluggy.HookspecMarker("whet")
 
 @hookspec
 def whet_backends() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer training backends: they hold the model, and take optimizer steps."""
+    """Offer training backends. A backend holds the model and takes optimizer steps."""
 
 
 @hookspec
 def whet_generators() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer generators: tokens in, tokens and logprobs out."""
+    """Offer generators. A generator gets tokens and returns tokens and logprobs."""
 
 
 @hookspec
 def whet_losses() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer losses: pure functions of model outputs and a batch."""
+    """Offer losses. A loss is a pure function of model outputs and a batch."""
 
 
 @hookspec
 def whet_environments() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer environments: tasks, and episodes that end in named rewards."""
+    """Offer environments. An environment has tasks, and plays episodes that end in named rewards."""
 
 
 @hookspec
 def whet_loggers() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer loggers: they see plain numbers after each step."""
+    """Offer loggers. A logger gets plain numbers after each step."""
 
 
 @hookspec
 def whet_algorithms() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer algorithms: the loop of a run."""
+    """Offer algorithms. An algorithm is the loop of a run."""
 
 
 @hookspec
 def whet_advantages() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer advantage estimators: pure functions of rewards and groups."""
+    """Offer advantage estimators. An estimator is a pure function of rewards and groups."""
 
 
 @hookspec
 def whet_filters() -> "Iterable[Component]":  # type: ignore[empty-body]
-    """Offer filters: they keep or drop a group of episodes inside the rollout stream."""
+    """Offer filters. A filter keeps or drops a group of episodes inside the rollout stream."""
 
 
 @hookspec
 def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[empty-body]
-    """Find problems that only the plugin can see, before any resource is claimed.
+    """Return problems that only the plugin can find, before any resource is claimed.
 
     :param config: the whole structured config.
     """
@@ -72,17 +72,15 @@ def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[
 
 @hookspec(firstresult=True)
 def whet_run(algorithm: "Algorithm", parts: "Parts") -> object:
-    """Run the algorithm; core's own implementation calls `algorithm.run(parts)`. Profilers and notifiers wrap it.
+    """Run the algorithm. Core's own implementation calls `algorithm.run(parts)`; profilers and notifiers wrap it.
 
-    :param algorithm: the algorithm, built.
-    :param parts: what it runs on.
+    :param algorithm: the built algorithm. :param parts: the parts of the run, which the algorithm uses.
     """
 
 
 @hookspec
 def whet_step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """See the numbers of a finished step, on the driver.
+    """Receive the numbers of a finished step, on the driver.
 
-    :param step: its number, counted from 1.
-    :param metrics: every metric of the step as a plain number.
+    :param step: number of the step, counted from 1. :param metrics: every metric of the step as a plain number.
     """

@@ -1,4 +1,6 @@
-"""Loads plugins one by one, so that a broken one is recorded and quoted, and harms nothing that does without it."""
+"""Loads plugins one by one. A broken plugin is recorded with its error, and does not affect anything that works without
+it.
+"""
 
 import inspect
 import traceback
@@ -32,18 +34,18 @@ class Source:
     """Where a plugin was found."""
 
     name: str
-    """Of the entry point, or the stem of a single file."""
+    """Name of the entry point, or the stem of a single file."""
     distribution: str
     """The distribution, or the path of a single-file plugin."""
     version: str = ""
-    """Of the distribution."""
+    """Version of the distribution."""
     module: str = ""
-    """What the entry point names."""
+    """The module that the entry point names. Empty for a single file."""
 
 
 @frozen
 class Offer:
-    """A component together with who offers it."""
+    """A component together with the plugin that offers it."""
 
     component: Component
     distribution: str
@@ -56,15 +58,15 @@ class Broken:
     """A plugin, or a part of one, that could not be used."""
 
     name: str
-    """Of the entry point, or the stem of a single file."""
+    """Name of the entry point, or the stem of a single file."""
     distribution: str
     """The distribution, or the path of a single-file plugin."""
     reason: str
-    """What was wrong, on one line, with the place in the plugin where that is known."""
+    """What was wrong, on one line, with the place in the plugin if it is known."""
     kind: Kind | None = None
-    """The only kind of component that may be missing for it; None: any."""
+    """The only kind of component that may be missing because of this. None: any kind."""
     last_lines: str = ""
-    """Of the traceback, where it raised."""
+    """The last lines of the traceback, if the plugin raised."""
 
     def __str__(self) -> str:
         return f"{self.distribution} (plugin {self.name!r}): {self.reason}"
@@ -77,25 +79,27 @@ class Registry:
         self.manager = new_manager()
         self.broken: list[Broken] = []
         self._offers: dict[Kind, dict[str, list[Offer]]] = {kind: {} for kind in KINDS}
-        self._sources: dict[str, Source] = {}  # by the manager's name of a plugin
+        self._sources: dict[str, Source] = {}  # by the name that the manager has for the plugin
         self.wanted: list[str] = []
-        """Distributions of the catalog that offer what was asked for, and are not installed."""
+        """Distributions of the catalog that offer a requested name and are not installed."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The plugins that were loaded, in the order of loading."""
+        """Return the loaded plugins, in the order of loading."""
         return tuple(self._sources.values())
 
     def offers(self, kind: Kind) -> dict[str, Offer]:
-        """Give the components of a kind by name, without those that are offered twice."""
+        """Return the components of a kind by name, without those that are offered twice."""
         return {name: offers[0] for name, offers in sorted(self._offers[kind].items()) if len(offers) == 1}
 
     def contested(self, kind: Kind) -> dict[str, list[Offer]]:
-        """Give the components of a kind that are offered more than once."""
+        """Return the components of a kind that are offered more than once."""
         return {name: offers for name, offers in sorted(self._offers[kind].items()) if len(offers) > 1}
 
     def find(self, kind: Kind, name: str) -> Offer:
-        """Find a component. Raises `PluginError` with the nearest name and every broken plugin that might offer it."""
+        """Return a component. Raises `PluginError` with the nearest name and every broken plugin that might
+        offer it.
+        """
         offers = self._offers[kind].get(name, [])
         if len(offers) == 1:
             return offers[0]
@@ -109,15 +113,19 @@ class Registry:
 
     @property
     def here(self) -> set[str]:
-        """The distributions and files that were found, usable or not."""
+        """Return the distributions and files that were found, usable or not."""
         return {source.distribution for source in self.sources} | {broken.distribution for broken in self.broken}
 
     def elsewhere(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield KIND/NAME and distribution of all that a name may mean in the catalog and that is not installed."""
+        """Yield KIND/NAME and distribution of everything that a name may mean in the catalog and that is not
+        installed.
+        """
         yield from ((title, owner) for title, owner in catalog().titles(name) if owner not in self.here)
 
     def _elsewhere(self, kind: Kind, name: str) -> str:
-        """Return which distribution that is not installed offers a name, or one like it; empty: none does."""
+        """Return which distribution that is not installed offers a name, or a similar one, as text. Empty: none
+        does.
+        """
         meant = name if catalog().owner(kind, name) else catalog().near(kind, name)
         owner = catalog().owner(kind, meant) if meant else None
         if owner is None or owner in self.here:
@@ -128,7 +136,9 @@ class Registry:
         return f"; {offered_words(owner)}"
 
     def problems(self, config: "Config") -> list[Problem]:
-        """Ask the `whet_check_config` of every plugin. One that fails is recorded as broken."""
+        """Return the problems that the `whet_check_config` of every plugin finds. A plugin whose hook fails becomes
+        broken.
+        """
         plugins = [(key, self.manager.get_plugin(key)) for key in self._sources]
         return [
             problem
@@ -152,7 +162,7 @@ class Registry:
             plugin = load()
             _validate(plugin)
             self.manager.register(plugin, name=key)
-        except (Exception, SystemExit) as error:  # nothing that a plugin raises may end a command that can do without
+        except (Exception, SystemExit) as error:  # a command that works without the plugin must not fail
             self.broken.append(_broken(source, _reason(error), error=error))
             return
         self._sources[key] = source
@@ -163,7 +173,7 @@ class Registry:
     def _ask(
         self, key: str, plugin: Any, hook: str, wanted: type, kind: Kind | None = None, **arguments: Any
     ) -> list[Any]:
-        """Call a hook of one plugin; give the items that are as they should be, and record the rest as broken."""
+        """Call a hook of one plugin. Return the valid items, and record the others as broken."""
         good, bad = list[Any](), list[Broken]()
         source = self._sources[key]
         for implementation in getattr(self.manager.hook, hook).get_hookimpls():
@@ -193,7 +203,7 @@ class Registry:
 
 
 def load_plugins(files: Sequence[Path] = ()) -> Registry:
-    """Load the plugins of all installed distributions, then single files. Never raises for a broken one."""
+    """Load the plugins of all installed distributions, then single files. Never raises because a plugin is broken."""
     registry = Registry()
     registry.load_installed()
     for file in files:
@@ -202,7 +212,7 @@ def load_plugins(files: Sequence[Path] = ()) -> Registry:
 
 
 def new_manager() -> pluggy.PluginManager:
-    """Make a manager that knows the hooks of whet and no plugin."""
+    """Return a manager that knows the hooks of whet and no plugin."""
     manager = pluggy.PluginManager("whet")
     manager.add_hookspecs(hookspecs)
     return manager
@@ -214,7 +224,9 @@ def _broken(source: Source, reason: str, kind: Kind | None = None, error: BaseEx
 
 
 def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
-    """Give the entry points of whet, sorted; distributions that cannot be read or want another core are recorded."""
+    """Yield the entry points of whet, sorted. Record distributions that cannot be read or need another version
+    of core.
+    """
     found: list[tuple[EntryPoint, Source]] = []
     seen: set[str] = set()
     for distribution in distributions():
@@ -222,7 +234,7 @@ def _entries(broken: list[Broken]) -> Iterator[tuple[EntryPoint, Source]]:
         try:
             name = str(distribution.metadata["Name"])
             entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
-            if not entries or canonicalize_name(name) in seen:  # the first on the path is the one that is imported
+            if not entries or canonicalize_name(name) in seen:  # Python imports the first on the path
                 continue
             seen.add(canonicalize_name(name))
             reason = other_core(distribution)
@@ -277,7 +289,7 @@ def _none_of(kind: Kind) -> str:
 
 
 def _fault(component: Component) -> str | None:
-    """Say what is wrong with a component, as the end of a sentence."""
+    """Return what is wrong with a component, as the end of a sentence. None: nothing."""
     name, config = component.name, component.config
     if not isinstance(name, str) or not name or name.strip("abcdefghijklmnopqrstuvwxyz0123456789-"):
         return "has a name that is not in lower case with dashes"
@@ -292,7 +304,9 @@ def _fault(component: Component) -> str | None:
 
 
 def _located(component: Component, plugin: Any) -> Component:
-    """Name the targets of a single-file plugin by its path, so that workers can import them."""
+    """Return the component with its targets named by path if its plugin is a single file, so that workers can import
+    them.
+    """
     name, file = getattr(plugin, "__name__", ""), getattr(plugin, "__file__", None)
     if not file or name != file_module(file):
         return component
@@ -305,13 +319,13 @@ def _located(component: Component, plugin: Any) -> Component:
 
 
 def _reason(error: BaseException) -> str:
-    """Say on one line what was raised and where in the plugin."""
+    """Return what was raised, and where in the plugin, on one line."""
     text = " ".join(str(error).split())[:300]
     said = text if isinstance(error, PluginError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     ours = (__file__, pluggy.__path__[0], "<frozen importlib", str(Path(inspect.__file__).parent / "importlib"))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     frames = [frame for frame in frames if frame.filename != import_file.__code__.co_filename]
-    if not frames or isinstance(error, SyntaxError):  # a syntax error says itself where it is
+    if not frames or isinstance(error, SyntaxError):  # the text of a syntax error has its place
         return said
     place = "/".join(Path(frames[-1].filename).parts[-2:])
     return f"{said} ({place}, line {frames[-1].lineno})"

@@ -1,4 +1,4 @@
-"""What plugins ship beside code: recipes, and demos, which are recipes that follow each other from nothing.
+"""What plugins ship beside code: recipes, and demos. A demo is a series of recipes that starts without a model.
 
 A plugin's package may hold the folder `recipes`, with a YAML file for each, and `demos.toml`, with a table for each:
 
@@ -7,9 +7,9 @@ A plugin's package may hold the folder `recipes`, with a YAML file for each, and
     demonstrations = "my_plugin.sums:demonstrations"   # called with (count, seed=seed): records of conversations
     folder = "runs/sums"                               # where its recipes look for its model and write their runs
     recipes = ["sums-sft", "sums-grpo"]                # in this order
-    minutes = 5                                        # it takes on two CPU cores
+    minutes = 5                                        # its duration on two CPU cores
 
-The model and the data that a demo begins from are put into `start` below its folder.
+The model and the data from which a demo starts are written to `start` below its folder.
 """
 
 import importlib
@@ -38,7 +38,7 @@ class Recipe:
 
     @property
     def about(self) -> str:
-        """The first sentence of the remark that it begins with."""
+        """Return the first sentence of the comment at the top of the recipe."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         words = " ".join(line.lstrip("# ") for line in _head(lines))
         return re.split(r"(?<=[.;]) ", words)[0].rstrip(".;")
@@ -46,7 +46,7 @@ class Recipe:
 
 @frozen
 class Demo:
-    """A small run from nothing."""
+    """A series of small runs that starts without a model."""
 
     name: str
     about: str
@@ -56,7 +56,7 @@ class Demo:
     """The folder that its recipes name."""
     recipes: tuple[str, ...]
     minutes: float
-    """How long it takes on two CPU cores."""
+    """Its duration on two CPU cores."""
     distribution: str
 
 
@@ -70,7 +70,7 @@ def packages(registry: Registry) -> Iterator[tuple[Path, str, str]]:
 
 
 def recipes(registry: Registry) -> dict[str, Recipe]:
-    """Find the recipes of all installed plugins by name. One that others extend may be shipped by several."""
+    """Return the recipes of all installed plugins by name. A base recipe may be shipped by several plugins."""
     found: dict[str, Recipe] = {}
     for folder, distribution, version in packages(registry):
         for path in sorted(folder.glob("recipes/*.yaml")):
@@ -80,7 +80,7 @@ def recipes(registry: Registry) -> dict[str, Recipe]:
 
 
 def recipe(registry: Registry, name: str) -> Recipe:
-    """Find a recipe. Raises `ConfigError` with the distribution that ships it, or with the nearest name."""
+    """Return a recipe. Raises `ConfigError` with the distribution that ships it, or with the nearest name."""
     found = recipes(registry)
     if name in found:
         return found[name]
@@ -90,7 +90,7 @@ def recipe(registry: Registry, name: str) -> Recipe:
 
 
 def demos(registry: Registry) -> dict[str, Demo]:
-    """Find the demos of all installed plugins by name. Raises `PluginError` for a table that is not as it should be."""
+    """Return the demos of all installed plugins by name. Raises `PluginError` for a malformed table."""
     found: dict[str, Demo] = {}
     for folder, distribution, _ in packages(registry):
         file = folder / "demos.toml"
@@ -104,7 +104,7 @@ def demos(registry: Registry) -> dict[str, Demo]:
 
 
 def demo(registry: Registry, name: str) -> Demo:
-    """Find a demo. Raises `ConfigError` with the distribution that ships it, or with the nearest name."""
+    """Return a demo. Raises `ConfigError` with the distribution that ships it, or with the nearest name."""
     found = demos(registry)
     if name in found:
         return found[name]
@@ -115,7 +115,7 @@ def demo(registry: Registry, name: str) -> Demo:
 
 
 def with_bases(recipe: Recipe) -> list[Path]:
-    """Return the file of a recipe and those that it extends. Raises `ConfigError` for one that is not beside it."""
+    """Return the file of a recipe and the files that it extends. Raises `ConfigError` if one of them is missing."""
     files = [recipe.path]
     while (base := yaml.safe_load(files[-1].read_text(encoding="utf-8")).get("extends")) is not None:
         file = files[-1].parent / base
@@ -126,7 +126,7 @@ def with_bases(recipe: Recipe) -> list[Path]:
 
 
 def rebased(text: str, old: str, new: str) -> str:
-    """Put another folder in the place of one that a recipe's plain paths begin with; quote what YAML would misread."""
+    """Replace the folder at the beginning of a recipe's plain paths; quote a path that YAML would misread."""
     plain = re.fullmatch(r"[\w./-]+", new) is not None
 
     def path(match: re.Match[str]) -> str:

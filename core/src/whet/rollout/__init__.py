@@ -1,1 +1,1 @@
-"""Episodes, the stream that paces them, and evaluation."""
+"""Episodes, and the stream that decides when groups of episodes are played."""

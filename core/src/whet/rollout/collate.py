@@ -1,4 +1,4 @@
-"""From finished groups to a batch, to metrics and to records on disk."""
+"""Converts finished groups to a batch, to metrics and to records on disk."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 
 def collate(groups: Sequence[Group], temperature: float, environments: Sequence[str]) -> Batch:
-    """Make one batch of all sequences of the groups, in order.
+    """Return one batch of all sequences of the groups, in order.
 
-    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where loss_mask is false).
-    Per sequence: lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit
-    (the sequence itself), env int64 (index into `info["environments"]`), temperature, reward float32, and
-    `reward:NAME` float32 for each named reward (nan where the episode has none of that name; see `completed`), stopped
-    bool (false: the last answer was cut by its length). An episode's reward stands at each of its sequences. Where
-    groups have a greedy episode its reward stands at each of their sequences as `greedy_reward` float32; nothing else
-    is of it.
+    Per token: tokens int64, loss_mask bool, sampler_logprobs float32, version int32 (-1 where loss_mask is false). Per
+    sequence: lengths, prompt_lengths, group (order of admission), episode (numbered through the batch), unit (the
+    sequence itself), env int64 (index into `info["environments"]`), temperature, reward float32, `reward:NAME` float32
+    for each named reward (nan where the episode lacks it; see `completed`), and stopped bool (false: the last response
+    was cut by its length). Every sequence of an episode has the episode's reward. If groups have a greedy episode, each
+    of their sequences has its reward as `greedy_reward` float32; the batch has nothing else of a greedy episode.
     """
     episodes = completed([episode for group in groups for episode in group.episodes])
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
@@ -33,7 +32,7 @@ def collate(groups: Sequence[Group], temperature: float, environments: Sequence[
     names = {name: index for index, name in enumerate(environments)}
 
     def spread(values: Sequence[Any] | NDArray[Any], dtype: type) -> NDArray[Any]:
-        """Give each episode's value to its sequences."""
+        """Return a column [sequences] with each episode's value for all of its sequences."""
         return np.repeat(np.asarray(values, dtype), forks)
 
     greedy = [group.greedy.reward for group in groups if group.greedy is not None]
@@ -67,12 +66,14 @@ def _joined(trajectories: Sequence[Trajectory], name: str, dtype: type) -> NDArr
 
 
 def reward_names(episodes: Sequence[Episode]) -> tuple[str, ...]:
-    """Names of all rewards, in order of first appearance."""
+    """Return the names of all rewards, in order of first appearance."""
     return tuple(dict.fromkeys(name for episode in episodes for name in episode.rewards))
 
 
 def completed(episodes: Sequence[Episode]) -> list[Episode]:
-    """Return the episodes, with a reward of 0 where graders could not decide and others of its environment have one."""
+    """Return the episodes, where an undecided episode has a reward of 0 for each name that its environment gives to
+    others.
+    """
     names: dict[str, dict[str, float]] = {}
     for episode in episodes:
         names.setdefault(episode.environment, {}).update(dict.fromkeys(episode.rewards, 0.0))
@@ -83,19 +84,23 @@ def completed(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def response_length(episode: Episode) -> int:
-    """Count the tokens of an episode that the model produced."""
+    """Return the number of tokens that the model produced in an episode."""
     return sum(int(np.count_nonzero(trajectory.loss_mask)) for trajectory in episode.trajectories)
 
 
 def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | None" = None) -> dict[str, Metric]:
     """Return the metrics of finished groups.
 
-    reward/mean, reward/NAME for each named reward, reward/std (mean over groups of the unbiased deviation within
-    one: 0 means that nothing is left to learn by comparison), response_length/mean and /max (tokens the model
-    produced in an episode), response_length/cut (share of episodes whose last answer was cut), turns/mean, and
-    reward/greedy of greedy episodes, which count in none of the others.
-    `passing` says for each environment of the run what passes; with it there is pass_rate (share of episodes). Where
-    it has several environments, each also has all these metrics of its own groups as ENVIRONMENT/METRIC.
+    - reward/mean, and reward/NAME for each named reward
+    - reward/std: mean over groups of the unbiased deviation within a group; 0: nothing is left to learn by comparison
+    - reward/greedy: of greedy episodes, which no other metric counts
+    - response_length/mean and /max: tokens that the model produced in an episode
+    - response_length/cut: share of episodes with a response that was cut
+    - turns/mean
+    - pass_rate: share of episodes that pass
+
+    `passing` maps each environment of the run to its criterion; without it there is no pass_rate. If it has several
+    environments, each of them also has all these metrics of its own groups as ENVIRONMENT/METRIC.
     """
     passing = passing or {}
     found = _metrics(groups, passing)
@@ -106,7 +111,7 @@ def rollout_metrics(groups: Sequence[Group], passing: "Mapping[str, Passing] | N
 
 
 def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[str, Metric]:
-    """Return the metrics of groups, whatever their environments."""
+    """Return the metrics of groups, over all their environments."""
     episodes = completed([episode for group in groups for episode in group.episodes])
     if not episodes:
         return {}
@@ -137,12 +142,12 @@ def _metrics(groups: Sequence[Group], passing: "Mapping[str, Passing]") -> dict[
 
 
 def record(group: Group) -> list[dict[str, Any]]:
-    """Give a row of builtins for each episode of a group, for `rollouts/` and `evaluations/` of the run folder."""
+    """Return a row of builtins for each episode of a group, for `rollouts/` and `evaluations/` of the run folder."""
     return [_row(group.index, episode) for episode in group.episodes]
 
 
 def _row(group: int, episode: Episode) -> dict[str, Any]:
-    # Plain lists: for a few dozen tokens they are several times faster than a reduction of NumPy's.
+    # Plain lists: for a few dozen tokens they are several times faster than a NumPy reduction.
     produced = [v for t in episode.trajectories for v in t.versions[t.loss_mask].tolist()]
     return {
         "group": group,

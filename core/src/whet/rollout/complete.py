@@ -1,10 +1,10 @@
-"""A completion to its end, whatever new weights do to it meanwhile.
+"""Completes a request even if new weights interrupt it.
 
 A generator may end a completion with `abort` because weights arrived (`rollout.on_weight_update: abort`). Then the
-rest is asked for, with the tokens so far as prompt, and the parts are joined: each token keeps the logprob and the
-version it was sampled with.
+rest is requested with the tokens so far as prompt, and the parts are joined. Each token keeps the logprob and the
+version with which it was sampled.
 
-    prompt  aaaa|            asked first: ended by an abort after 4 tokens, version 3
+    prompt  aaaa|            first request: aborted after 4 tokens, version 3
     prompt  aaaa bbbbbbb.    the rest: version 4
             3333 4444444     versions ((0, 3), (4, 4))
 """
@@ -21,9 +21,10 @@ from whet.interfaces.generator import Generator
 
 
 async def complete(generator: Generator, request: Request, decode: Callable[[IntArray], str]) -> Completion:
-    """Have a request served to its end. The randomness of each part depends on the request and on its first token.
+    """Return the completion of a request, joined from as many parts as needed.
 
-    `decode` turns tokens into text, to find stop strings that begin in one part and end in the next.
+    The randomness of each part depends on the request and on the part's first token. `decode` turns tokens into text,
+    to find stop strings that begin in one part and end in the next.
     """
     parts: list[Completion] = []
     rest = request
@@ -42,11 +43,13 @@ async def complete(generator: Generator, request: Request, decode: Callable[[Int
                 sampling=evolve(request.sampling, max_tokens=request.sampling.max_tokens - done),
                 seed=derive_seed(request.seed, "rest", done),
             )
-        await asyncio.sleep(0)  # a generator that aborts again and again must not hold up the event loop
+        await asyncio.sleep(0)  # a generator that aborts repeatedly must not block the event loop
 
 
 def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntArray], str]) -> Completion:
-    """Join the parts of a completion, each of which has tokens, and end it where a stop string ends across two."""
+    """Join the parts of a completion, each of which has tokens. End it where a stop string ends that crosses
+    two parts.
+    """
     tokens = np.concatenate([part.tokens for part in parts])
     starts = np.cumsum([0, *(len(part.tokens) for part in parts[:-1])])
     versions = [
@@ -73,12 +76,12 @@ def joined(request: Request, parts: Sequence[Completion], decode: Callable[[IntA
 def _stop_across(
     tokens: IntArray, starts: Sequence[int], stops: Sequence[str], decode: Callable[[IntArray], str]
 ) -> int:
-    """Give the number of tokens up to the one that completes a stop string across parts; all where none does.
+    """Return the number of tokens up to the one that completes a stop string across parts. All tokens: there is none.
 
-    A generator sees the stop strings of its own part alone. What it sampled beyond one across two would never have
-    been asked for, so cutting it off leaves a sample of the same distribution.
+    A generator sees only the stop strings within its own part. Tokens sampled after a stop string across two parts
+    would never have been requested, so the shortened completion is a sample of the same distribution.
     """
-    longest = max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
+    longest = max((len(stop.encode()) for stop in stops), default=0)  # a token has at least one byte
     for start in starts:
         for end in range(start + 1, min(start + longest, len(tokens)) + 1):
             text = decode(tokens[max(0, end - longest - 1) : end])

@@ -1,4 +1,4 @@
-"""One episode: an environment drives the model, again where it failed, and what came of it is a record."""
+"""One episode: an environment drives the model. A failed episode is played again; a finished one becomes a record."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Chat(Protocol):
-    """What an episode needs of a `whet.data.chat.ChatTokenizer`, which says what each does."""
+    """The part of `whet.data.chat.ChatTokenizer` that an episode needs; see there."""
 
     @property
     def stop_tokens(self) -> tuple[int, ...]: ...  # noqa: D102 - as there
@@ -48,7 +48,7 @@ class Chat(Protocol):
 
 
 Prompts = dict[tuple[Tools, Conversation], tuple[str, IntArray]]
-"""Tools and opening messages of a group -> the name under which requests share their computation, and the tokens."""
+"""(tools, opening messages) of a group -> the name under which requests share their computation, and the tokens."""
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
@@ -57,11 +57,11 @@ class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed epis
     def __init__(self, message: str, infrastructure: bool = False) -> None:
         super().__init__(message)
         self.infrastructure = infrastructure
-        """Whether what it stands on failed, rather than the episode."""
+        """Whether the infrastructure failed, rather than the episode."""
 
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
-"""Before an episode is played again whose infrastructure failed: four times as long each time."""
+"""Pause before an episode whose infrastructure failed is played again. It is four times as long each time."""
 
 
 @frozen(eq=False)
@@ -71,48 +71,49 @@ class Assignment:
     route: Route
     task: Task
     position: int
-    """Of the task in its split."""
+    """Position of the task in its split."""
     index: int
-    """Of the group: order of admission in training, position of the task in evaluation. Randomness comes from this."""
+    """Index of the group: order of admission in training, position of the task in evaluation. Randomness is derived
+    from it."""
     prompts: Prompts = field(factory=dict)
-    """Filled while playing."""
+    """Prompts of the group, filled while playing."""
     tally: Counter[str] = field(factory=Counter)
-    """Counts episodes `done`, `retried`, and `failed` or lost to `infrastructure` for good, while playing; and of those
-    `done` the answers that graders could not decide about, `undecided`."""
+    """Counts episodes by outcome, filled while playing: `done`, `retried`, finally `failed`, finally lost to
+    `infrastructure`. Among the `done` ones, `undecided` counts responses that graders could not decide."""
 
 
 @frozen(eq=False)
 class Player:
-    """Plays episodes: what those of one stream, or of one evaluation, have in common."""
+    """Plays episodes. Holds what the episodes of one stream, or of one evaluation, have in common."""
 
     generator: "Generator"
     chat: Chat
     sampling: Sampling
-    """Of each turn, with the chat's stop tokens; see `with_stop_tokens`."""
+    """Sampling of each turn, with the chat's stop tokens; see `with_stop_tokens`."""
     max_context: int
     """Longest sequence, prompt included, in tokens; 0: no limit."""
     seed: int
-    """The run's."""
+    """The run's seed."""
     purpose: str
     """Keeps the randomness of training and evaluation apart."""
     retries: int
     deadline_seconds: float
-    """For one attempt at an episode, all its turns included."""
+    """Limit of one attempt at an episode, all its turns included."""
     infrastructure_retries: int = 0
     gate: Gate = field(factory=Gate)
-    """What requests pass on their way to the generator."""
+    """The gate that requests pass on their way to the generator."""
     answers: bool = False
-    """Whether to ask the environment what each episode answered, where it can say."""
+    """Whether to ask the environment for the final answer of each episode, if it extracts one."""
     listener: Listener = field(factory=Listener)
-    """Where foreign agents reach the model, while an episode has an endpoint open."""
+    """Where external agents reach the model while an episode has an endpoint open."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
     """Of each environment; filled while playing."""
 
     async def group(self, assignment: Assignment, samples: int, greedy: bool = False) -> Group:
-        """Play all episodes of a group at once. The first that fails for good ends the others.
+        """Play all episodes of a group concurrently. The first one that finally fails cancels the others.
 
-        `greedy`: one more beside them, at temperature 0. Its number is that after the last sample's, so the randomness
-        of the samples is the same with and without it.
+        `greedy`: play one more episode, at temperature 0. Its number follows the last sample's, so the randomness of
+        the samples is the same with and without it.
         """
         playing = [self.episode(assignment, sample) for sample in range(samples)]
         if greedy:
@@ -124,12 +125,13 @@ class Player:
         return Group(assignment.index, assignment.route.name, assignment.position, tuple(sampled), one)
 
     async def episode(self, assignment: Assignment, sample: int) -> Episode:
-        """Play an episode, and again with fresh randomness when it fails. Raises `EpisodeFailed` in the end.
+        """Play an episode. If it fails, play it again with fresh randomness. Raises `EpisodeFailed` after the last
+        attempt.
 
-        When its infrastructure fails it is played again just as it was: what broke down in passing leaves no trace.
-        Where that does not help the answer itself may be the cause, as of a grader that it hangs, and randomness is
-        fresh from then on. A request that may be what kills replicas is not made again. `WorkerError` and
-        `BrokenEnvironment` come through at once.
+        If its infrastructure fails, the episode is played again with the same randomness, so that a passing failure
+        changes nothing. If it fails again, the response itself may be the cause (e.g. it hangs a grader), and
+        randomness is fresh from then on. A request that may be what kills replicas is not repeated. `WorkerError` and
+        `BrokenEnvironment` are raised at once.
         """
         fail_fast = self._fail_fast_of(assignment.route.name)
         attempt, failures = 0, Counter[str]()
@@ -213,10 +215,10 @@ class Player:
 
 
 def with_stop_tokens(sampling: Sampling, chat: Chat) -> Sampling:
-    """Let a turn end at the tokens that end it in the chat template."""
+    """Return the sampling with the chat template's end-of-turn tokens as stop tokens."""
     return evolve(sampling, stop_tokens=(*chat.stop_tokens, *sampling.stop_tokens))
 
 
 def total_reward(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Weigh the named rewards and sum them; a name without a weight counts 1."""
+    """Return the weighted sum of the named rewards. A name without a weight has weight 1."""
     return float(sum(weights.get(name, 1.0) * value for name, value in rewards.items()))

@@ -1,8 +1,8 @@
-"""Notices an environment that cannot work: code that raises the same error at the same place wherever it is played.
+"""Detects a broken environment: code that raises the same error at the same place wherever it is played.
 
-Single failures are played again and counted. But where every first attempt at the first groups failed alike, playing
-on costs hours and changes nothing. An environment has passed as soon as one of these episodes ends in another way;
-until then nothing of it is played again while a first attempt is under way.
+Single failures are retried and counted. But if every first attempt at the first groups failed alike, playing on would
+cost hours and change nothing. An environment passes as soon as one of these episodes ends differently. Until then no
+episode of it is retried while a first attempt is running.
 """
 
 import asyncio
@@ -12,24 +12,25 @@ from contextlib import contextmanager
 from whet.errors import EpisodeError, InfrastructureError, Undecided, WorkerError, in_words, place_of
 
 FIRST_GROUPS = 8
-"""Groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
+"""Number of groups that decide, in the order in which they begin. In evaluation a task with its samples is a group."""
 
 
 class BrokenEnvironment(EpisodeError):  # noqa: N818 - it says what is to be corrected
-    """All episodes of an environment's first groups raised the same; its cause is the last error."""
+    """All episodes of an environment's first groups raised the same error. The cause is the last one."""
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether an error says that what an episode stands on failed: a sandbox, a server, a grader's process."""
+    """Return whether an error means that the infrastructure failed: a sandbox, a server, a grader's process."""
     return isinstance(error, InfrastructureError | ConnectionError | TimeoutError)
 
 
 @contextmanager
 def ungrouped() -> Iterator[None]:
-    """Raise one error in place of a group of them, as of an `asyncio.TaskGroup`, where the group means what it means.
+    """Replace an exception group, e.g. of an `asyncio.TaskGroup`, with one of its errors if that error describes the
+    group.
 
-    A `WorkerError` stands for any group that it is in. An `Undecided`, or an error of the infrastructure, stands for a
-    group of such errors alone: beside an error of the environment that one counts.
+    A `WorkerError` replaces any group that contains it. An `Undecided`, or an error of the infrastructure, replaces
+    only a group of such errors: beside another error of the environment, that one counts.
     """
     try:
         yield
@@ -52,17 +53,17 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 class FailFast:
-    """The first attempts at the first episodes of one environment. To be used from one event loop."""
+    """The first attempts at the first episodes of one environment. For use from one event loop."""
 
     def __init__(self, environment: str) -> None:
         self._environment = environment
         self._groups: set[int] = set()
         self._begun = self._failed = 0
         self._kind = ""
-        """Of the errors so far: exception and place."""
+        """Exception type and place of the errors so far."""
         self._passed = self._broken = False
         self._settled = asyncio.Event()
-        """Whether no first attempt is under way that could decide."""
+        """Set while no first attempt is running that could still decide."""
 
     @contextmanager
     def first_attempt(self, group: int) -> Iterator[None]:
@@ -87,7 +88,7 @@ class FailFast:
                 self._settled.set()
 
     async def before_another(self) -> None:
-        """Wait until it is known whether it makes sense to play an episode again."""
+        """Wait until it is known whether retrying an episode makes sense."""
         await self._settled.wait()
 
     @property

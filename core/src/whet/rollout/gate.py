@@ -1,4 +1,4 @@
-"""A gate before a generator: shut, it holds requests back, and the time that they wait is nobody's."""
+"""A gate before a generator. While it is shut, requests wait, and this time counts against no time limit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Requests pass it with `async with gate`. To be used from one event loop."""
+    """Requests pass it with `async with gate`. For use from one event loop."""
 
     def __init__(self) -> None:
         self._open, self._empty = asyncio.Event(), asyncio.Event()
@@ -14,7 +14,7 @@ class Gate:
         self._empty.set()
         self._inside = 0
         self._limits: dict[asyncio.Timeout, float] = {}
-        """Limits that run, with the seconds that were left when the gate was shut."""
+        """Running time limits, with the seconds that were left when the gate was shut."""
 
     async def __aenter__(self) -> None:
         await self._open.wait()
@@ -27,7 +27,7 @@ class Gate:
             self._empty.set()
 
     async def shut(self) -> None:
-        """Let nobody in, stop the clocks of all limits, and wait until everybody is out."""
+        """Block new requests, stop the clocks of all time limits, and wait until the requests inside have ended."""
         if self._open.is_set():
             self._open.clear()
             now = asyncio.get_running_loop().time()
@@ -38,7 +38,7 @@ class Gate:
         await self._empty.wait()
 
     def open(self) -> None:
-        """Let everybody in, and the clocks go on. Safe to call twice."""
+        """Admit requests again and restart the clocks. Safe to call twice."""
         if not self._open.is_set():
             self._open.set()
             now = asyncio.get_running_loop().time()
@@ -48,7 +48,7 @@ class Gate:
 
     @asynccontextmanager
     async def time_limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Limit what happens inside as `asyncio.timeout` does; while the gate is shut no time passes."""
+        """Limit the time of the body as `asyncio.timeout` does. While the gate is shut the clock stands still."""
         async with asyncio.timeout(seconds if self._open.is_set() else None) as limit:
             self._limits[limit] = seconds
             try:

@@ -1,11 +1,12 @@
-"""The journal of groups: each ends exactly once, trained, filtered or dropped; `check` proves it of a run folder.
+"""The journal of groups. Each group ends exactly once: trained, filtered or dropped. `check` proves it for a run
+folder.
 
-Each row `step` of `journal.jsonl` says which groups ended with it, by their numbers in order of admission:
+Each row `step` of `journal.jsonl` lists the groups that ended with this step, by their numbers in order of admission:
 
     {"time": ..., "event": "step", "step": 3, "trained": "8-10,12", "filtered": "11"}
 
-A run that was killed has rows of steps that were taken again later. What counts is the *lineage*: a row `rewound` makes
-void what was written of steps after the checkpoint that the run resumed from.
+The journal of a killed run has rows of steps that were repeated later. Only the *lineage* counts: a row `rewound`
+cancels the rows of all steps after the checkpoint from which the run resumed.
 """
 
 import json
@@ -36,14 +37,14 @@ class Consumed:
         return Consumed(self.trained + other.trained, self.filtered + other.filtered, self.dropped + other.dropped)
 
     def entry(self) -> dict[str, str]:
-        """Give what the journal says of them."""
+        """Return the groups as the journal writes them."""
         trained = [group.index for group in self.trained]
         entry = {"trained": ranges(trained), "filtered": ranges(self.filtered), "dropped": ranges(self.dropped)}
         return {outcome: text for outcome, text in entry.items() if text}
 
 
 def ranges(indices: Iterable[int]) -> str:
-    """Write numbers compactly: [3, 0, 1, 2, 7] -> "0-3,7"."""
+    """Return numbers in compact form: [3, 0, 1, 2, 7] -> "0-3,7"."""
     ordered = sorted(indices)
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
     runs = [(ordered[a], ordered[b - 1]) for a, b in pairwise(cuts) if a < b]
@@ -51,32 +52,32 @@ def ranges(indices: Iterable[int]) -> str:
 
 
 def indices(text: str) -> list[int]:
-    """Read what `ranges` wrote."""
+    """Return the numbers that `ranges` wrote."""
     runs = [part.partition("-") for part in text.split(",") if part]
     return [index for first, _, last in runs for index in range(int(first), int(last or first) + 1)]
 
 
 @frozen(eq=False)
 class Lineage:
-    """The steps of a run that count, as its journal has them."""
+    """The steps of a run that count, according to its journal."""
 
     steps: dict[int, dict[str, list[int]]] = field(factory=dict)
     """By step: outcome -> groups."""
     resumed_after: int = 0
-    """The step that the last sitting went on from."""
+    """The step after which the last attempt resumed."""
 
     @property
     def last(self) -> int:
-        """The last step."""
+        """Return the last step."""
         return max(self.steps, default=0)
 
     def consumed(self, step: int) -> list[int]:
-        """List all groups that ended with steps up to this one."""
+        """Return all groups that ended with steps up to this one."""
         return [i for n, entry in self.steps.items() if n <= step for found in entry.values() for i in found]
 
 
 def read_lineage(folder: Path) -> Lineage:
-    """Read the journal of a run folder."""
+    """Return the lineage of a run folder, from its journal."""
     steps: dict[int, dict[str, list[int]]] = {}
     resumed_after = 0
     for row in read_rows(folder / "journal.jsonl"):
@@ -89,10 +90,10 @@ def read_lineage(folder: Path) -> Lineage:
 
 
 def check(folder: str | Path) -> list[str]:
-    """List what is wrong with the groups of a run that feeds on rollouts; nothing, where each ended exactly once.
+    """Return what is wrong with the groups of a run that trains on rollouts. Empty: each group ended exactly once.
 
-    It compares the journal with a count over `rollouts/`, with the states of the checkpoints that are kept, and with
-    the bound of staleness. A run under way, or killed, may lack what it had not written yet of its last step.
+    Compares the journal with a count over `rollouts/`, with the states of the kept checkpoints, and with the bound of
+    staleness. A run that is running, or was killed, may lack the unwritten part of its last step.
     """
     folder = Path(folder)
     lineage = read_lineage(folder)
@@ -172,12 +173,12 @@ def _state(lineage: Lineage, step: int, file: Path) -> Iterator[str]:
 
 
 def _lost(lineage: Lineage, staleness: int) -> Iterator[str]:
-    """Find groups that should have ended: they were admitted with a step, and had to end within the bound."""
+    """Yield groups that should have ended: they were admitted by a known step, and had to end within the bound."""
     ended = {index: step for step, entry in lineage.steps.items() for found in entry.values() for index in found}
     admitted_by = lineage.last + 1
     for index in range(max(ended, default=-1), -1, -1):
         if index in ended:
             admitted_by = min(admitted_by, ended[index])
-        # A later sitting admits again, and first of all, what the one before had under way.
+        # A later attempt first admits again the groups that were running when the one before ended.
         elif max(admitted_by, lineage.resumed_after + 1) + staleness <= lineage.last:
             yield f"group {index} was lost: one after it ended with step {admitted_by}, and it never did"

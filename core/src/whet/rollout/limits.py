@@ -1,13 +1,13 @@
-"""How long a completion may become, and which requests no engine can serve."""
+"""The limit of a completion's length, and requests that no engine can serve."""
 
 from whet.data.records import Request
 from whet.errors import WhetError
 
 
 def context_length(own: int, asked: int, most: int) -> int:
-    """Say how long a sequence may become, 0 where the engine decides; each is 0 where unknown.
+    """Return the limit of a sequence's length in tokens; 0: the engine decides. An argument of 0 is unknown.
 
-    own: as the generator is set; asked: the longest of the run; most: what the model was made for.
+    own: the generator's setting; asked: the longest sequence of the run; most: what the model was made for.
     """
     return min((limit for limit in (own, asked, most) if limit), default=0)
 
@@ -15,9 +15,9 @@ def context_length(own: int, asked: int, most: int) -> int:
 def completion_limit(
     request: Request, max_length: int, vocab_size: int, engine: str, lowest_temperature: float = 0.0
 ) -> int:
-    """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served.
+    """Return how many tokens the completion may have. Raises `WhetError` for a request that cannot be served.
 
-    max_length: of prompt and completion; lowest_temperature: the least that the engine keeps to, but for 0.
+    max_length: limit of prompt and completion; lowest_temperature: the lowest that the engine supports, apart from 0.
     """
     length, sampling = len(request.tokens), request.sampling
     if length == 0:

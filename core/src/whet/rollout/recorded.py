@@ -1,11 +1,11 @@
-"""The model as an episode sees it: every token of it is recorded.
+"""The model as an episode sees it. Every token of the episode is recorded.
 
-    prompt      the model's answer   what the environment said   the model's answer
-    t t t t t   t t t                t t t t                     t t              tokens
-    . . . . .   x x x                . . . .                     x x              loss_mask
+    prompt      the model's response  the environment's message  the model's response
+    t t t t t   t t t                 t t t t                    t t              tokens
+    . . . . .   x x x                 . . . .                    x x              loss_mask
 
-History is append-only: the model's tokens are kept as they were sampled, never decoded and tokenised again, and
-what an environment says is tokenised once, when it says it.
+History is append-only. The model's tokens are kept as they were sampled, never decoded and tokenised again. A message
+of the environment is tokenised once, when it is appended.
 """
 
 import asyncio
@@ -28,57 +28,57 @@ if TYPE_CHECKING:
 
 
 class NoRoom(WhetError):  # noqa: N818 - it says what there is not
-    """The context leaves no room for an answer; nothing was appended."""
+    """The context leaves no room for a response; nothing was appended."""
 
     def __init__(self, length: int, limit: int) -> None:
         super().__init__(f"a prompt of {length} tokens leaves no room for an answer in {limit}")
         self.length = length
-        """Of the prompt, in tokens."""
+        """Length of the prompt, in tokens."""
 
 
 @frozen(eq=False)
 class Turn:
-    """One answer of the model, as it is recorded."""
+    """One recorded response of the model."""
 
     prompt: IntArray
-    """All tokens before it: [prompt]."""
+    """All tokens before the response: [prompt]."""
     completion: Completion
     text: str
     """The decoded completion without special tokens."""
 
 
 class RecordedModel:
-    """The model as an episode sees it: one sequence that grows. Obeys `whet.interfaces.environment.Model`."""
+    """The model as an episode sees it: one growing sequence. Implements `whet.interfaces.environment.Model`."""
 
     def __init__(
         self, player: "Player", assignment: "Assignment", seat: tuple[int, int],
         family: "list[RecordedModel] | None" = None, tools: Tools = (),
     ) -> None:  # fmt: skip
-        """Begin a sequence without history; `seat` is (sample, attempt). Raises `DataError` where the chat template
-        knows no tools, and there are some.
+        """Begin a sequence without history. `seat` is (sample, attempt). Raises `DataError` if there are tools and the
+        chat template does not support any.
         """
         self._tools, self._chat = tools, player.chat.with_tools(tools) if tools else player.chat
         self._player, self._assignment, self._seat = player, assignment, seat
         self.family: list[RecordedModel] = [] if family is None else family
-        """All sequences of the episode, in the order they were started."""
+        """All sequences of the episode, in the order in which they were started."""
         self._fork = len(self.family)
         self.family.append(self)
         self.messages: Conversation = ()
-        """The conversation so far, for the chat template and for readers."""
+        """The conversation so far, for the chat template and for records."""
         self._tokens: IntArray = _NO_TOKENS
-        self._completions: list[tuple[int, Completion]] = []  # with the position of its first token
-        self._marks = [(0, 0)]  # tokens and messages in the beginning and after each completion
+        self._completions: list[tuple[int, Completion]] = []  # (position of its first token, completion)
+        self._marks = [(0, 0)]  # (tokens, messages) at the start and after each completion
         self._full = self._busy = False
 
     def fork(self) -> "RecordedModel":
-        """Start another sequence of the same episode with the history so far.
+        """Start another sequence of the same episode with the history so far, and return it.
 
-        The model's tokens up to here count for the loss in the sequence that they were produced in, and there only.
+        The model's tokens up to here count for the loss only in the sequence in which they were produced.
         """
         return self.fork_after(self.turns)
 
     def fork_after(self, turns: int) -> "RecordedModel":
-        """Start another sequence with the history as it was after so many completions of this one."""
+        """Start another sequence with the history as it was after `turns` completions of this one, and return it."""
         other = self.fresh(self._tools)
         other._tokens, other.messages = self.history(turns)
         other._marks = [self._marks[turns]]
@@ -86,30 +86,30 @@ class RecordedModel:
         return other
 
     def fresh(self, tools: Tools = ()) -> "RecordedModel":
-        """Start another sequence of the same episode, without history."""
+        """Start another sequence of the same episode, without history, and return it."""
         return RecordedModel(self._player, self._assignment, self._seat, self.family, tools)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
-        """Give a foreign agent an address at which it asks the model; see `whet.endpoint.episode`."""
+        """Open an endpoint at which an external agent sends requests to the model; see `whet.endpoint.episode`."""
         from whet.endpoint.episode import playing
 
         return playing(self, self._player, ignore)
 
     @property
     def turns(self) -> int:
-        """Completions of this sequence. One that the model never added to leaves no trajectory."""
+        """Return the number of completions of this sequence. A sequence without any leaves no trajectory."""
         return len(self._completions)
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
-        """Give tokens and messages as they were after so many completions."""
+        """Return the tokens and messages as they were after `turns` completions."""
         tokens, messages = self._marks[turns]
         return self._tokens[:tokens], self.messages[:messages]
 
     async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Append messages to the history and let the model answer.
+        """Append messages to the history, sample a response, and return it.
 
-        Where the context leaves no room for an answer, the messages are not appended and the reply has no text
-        and the stop `length`, now and from then on. A first prompt that leaves no room is an error.
+        If the context leaves no room for a response, nothing is appended, and this and all later replies have no text
+        and the stop `length`. A first prompt that leaves no room is an error.
         """
         try:
             turn = await self.turn(conversation(messages), self._player.sampling)
@@ -118,9 +118,9 @@ class RecordedModel:
         return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop)
 
     async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
-        """Append messages and let the model answer. Raises `NoRoom`.
+        """Append messages, sample a response, and return the turn. Raises `NoRoom`.
 
-        tokens [appended]: what to append in place of what the chat template makes of the messages.
+        tokens [appended]: append these instead of the tokens that the chat template makes of the messages.
         """
         if self._busy:
             raise EpisodeError("it asked one sequence twice at the same time; use model.fork() for each")
@@ -157,7 +157,9 @@ class RecordedModel:
         return Turn(tokens, completion, text)
 
     def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray]:
-        """Give the tokens to continue once messages are appended, and the name of a prompt that samples share."""
+        """Return the name of a prompt that samples share (or ""), and the tokens to continue once messages are
+        appended.
+        """
         if appended is not None:
             return "", np.concatenate([self._tokens, appended])
         if len(self._tokens):
@@ -176,11 +178,13 @@ class RecordedModel:
                 "raise rollout.max_context or leave the task out"
             )
         self._full = True
-        await asyncio.sleep(0)  # an environment that asks for ever must still meet its deadline
+        await asyncio.sleep(0)  # an environment in an endless loop must still meet its deadline
         return Reply("", (), "length")
 
     def trajectory(self) -> Trajectory:
-        """Give what was recorded. A fork begins as prompt: what its parent's sequence trains is not trained again."""
+        """Return the recorded sequence. A fork's history is part of its prompt: its parent's sequence trains those
+        tokens.
+        """
         length = len(self._tokens)
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         versions = np.full(length, -1, np.int32)
@@ -195,7 +199,7 @@ class RecordedModel:
 
 
 def checked_completion(completion: Completion, request: Request) -> Completion:
-    """Check what a generator gave. Raises `PluginError` saying what is wrong with it."""
+    """Return the completion if it is valid for the request. Raises `PluginError` that names what is wrong with it."""
     count, limit = len(completion.tokens), request.sampling.max_tokens
     if not 0 < count <= limit:
         raise PluginError(f"the generator gave {count} tokens for request {request.id}, wanted 1 to {limit}")

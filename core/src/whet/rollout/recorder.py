@@ -1,10 +1,10 @@
-"""Records some sequences of a step token by token: what sampler, trainer and algorithm say of each token.
+"""Records some sequences of a step token by token: the numbers of sampler, trainer and algorithm for each token.
 
-    take            choose sequences; the trainer scores them with the weights that are about to be trained
-    train, sync     the algorithm, which knows nothing of it
-    finish          columns that the algorithm added; rows are made on the thread that writes them
+    take            chooses sequences; the trainer scores them with the weights that are about to be trained
+    train, refit    by the algorithm, which does not know about the recorder
+    finish          adds the algorithm's columns; rows are made on the thread that writes them
 
-Nothing is drawn and nothing is changed, so a run's numbers are the same with and without it.
+Recording draws no random number and changes nothing, so a run's numbers are the same with and without it.
 """
 
 import math
@@ -27,35 +27,40 @@ ADVANTAGES = "advantages"
 
 Rows = list[dict[str, Any]]
 Score = Callable[[Batch], FloatArray]
-"""Logprobs [N] of a batch's tokens under the trainer's weights of this moment; 0 where `loss_mask` is false."""
+"""Return the logprobs [N] of a batch's tokens under the trainer's current weights; 0 where `loss_mask` is false."""
 
 
 @frozen(eq=False)
 class Taken:
-    """A batch as the stream gave it, before the algorithm saw it."""
+    """A batch as the stream returned it, before the algorithm saw it."""
 
     batch: Batch
     scored: Mapping[int, FloatArray | None]
-    """Positions of the sequences to record -> the trainer's logprobs [L], where it can give them."""
+    """Positions of the sequences to record -> the trainer's logprobs [L], or None if the trainer cannot compute
+    them."""
 
 
 class Recorder:
-    """Chooses the sequences of a step that are recorded token by token, and makes the rows of all of them."""
+    """Chooses the sequences of a step to record token by token, and makes the rows of all episodes."""
 
     def __init__(self, section: "RecordSection", score: Score | None, pieces: Callable[[IntArray], list[str]]) -> None:
-        """Record by a section. `score` is None where the trainer cannot; `pieces` gives the text of each token."""
+        """Record as a section states. `score` is None if the trainer cannot score; `pieces` returns the text of each
+        token.
+        """
         self._section, self._score, self._pieces = section, score, pieces
         self._taken: Taken | None = None
 
     def due(self, step: int) -> bool:
-        """Whether a step is recorded. It depends on its number alone, so a longer run has the same records."""
+        """Return whether a step is recorded. It depends only on the step's number, so a longer run has the same
+        records.
+        """
         every = self._section.every
         return every > 0 and (step == 1 or step % every == 0)
 
     def taken(self, step: int, batch: Batch) -> None:
-        """Look at a batch before it is trained on, and let the trainer score what will be recorded of it.
+        """Choose sequences of a batch before it is trained on, and have the trainer score them.
 
-        Where a step takes several batches, the first is the one.
+        If a step takes several batches, the first one is used.
         """
         if self._taken is None and self.due(step):
             chosen = self._first(batch)
@@ -66,7 +71,7 @@ class Recorder:
             self._taken = Taken(batch, scored)
 
     def rows(self, groups: Sequence[Group], finished: Batch) -> Callable[[], Rows]:
-        """Give a function that makes a row for each episode; call it on any thread.
+        """Return a function that returns a row for each episode. Any thread may call it.
 
         `finished` is the batch with the columns that the algorithm added.
         """
@@ -74,12 +79,14 @@ class Recorder:
         return lambda: self._rows(groups, taken, finished)
 
     def _first(self, batch: Batch) -> list[int]:
-        """Positions of the sequences of the first groups, as many as fit."""
+        """Return the positions of the sequences of the first groups, as many as fit."""
         group = batch["group"]
         return self._fitting(batch, np.flatnonzero(np.isin(group, list(dict.fromkeys(group))[: self._section.groups])))
 
     def _fitting(self, batch: Batch, positions: Sequence[int] | IntArray, used: int = 0) -> list[int]:
-        """Leave out the sequences for which there is no room; shorter ones behind them may still fit."""
+        """Return the positions of sequences that fit into the remaining tokens. After one that does not fit, shorter
+        ones may.
+        """
         chosen = []
         for position in positions:
             length = int(batch["lengths"][position])
@@ -111,7 +118,10 @@ class Recorder:
         return rows
 
     def _widest(self, taken: Taken, finished: Batch) -> dict[int, FloatArray]:
-        """Add the sequences in which sampler and trainer differ most, where the algorithm had all of them scored."""
+        """Return the sequences in which sampler and trainer differ most, with the trainer's logprobs.
+
+        Empty unless the algorithm had the whole batch scored.
+        """
         sampler, trainer = finished["sampler_logprobs"], finished.per_token.get("old_logprobs")
         if trainer is None or np.array_equal(trainer, sampler):
             return {}
@@ -138,7 +148,7 @@ class Recorder:
 def _advantages(groups: Sequence[Group], finished: Batch) -> list[float | None]:
     """Return the advantage of each episode: the mean over its trained tokens, in the order of the groups.
 
-    The list is empty where the algorithm trained on other sequences than the groups hold, or has no advantages.
+    Empty if the algorithm trained on other sequences than the groups hold, or computes no advantages.
     """
     trajectories = [t for group in groups for episode in group.episodes for t in episode.trajectories]
     lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
@@ -161,7 +171,7 @@ def _by_sequence(column: NDArray[Any], lengths: IntArray) -> list[NDArray[Any]]:
 
 
 def _added(taken: Batch, finished: Batch) -> list[str]:
-    """Name the columns that the algorithm added or changed; none where it trained on other sequences than it took."""
+    """Return the columns that the algorithm added or changed. Empty if it trained on other sequences than it took."""
     same = finished.sequences == taken.sequences and np.array_equal(finished["tokens"], taken["tokens"])
     return [
         name
@@ -174,12 +184,12 @@ def _added(taken: Batch, finished: Batch) -> list[str]:
 
 
 def _columns(one: Batch, names: Sequence[str]) -> dict[str, Any]:
-    """Give columns of a single sequence: a list of what is per token, a number of what is per sequence."""
+    """Return columns of a single sequence: per-token columns as lists, per-sequence columns as numbers."""
     return {name: plain(one[name]) if name in one.per_token else plain(one[name])[0] for name in names}
 
 
 def plain(column: NDArray[Any]) -> list[Any]:
-    """Give numbers as builtins in the shortest way that reads back the same; None for what is not finite."""
+    """Return numbers as builtins, in the shortest form that reads back the same. None: the number is not finite."""
     if column.dtype.kind != "f":
         return column.tolist()  # type: ignore[no-any-return]
     finite = np.isfinite(column)

@@ -2,7 +2,7 @@
 
 taken = (5, 2)          groups admitted so far, per environment
 choose(weights, taken)  the environment that is furthest behind its share
-shuffled(seed, 5, len)  the task at position 5: every pass over the tasks is another permutation
+shuffled(seed, 5, len)  the task at position 5; every pass over the tasks is another permutation
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class Route:
     environment: Environment
     split: str
     weight: float = 1.0
-    """Of training: its share of all groups of the run, relative to the others."""
+    """For training: its share of all groups of the run, relative to the others."""
     samples: int = 1
-    """Of evaluation: episodes for each task."""
+    """For evaluation: number of episodes for each task."""
     limit: int = 0
-    """Of evaluation: use only the first so many tasks; 0: all."""
+    """For evaluation: use only this many tasks, the first ones; 0: all tasks."""
     scoring: Scoring = field(factory=Scoring)
-    """What is worked out beside mean rewards; of training only what passes."""
+    """What to compute beside mean rewards. Training uses only the criterion of a pass."""
 
     def tasks(self) -> Sequence[Task]:
-        """Give the split's tasks. Raises `DataError` when there are none."""
+        """Return the tasks of the split. Raises `DataError` if there are none."""
         tasks = self.environment.tasks(self.split)
         if not len(tasks):
             raise DataError(f"environment {self.name!r} has no tasks in its split {self.split!r}")
@@ -42,19 +42,19 @@ class Route:
 
 
 def choose(weights: Sequence[float], taken: Sequence[int]) -> int:
-    """Pick the environment that is furthest behind its share; the first of those that are equally far.
+    """Return the environment that is furthest behind its share; of several, the first.
 
-    The choice depends on the counts alone (Webster's method: smallest (taken + 1/2) / weight), so after any
-    number of choices every count is near its share, and a resumed run goes on as if never interrupted.
+    The choice depends on the counts alone (Webster's method: smallest (taken + 1/2) / weight). So after any number of
+    choices every count is near its share, and a resumed run continues as if it had never been interrupted.
     """
     return min((i for i, w in enumerate(weights) if w > 0), key=lambda i: ((taken[i] + 0.5) / weights[i], i))
 
 
 def shuffled(seed: int, purpose: str, position: int, length: int) -> int:
-    """Give the index at a position of an endless walk over `range(length)`; each pass is its own permutation.
+    """Return the index at a position of an endless walk over `range(length)`. Each pass is its own permutation.
 
-    Computed at the position alone, in no memory: a Feistel network over the smallest square of a power of two
-    that holds the range, walked until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    It is computed for the position alone, without memory: a Feistel network over the smallest square of a power of two
+    that holds the range, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains").
     """
     epoch, index = divmod(position, length)

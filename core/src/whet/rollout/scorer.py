@@ -1,6 +1,6 @@
-"""What an environment asks of a further model: the value of a whole conversation, e.g. by a reward model.
+"""Scores whole conversations with a further model for an environment, e.g. with a reward model.
 
-Requests that are made while another one is under way travel together.
+Requests that arrive while a batch is running form the next batch.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_TOGETHER = 256
-"""Conversations of one batch."""
+"""Largest number of conversations in one batch."""
 
 
 _TOLD = frozenset(10**i for i in range(12))
@@ -33,18 +33,18 @@ class Scorer(Protocol):
     """A further model, as environments see it."""
 
     async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
-        """Give the value of a conversation that ends with the assistant's turn: the number of the model's head there.
+        """Return the value of a conversation that ends with the assistant's turn: the output of the model's head there.
 
-        One that is longer than the model's positions is cut to its end where `cut` says so. Raises `DataError` where it
-        is not to be, or where that model's chat template cannot render it.
+        A conversation that is longer than the model's positions is cut to its end if `cut` is true. Raises `DataError`
+        if it is false, or if that model's chat template cannot render the conversation.
         """
         ...
 
 
 def whole(tokens: Any) -> dict[str, Any]:
-    """Give the columns of a sequence whose `values` output holds, at its last place, the value after all `tokens`.
+    """Return the columns of a sequence whose `values` output has, at its last place, the value after all `tokens`.
 
-    `values` stand for the state *before* a token, so one more place follows the last; what stands there is not read.
+    `values` are about the state *before* a token, so the sequence has one more token at its end; its id is not read.
     """
     tokens = np.append(np.asarray(tokens, np.int64), 0)
     mask = np.zeros(len(tokens), np.bool_)
@@ -68,9 +68,10 @@ class RoleScorer:
         longest: int = 0,
         role: str = "judge",
     ) -> None:
-        """Take functions that give the parts, which need not be there yet: environments are built before them.
+        """Take functions that return the parts. The parts may not exist yet, because environments are built before
+        them.
 
-        `longest`: tokens for which the model has positions; 0: it is not known. `role` is its name in errors.
+        `longest`: number of positions of the model, in tokens; 0: unknown. `role` is the model's name in errors.
         """
         self._backend, self._chat, self._longest, self._role = backend, chat, longest, role
         self._cut = 0
@@ -79,7 +80,9 @@ class RoleScorer:
         self._thread = ThreadPoolExecutor(1, "whet-scorer")
 
     async def value(self, messages: "str | Message | Sequence[Message]", cut: bool = False) -> float:
-        """See `Scorer.value`. What was cut is told on the 1st, 10th, 100th time and so on."""
+        """Return the value of a conversation; see `Scorer.value`. Warn about the 1st, 10th, 100th, ... one that was
+        cut.
+        """
         tokens = self._fitted(self._chat().training(conversation(messages)).tokens, cut)
         asked = _Asked(tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
@@ -88,7 +91,7 @@ class RoleScorer:
         return await asked.answer
 
     def _fitted(self, tokens: Any, cut: bool) -> Any:
-        """Give the end of what is too long, or refuse it."""
+        """Return the tokens, cut to their end if they are too many. Raises `DataError` if `cut` is false."""
         if not self._longest or len(tokens) <= self._longest:
             return tokens
         words = f"a conversation has {len(tokens)} tokens for the role {self._role!r}, whose positions end at"
@@ -103,11 +106,11 @@ class RoleScorer:
         return tokens[-self._longest :]
 
     def close(self) -> None:
-        """Wait for the batch under way and end the thread."""
+        """Wait for the running batch and end the thread."""
         self._thread.shutdown()
 
     async def _serve(self) -> None:
-        await asyncio.sleep(0)  # who asks in this turn of the loop travels along
+        await asyncio.sleep(0)  # requests made in this iteration of the loop join the batch
         while self._waiting:
             now, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
             try:
@@ -129,5 +132,5 @@ class RoleScorer:
 
 
 def sequences(asked: Sequence[_Asked]) -> Batch:
-    """Make the batch that gives each its value."""
+    """Return the batch from which each request gets its value."""
     return from_sequences([whole(one.tokens) for one in asked], prompt_lengths=[len(one.tokens) for one in asked])

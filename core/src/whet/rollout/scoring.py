@@ -1,4 +1,4 @@
-"""What counts as a pass, and what is worked out of the samples of a task beside mean rewards."""
+"""The criterion of a pass, and which estimates are computed from the samples of a task beside mean rewards."""
 
 from attrs import field, frozen
 
@@ -6,21 +6,21 @@ from whet.data.records import Episode
 from whet.errors import ConfigError
 
 ROUNDING = 1e-9
-"""By how much a weighted sum may miss the threshold: 0.7 + 0.2 + 0.1 is less than 1."""
+"""By how much a weighted sum may miss the threshold: in floats 0.7 + 0.2 + 0.1 is less than 1."""
 
 
 @frozen
 class Passing:
-    """What counts as a pass: a reward of at least so much."""
+    """The criterion of a pass: a reward of at least this value."""
 
     reward: str = ""
-    """Name of the reward; empty: their weighted sum."""
+    """Name of the reward; empty: the weighted sum of all."""
     at_least: float = 1.0
 
     def __call__(self, episode: Episode) -> bool:
-        """Return whether an episode passes. One that graders could not decide about needs no such reward to fail.
+        """Return whether an episode passes. An undecided episode that lacks the reward does not pass.
 
-        Raises `ConfigError` where another has no such reward.
+        Raises `ConfigError` if another episode lacks the reward.
         """
         if self.reward and self.reward not in episode.rewards:
             if episode.undecided:
@@ -35,10 +35,10 @@ class Passing:
 
 @frozen
 class Scoring:
-    """What is worked out beside mean rewards."""
+    """What is computed beside mean rewards."""
 
     pass_at: tuple[int, ...] = ()
     majority_at: tuple[int, ...] = ()
     passing: Passing = field(factory=Passing)
     unanswered_vote: bool = False
-    """Whether samples without an answer vote, as for one that never passes."""
+    """Whether samples without a final answer vote, together, for an answer that never passes."""

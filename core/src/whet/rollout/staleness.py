@@ -1,21 +1,21 @@
-"""When groups are admitted and which of them a take gives: the rules that keep the bound of staleness.
+"""When groups are admitted, and which groups a take returns: the rules that keep the bound of staleness.
 
-A group is *due* at the last take that may give it. Weights change at most once between two takes, so what is admitted
+A group is *due* at the last take that may return it. Weights change at most once between two takes, so a group admitted
 while take k waits, or after it, is at most j - k versions old at take j:
 
     due  =  k + max_staleness
 
-With n groups to a take, the groups due up to take j must fit into the takes up to j. That holds for all j, for
+With n groups per take, the groups due up to take j must fit into the takes up to j. That holds for all j, because
 
-- a group is admitted only while those kept or playing are fewer than n x (depth + 1 while a take waits), with a depth
-  of at most max_staleness: at their admission all fit, and they are due no earlier than those before them;
-- take k gives of the groups due up to j all but the n x (j - k) that later takes have room for: it waits for them.
+- a group is admitted only while fewer than n x (depth + 1 while a take waits) groups are kept or playing, with a depth
+  of at most max_staleness: at admission all of them fit, and a new group is due no earlier than those before it;
+- take k returns all groups due up to j, except the n x (j - k) for which later takes have room. It waits for them.
 
-Nothing is thrown away for age, and no group starves. What is left open is which groups go first:
+No group is discarded because of its age, and none starves. The order decides which groups go first:
 
-    admission     depth = max_staleness. The oldest first; there is no other choice, for no take has room to spare.
-    completion    depth = half of it, rounded up. Those that are through first; the other half of the bound is what
-                  a slow group may be overtaken by before it is waited for.
+    fifo          depth = max_staleness. The oldest first; there is no other choice, for no take has room to spare.
+    as_completed  depth = half of max_staleness, rounded up. The first to finish go first; the other half of the bound
+                  is how far a slow group may be overtaken before a take waits for it.
 """
 
 from collections import Counter
@@ -38,18 +38,18 @@ class Slot:
     route: int
     task: int
     due: int
-    """The last take that may give it; takes are counted from 1 in this sitting."""
+    """The last take that may return it. Takes are counted from 1 in each attempt of the run."""
     outcome: Literal["playing", "kept", "filtered", "dropped"] = "playing"
     group: Group | None = None
-    """When kept."""
+    """The finished group, if it was kept."""
     finished: int = 0
-    """Which of all groups it was to be through; 0 while it plays."""
+    """Its place in the order in which groups finished; 0 while it plays."""
     tally: Counter[str] = field(factory=Counter)
-    """Its episodes by how they ended."""
+    """Its episodes by outcome."""
 
     @property
     def counts(self) -> bool:
-        """Whether it is, or may become, one of the groups that a take gives."""
+        """Return whether the group is, or may become, one that a take returns."""
         return self.outcome in ("playing", "kept")
 
 
@@ -62,21 +62,21 @@ class Pacing:
 
     @property
     def depth(self) -> int:
-        """Takes that are prepared beyond the one that is waited for."""
+        """Return how many takes are prepared beyond the one that is waiting."""
         return self.max_staleness if self.order == "fifo" else (self.max_staleness + 1) // 2
 
     def due(self, takes: int, taking: bool) -> int:
-        """Give the last take for a group admitted now, after so many takes and perhaps while another waits."""
+        """Return the last take for a group admitted now, after `takes` takes and perhaps while another one waits."""
         return takes + taking + self.max_staleness
 
     def room(self, slots: Sequence[Slot], size: int, taking: bool) -> int:
-        """Say how many groups may be admitted now, with takes of `size` groups."""
+        """Return how many groups may be admitted now, with takes of `size` groups."""
         return max(0, size * (self.depth + taking) - sum(slot.counts for slot in slots))
 
     def choose(self, slots: Sequence[Slot], size: int, take: int) -> list[Slot] | None:
-        """Choose what a take gives, in order of admission; None while groups that it must give still play.
+        """Return the groups of a take, in order of admission. None: a group that it must return is still playing.
 
-        `slots` are all groups that were admitted and not given, in order of admission.
+        `slots` are all groups that were admitted and not returned yet, in order of admission.
         """
         counting = [slot for slot in slots if slot.counts]
         if self.order == "fifo":
@@ -84,7 +84,7 @@ class Pacing:
             return chosen if len(chosen) == size and all(slot.outcome == "kept" for slot in chosen) else None
         through = sorted((slot for slot in counting if slot.outcome == "kept"), key=lambda slot: slot.finished)
         first: list[Slot] = []
-        for ahead in range(self.max_staleness):  # beyond, there is room for all that may be admitted
+        for ahead in range(self.max_staleness):  # beyond it there is room for all groups that may be admitted
             latest = take + ahead
             wanted = sum(slot.due <= latest for slot in counting) - size * ahead - len(first)
             urgent = [slot for slot in through if slot.due <= latest and slot not in first]

@@ -1,23 +1,23 @@
-"""The rollout stream: admits groups of episodes, plays them, and hands over those that passed the filters.
+"""The rollout stream: admits groups of episodes, plays them, and returns the groups that passed the filters.
 
     admitted     0 1 2 3 4 5 6 7 8 9          a position in this order is a position in the data
     outcome      k k f k k d k . k .          kept, filtered, dropped (failed), still playing
                  |-- take --| |-- waiting for 7        with `order: fifo`
                  |-- take --|     ^ next               with `order: as_completed`
 
-How many are admitted and which a take gives is decided in `pacing`, which keeps the bound of staleness.
+`staleness` decides how many groups are admitted and which ones a take returns. It keeps the bound of staleness.
 
     max_staleness 0    take 1 |##### play #####|  train  | take 2 |##### play #####|  train
     max_staleness 1    take 1 |##### play #####|  train  | take 2 | train  | take 3
                               |   play ahead for take 2  |  play ahead for take 3 |
 
-At staleness 0 nothing plays between takes, and groups to replace filtered ones are admitted only when all others
-are through. So what the generator is asked together does not depend on timing, and a run repeats bit by bit.
+At staleness 0 nothing plays between takes, and replacements of filtered groups are admitted only when all other groups
+have finished. So the set of concurrent requests does not depend on timing, and a run repeats bit by bit.
 
-A group ends exactly once: given to the trainer, filtered or dropped. Those that ended by the time of a take are
-consumed with it; all others are played again when a run resumes there. Environments are chosen and tasks drawn by
-integers (see `routing`), so the state of the stream is a count of groups for each environment, up to the first that
-was not consumed, and the numbers of those beyond it that were.
+A group ends exactly once: trained on, filtered or dropped. Groups that ended by the time of a take are consumed with
+it. All others are played again when a run resumes there. Environments are chosen and tasks drawn by integers (see
+`routing`). So the state of the stream is small: a count of groups for each environment, up to the first group that was
+not consumed, and the numbers of consumed groups beyond it.
 """
 
 import asyncio
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
 
 Filter = Callable[[Group], bool]
-"""Says whether a group is kept."""
+"""Returns whether a group is kept."""
 
 
 class RolloutStream:
-    """Gives batches of groups that passed the filters. Its methods are for one thread, usually the driver's main."""
+    """Returns batches of groups that passed the filters. All methods are for one thread, usually the driver's main
+    thread.
+    """
 
     def __init__(
         self,
@@ -67,10 +69,10 @@ class RolloutStream:
         listener: Listener | None = None,
         greedy: bool = False,
     ) -> None:
-        """Make a stream; it plays nothing before the first take.
+        """Make a stream. It plays nothing before the first take.
 
-        `section.max_context` 0 sets no limit, so resolve it to the model's. A stream that is given a loop leaves it
-        open when it is closed. `greedy`: each group has one more episode, at temperature 0; see `Group.greedy`.
+        `section.max_context` 0 sets no limit, so resolve it to the model's first. A loop that is passed in stays open
+        when the stream is closed. `greedy`: each group has one more episode, at temperature 0; see `Group.greedy`.
         """
         self._routes, self._section, self._filters, self._status = tuple(routes), section, tuple(filters), status
         self._weights = [route.weight for route in routes]
@@ -81,7 +83,7 @@ class RolloutStream:
         self._group_size, self._greedy, self._seed = group_size, greedy, seed
         self._pacing = Pacing(section.max_staleness, section.order)
         self.gate = Gate()
-        """What all requests pass on their way to the generator; see `paused`."""
+        """All requests pass it on their way to the generator; see `paused`."""
         self._player = Player(
             generator=generator,
             chat=chat,
@@ -98,13 +100,13 @@ class RolloutStream:
             listener=listener or Listener(),
         )
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
-        # From here on everything is read and written on the loop's thread only.
+        # From here on, state is read and written on the loop's thread only.
         self._admitted = [0] * len(self._routes)  # per environment, over the whole run
         self._slots: list[Slot] = []  # admitted and not consumed, in order
-        self._beyond: dict[int, int] = {}  # consumed before a group ahead of them was: index, route
-        self._skipped: set[int] = set()  # consumed before this sitting and not yet passed by admission
+        self._beyond: dict[int, int] = {}  # index -> route of consumed groups behind one that is not
+        self._skipped: set[int] = set()  # consumed in an earlier attempt, not yet reached by admission
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._size = 0  # of a take
+        self._size = 0  # groups per take
         self._takes, self._taking = 0, False
         self._through = 0
         self._version = 0
@@ -116,7 +118,7 @@ class RolloutStream:
         self._consumed = Consumed()
 
     def take(self, groups: int) -> Batch:
-        """Wait for this many groups that pass the filters, and give them as a batch, in order of admission.
+        """Wait for `groups` groups that pass the filters, and return them as a batch, in order of admission.
 
         Raises `WorkerError` when a worker failed, `BrokenEnvironment` when all first episodes of an environment failed
         alike, and `WhetError` when groups fail or are filtered too often in a row.
@@ -130,24 +132,24 @@ class RolloutStream:
         return collate(consumed.trained, self._section.temperature, [route.name for route in self._routes])
 
     def collect(self) -> Consumed:
-        """Give what the takes since the last call consumed, once."""
+        """Return the groups consumed by the takes since the last call, and reset."""
         consumed, self._consumed = self._consumed, Consumed()
         return consumed
 
     def metrics(self) -> dict[str, Metric]:
-        """Give the metrics of the takes since the last call, once."""
+        """Return the metrics of the takes since the last call, and reset."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def set_version(self, version: int) -> None:
-        """Say which version the trained weights have now; call it after each hand-over to the generator."""
+        """Set the version of the trained weights. Call this after each weight sync to the generator."""
         self.loop.call(self._set_version, version)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold back all requests of this stream meanwhile; begins when those under way are answered.
+        """Hold back all new requests of this stream during the body. It begins when the running requests have finished.
 
-        What else uses the generator then has it for itself, so that it does not depend on timing.
+        Other users of the generator then have it to themselves, so their results do not depend on timing.
         """
         try:
             self.loop.run(
@@ -159,14 +161,15 @@ class RolloutStream:
             self.loop.call(self.gate.open)
 
     def state(self) -> dict[str, Any]:
-        """Give the position in the data as builtins.
+        """Return the position in the data as builtins.
 
-        `groups`: of each environment, before the first group that was not consumed; `beyond`: those after it that were.
+        `groups`: for each environment, the groups before the first one that was not consumed; `beyond`: consumed groups
+        after it.
         """
         return self.loop.call(self._position)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Only before the first take."""
+        """Continue where `state` was taken. Only before the first take."""
         groups, names = dict(state["groups"]), [route.name for route in self._routes]
         if set(groups) != set(names):
             raise CheckpointError(
@@ -210,7 +213,7 @@ class RolloutStream:
         return consumed, counted
 
     def _consume(self, chosen: Sequence[Slot]) -> Consumed:
-        """Forget what is given, and with it all that was filtered or dropped until now."""
+        """Remove the chosen groups, and all groups that were filtered or dropped so far, and return them."""
         ended = [slot for slot in self._slots if not slot.counts]
         gone = {slot.index: slot.route for slot in (*chosen, *ended)}
         self._slots = [slot for slot in self._slots if slot.index not in gone]
@@ -303,7 +306,7 @@ class RolloutStream:
         return self._in_a_row[outcome]
 
     def _fail(self, error: BaseException, cause: BaseException | None = None) -> None:
-        """End the stream: whoever takes next gets the first error."""
+        """End the stream: every later take raises the first error."""
         if self._fatal is None:
             error.__cause__ = error.__cause__ or cause
             self._fatal = error
@@ -323,7 +326,7 @@ class RolloutStream:
         return {"groups": groups, "beyond": sorted([*self._beyond, *self._skipped])}
 
     def _count(self, consumed: Consumed) -> dict[str, Metric]:
-        """Count what happened since the last take, and check the age of what is handed over."""
+        """Return the metrics since the last take. Raises `WhetError` if a group is older than `max_staleness`."""
         ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)]
         if max(ages) > self._section.max_staleness:
             raise WhetError(
@@ -348,7 +351,7 @@ class RolloutStream:
         self._status(f"rollouts, {done} of {wanted} episodes finished")
 
     def _progress(self) -> tuple[int, int]:
-        """Return the finished episodes of the take that is waited for, and all of its episodes."""
+        """Return the finished episodes of the waiting take, and the number of all its episodes."""
         done = [slot.tally["done"] for slot in self._slots if slot.counts]
         if self._section.order == "as_completed":
             done.sort(reverse=True)
@@ -363,5 +366,5 @@ class RolloutStream:
 
 
 def oldest_versions(group: Group) -> list[int]:
-    """Give the oldest version of the weights among the trained tokens of each sequence."""
+    """Return the oldest weight version among the trained tokens of each sequence."""
     return [int(t.versions[t.loss_mask].min()) for episode in group.episodes for t in episode.trajectories]

@@ -1,1 +1,1 @@
-"""Hand-over of weights from backends to generators: one module per transport."""
+"""Weight sync from backends to generators: one module per transport."""

@@ -1,8 +1,8 @@
-"""Hand-over by broadcasts: NCCL between GPUs, gloo between CPUs. For roles that have devices of their own.
+"""Weight sync by broadcasts: NCCL between GPUs, gloo between CPUs. For roles that have devices of their own.
 
-Each sender has a group with the receivers that are there, kept as long as these stay the same; who comes back is in the
-next one. Receivers hear several senders one after another, in order, so senders that gather their tensors in step must
-leave it to one of them. NCCL has not been tried yet, for want of GPUs.
+Each sender has a process group with the receivers that are present. The group is kept while they stay the same; a
+restarted receiver is in the next group. Receivers read several senders one after another, in order. So senders that
+gather their tensors in step must leave the sending to one of them. NCCL has not been tested, for lack of GPUs.
 """
 
 import ctypes
@@ -31,28 +31,28 @@ _POLL_SECONDS = 0.0005
 
 
 def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Broadcast the tensors, cast to `link.dtype`, from the device of the first."""
+    """Broadcast the tensors, cast to `link.dtype`, from the device of the first tensor."""
     bucket_stream.send(link, weights, sender, _Sending(link, sender))
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, on this process's current GPU where it comes by NCCL. Raises `WeightSyncError`."""
+    """Yield every tensor, on this process's current GPU if it comes by NCCL. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving(link, receiver))
 
 
 @frozen
 class _Group:
-    """A process group beside torch's own; its rank 0 sends."""
+    """A process group beside torch's own. Its rank 0 sends."""
 
     name: str
     size: int
     device: "torch.device"
     group: Any
     store: Any
-    """Lives as long as the group does."""
+    """The store of the group. It must live as long as the group."""
 
     def broadcast(self, data: "torch.Tensor", others: Sequence[socket.socket], deadline: float) -> None:
-        """Take part in a broadcast. Raises `Broken` when one of those that we speak to is gone."""
+        """Take part in a broadcast. Raises `Broken` if a process at the other end of a connection is gone."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -73,13 +73,13 @@ class _Group:
             raise
 
     def abort(self) -> None:
-        """End what is under way, also in the other processes, where the library can."""
+        """Abort the running broadcast, also in the other processes, if the library can."""
         with suppress(RuntimeError, AttributeError):
             self.group.abort()
 
 
 _groups: dict[tuple[str, str, int, int], _Group] = {}
-"""Of this process, by end, address of the exchange, sender, and receiver (-1: the sender itself)."""
+"""Groups of this process, by end, address of the exchange, sender, and receiver (-1: the sender itself)."""
 _lock = threading.Lock()
 
 
@@ -92,7 +92,7 @@ class _Sending:
         self._device: torch.device
 
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
-        """Keep the group that all are in already, or make one."""
+        """Use the group that all receivers are already in, or make a new one."""
         self._guests, self._device = [guest.connection for guest in guests], device
         group = _groups.get(self._key)
         held = {guest.said["held"] for guest in guests}
@@ -100,7 +100,7 @@ class _Sending:
             self._gather()
 
     def room(self, size: int) -> "torch.Tensor":
-        """Give a buffer that is kept for this hand-over."""
+        """Return a buffer that is kept for this transfer."""
         import torch
 
         if self._buffer is None or self._buffer.numel() < size:
@@ -119,10 +119,10 @@ class _Sending:
             raise
 
     def finish(self) -> None:
-        """A broadcast that is over has been read."""
+        """Do nothing: a finished broadcast has been read."""
 
     def _gather(self) -> None:
-        """Make a group with all guests."""
+        """Make a group with all receivers."""
         import torch.distributed as dist
 
         _forget(self._key)
@@ -150,20 +150,20 @@ class _Receiving:
         self._buffer: torch.Tensor | None = None
 
     def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Hear all of them."""
+        """Return all senders: this receiver reads each of them."""
         return senders
 
     def copies(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Each has one of what it sent."""
+        """Return all senders: each has a copy of what it sent."""
         return senders
 
     def hello(self, sender: int) -> dict[str, Any]:
-        """Say which group with that sender this receiver is in."""
+        """Return the name of this receiver's group with that sender."""
         group = _groups.get(self._key(sender))
         return {"held": "" if group is None else group.name}
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
-        """Take part in the broadcast of a bucket."""
+        """Receive a bucket by broadcast and return its bytes."""
         import torch
 
         group, size = _groups[self._key(sender)], head["bytes"]
@@ -193,14 +193,14 @@ class _Receiving:
             _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
 
     def done(self, connection: socket.socket) -> None:
-        """Nobody waits for that."""
+        """Do nothing: the sender does not wait."""
 
     def _key(self, sender: int) -> tuple[str, str, int, int]:
         return ("receive", self._link.address, sender, self._receiver)
 
 
 def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float) -> Any:
-    """Join a process group that torch's own functions know nothing of; blocks until all have."""
+    """Join a process group that is not registered with torch's own functions. Blocks until all members have joined."""
     import torch.distributed as dist
 
     if device.type == "cuda":
@@ -214,7 +214,7 @@ def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, s
 
 
 def _forget(key: tuple[str, str, int, int]) -> None:
-    """Leave a group, if there is one."""
+    """Leave a group, if this process is in it."""
     with _lock:
         group = _groups.pop(key, None)
     if group is not None:

@@ -1,13 +1,13 @@
-"""A lane: tensors go from a sender straight to the receivers that are there, a bucket at a time.
+"""A bucket stream (lane): tensors go from a sender directly to the receivers that are present, one bucket at a time.
 
-    receiver  knocks at the sender's door as "lane/SESSION/RECEIVER", says what it has            {"held": ...}
-    sender    waits a while for all of them; from then on nobody else takes part
-              <- {"meet": {...}}                           where that is needed
-              <- {"bucket": [entries], "bytes": n, ...}    and the bytes by whatever the lane is made of
+    receiver  connects to the sender as "lane/SESSION/RECEIVER", and tells it which group it holds    {"held": ...}
+    sender    waits a limited time for all receivers; later ones cannot take part
+              <- {"meet": {...}}                           if the transport needs it
+              <- {"bucket": [entries], "bytes": n, ...}    and the bytes, by the transport
               <- {"end": SESSION}
 
-What it is made of moves the bytes of a bucket: `broadcast`, `cuda_ipc`. A receiver that comes too
-late, and those whose lane breaks, take what is left from the sender's kept copy, as by the transport `tcp`.
+The transports `broadcast` and `cuda_ipc` move the bytes of a bucket. A receiver that comes too late, or whose stream
+breaks, reads the rest from the sender's staged copy, as with the transport `tcp`.
 """
 
 import logging
@@ -32,59 +32,59 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BUCKET_BYTES = 256 << 20
-"""A bucket is sent once it holds this much; a larger tensor is a bucket by itself."""
+"""A bucket is sent when it holds this much. A larger tensor is a bucket by itself."""
 GATHER_SECONDS = 30.0
-"""How long a sender that keeps a copy waits for receivers, at most half of the hand-over's deadline. Those that have
-requests to finish may come later, and take the copy."""
+"""How long a sender with a staged copy waits for receivers, at most half of the deadline of the weight sync. Receivers
+that must first finish requests may come later and read the copy."""
 ALIGN = 64
 
 
 class Broken(Exception):  # noqa: N818 - it says what happened
-    """The lane is of no more use; the hand-over may be."""
+    """The stream cannot be used any more. The weight sync may still succeed by the staged copy."""
 
 
 class Sending(Protocol):
-    """One sender's end of what a lane is made of."""
+    """A sender's end of a transport for buckets."""
 
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
-        """Get ready for these receivers."""
+        """Prepare for these receivers."""
 
     def room(self, size: int) -> "torch.Tensor":
-        """Give so many bytes to write the next bucket to."""
+        """Return a buffer of `size` bytes for the next bucket."""
 
     def give(self, head: dict[str, Any], size: int) -> None:
-        """Send a bucket's head by `tell` to all guests, and the bytes that were written."""
+        """Send a bucket's head with `tell` to all receivers, and the `size` bytes in the buffer."""
 
     def finish(self) -> None:
-        """Wait until nobody reads what was sent any more."""
+        """Wait until no receiver reads the buffer any more."""
 
 
 class Receiving(Protocol):
-    """One receiver's end."""
+    """A receiver's end of a transport for buckets."""
 
     def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Give the senders to hear, of all that there are. Raises `Broken`."""
+        """Return the senders to read, out of all senders. Raises `Broken`."""
 
     def copies(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Give the senders whose copies make a whole."""
+        """Return the senders whose copies together hold all weights."""
 
     def hello(self, sender: int) -> dict[str, Any]:
-        """Give what a sender is told of this receiver."""
+        """Return the message that introduces this receiver to a sender."""
 
     def meet(self, sender: int, meeting: dict[str, Any]) -> None:
-        """Do as a sender says before its first bucket."""
+        """Do what a sender requests before its first bucket."""
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
-        """Give the bytes of a bucket."""
+        """Return the bytes of a bucket."""
 
     def done(self, connection: socket.socket) -> None:
-        """The bytes of the last bucket have been copied."""
+        """Confirm that the bytes of the last bucket have been copied."""
 
 
 def send(
     link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
 ) -> None:
-    """Send to who comes in time, and keep a copy for the others where `link.kept` says so."""
+    """Send to the receivers that come in time. Keep a copy for later ones if `link.kept` is true."""
     copy = kept_copy(link, sender)
     copy.begin(link, lane=True)
     announce(link, copy, sender, place)
@@ -110,7 +110,7 @@ def send(
 
 
 def receive(link: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, on whatever device it comes. Raises `WeightSyncError`."""
+    """Yield every tensor, on the device on which it arrives. Raises `WeightSyncError`."""
     deadline = time.monotonic() + link.timeout_seconds
     found = offers(link, receiver, deadline)
     given: set[str] = set()
@@ -124,7 +124,7 @@ def receive(link: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tu
 
 
 def tell(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message along a lane. Raises `Broken` where nobody is there."""
+    """Send a message on a connection. Raises `Broken` if the other end is gone."""
     try:
         send_message(connection, encode(message))
     except OSError as error:
@@ -132,7 +132,7 @@ def tell(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def told(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Wait for a message. Raises `Broken`."""
+    """Return the next message. Raises `Broken`."""
     try:
         message: dict[str, Any] = decode(receive_message(connection, deadline=deadline), records=False)
         return message
@@ -141,7 +141,7 @@ def told(connection: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Whether the other end has closed a connection on which it says nothing now."""
+    """Return whether the other end has closed a connection. Only for a time when it has nothing to send."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLIN)
@@ -151,14 +151,14 @@ def is_gone(connection: socket.socket) -> bool:
 
 
 class _Lane:
-    """From one sender; once it is broken, nothing more goes along it."""
+    """The stream of one sender. After it breaks, nothing more is sent on it."""
 
     def __init__(self, link: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
         self._link, self._plane, self._guests = link, plane, guests
         self._open, self._met = bool(guests), False
 
     def give(self, tensors: "Sequence[torch.Tensor]", entries: Sequence[Entry]) -> None:
-        """Send a bucket, if anyone is there."""
+        """Send a bucket, if there are receivers."""
         if not self._open:
             return
         try:
@@ -178,7 +178,7 @@ class _Lane:
                 guest.connection.close()
 
     def end(self, failed: str = "") -> None:
-        """Say that this was all, or why not."""
+        """Send the end of the stream, with the error if it failed."""
         for guest in self._guests if self._open else ():
             with suppress(Broken):  # it will say so itself
                 tell(guest.connection, {"end": self._link.session, "failed": failed})
@@ -189,7 +189,7 @@ class _Lane:
 def _lanes(
     link: TransferSpec, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Hear the senders one after another, all of which wait for this receiver."""
+    """Yield the tensors of all senders, one sender after another. Every sender waits for this receiver."""
     with ExitStack() as open_until_the_end:
         connections = []
         for offer in senders:
@@ -215,7 +215,7 @@ def _lanes(
 def _bucket(
     link: TransferSpec, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
 ) -> "Iterator[tuple[Entry, torch.Tensor]]":
-    """Give what a message brings."""
+    """Yield the tensors of a message."""
     import torch
 
     entries = entries_of(head.get("bucket", ()))
@@ -261,13 +261,13 @@ def _entry(link: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor"
 
 
 def _unkept(link: TransferSpec) -> str:
-    """Tell those that come for a copy that there is none."""
+    """Return the error for receivers that ask for a copy where none is kept. Empty: a copy is kept."""
     why = "it keeps no copy for receivers that come late, as cluster.recovery allows no replica to be restarted"
     return "" if link.kept else why
 
 
 def _places(entries: Iterable[Entry]) -> tuple[list[int], int]:
-    """Give where each tensor begins in its bucket, and how long that is."""
+    """Return where each tensor begins in its bucket, and the size of the bucket, in bytes."""
     places, end = [], 0
     for entry in entries:
         places.append(-(-end // ALIGN) * ALIGN)

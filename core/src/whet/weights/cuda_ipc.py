@@ -1,7 +1,7 @@
-"""Hand-over between processes on one GPU: the sender maps a buffer into the receivers (CUDA IPC).
+"""Weight sync between processes on one GPU: the sender's buffer is mapped into the receivers (CUDA IPC).
 
-Every sender sends everything, and a receiver hears the one on its own GPU. Two buffers take turns, so that one is
-filled while the other is read; a receiver says when it has read one. Not tried on a GPU yet.
+Every sender sends all weights, and a receiver reads the sender on its own GPU. Two buffers alternate, so that one is
+filled while the other is read; a receiver confirms when it has read one. Not tested on a GPU yet.
 """
 
 import socket
@@ -30,7 +30,7 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor, as a view of the sender's memory. Raises `WeightSyncError`."""
+    """Yield every tensor, as a view of the sender's memory. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(link, receiver, _Receiving())
 
 
@@ -44,7 +44,7 @@ class _Sending:
         self._turn = 0
 
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
-        """Nothing is to be made."""
+        """Check that the tensors are on a GPU. Nothing has to be prepared."""
         if device.type != "cuda":
             raise WeightSyncError(
                 f"{title(self._link)}: cuda-ipc hands over what is on a GPU, found tensors on {device}"
@@ -52,7 +52,7 @@ class _Sending:
         self._guests, self._device = [guest.connection for guest in guests], device
 
     def room(self, size: int) -> "torch.Tensor":
-        """Give the buffer whose turn it is, once all have read it."""
+        """Return the buffer whose turn it is, after all receivers have read it."""
         import torch
 
         self._turn = 1 - self._turn
@@ -63,7 +63,7 @@ class _Sending:
         return buffer[:size]
 
     def give(self, head: dict[str, Any], size: int) -> None:
-        """Say where a bucket lies."""
+        """Send a bucket's place in memory."""
         import torch
 
         torch.cuda.current_stream(self._device).synchronize()
@@ -74,7 +74,7 @@ class _Sending:
         self._unread[self._turn] = True
 
     def finish(self) -> None:
-        """Wait until all has been read."""
+        """Wait until every receiver has read both buffers."""
         for turn in (1 - self._turn, self._turn):
             self._await(turn)
 
@@ -87,7 +87,7 @@ class _Sending:
 
 class _Receiving:
     def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Hear the one on this GPU."""
+        """Return the sender on this GPU. Raises `Broken` if there is none."""
         here = _gpu()
         found = [offer for offer in senders if here and offer["place"] == here]
         if not found:
@@ -95,22 +95,22 @@ class _Receiving:
         return found[:1]
 
     def copies(self, senders: Sequence[Offer]) -> Sequence[Offer]:
-        """Only the first keeps one."""
+        """Return the first sender: only this one keeps a copy."""
         return senders[:1]
 
     def hello(self, sender: int) -> dict[str, Any]:
-        """There is nothing to say."""
+        """Return an empty message: the sender needs to know nothing."""
         return {}
 
     def meet(self, sender: int, meeting: dict[str, Any]) -> None:
-        """Nothing is to be made."""
+        """Do nothing: there is no group to join."""
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
-        """Map a bucket."""
+        """Return a bucket, mapped into this process."""
         return _mapped(head["memory"])[: head["bytes"]]
 
     def done(self, connection: socket.socket) -> None:
-        """Say that a bucket has been read."""
+        """Confirm that a bucket has been read."""
         import torch
 
         torch.cuda.current_stream().synchronize()
@@ -118,7 +118,7 @@ class _Receiving:
 
 
 def _gpu() -> str:
-    """Name this process's current GPU, as its other processes do; empty where there is none."""
+    """Return an identifier of this process's current GPU, equal in all processes. Empty: there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -127,7 +127,7 @@ def _gpu() -> str:
 
 
 def _shared(buffer: "torch.Tensor") -> dict[str, Any]:
-    """Say how another process finds a buffer; it is kept until that lets go of it."""
+    """Return what another process needs to map a buffer. The buffer is kept until that process releases it."""
     names = ("handle", "size", "offset", "counter", "counter_offset", "event", "sync")
     _, *found = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in zip(names, found, strict=True)}

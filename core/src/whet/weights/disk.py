@@ -1,4 +1,4 @@
-"""Hand-over through safetensors files in a folder that both ends see; works across machines."""
+"""Weight sync through safetensors files in a folder that both ends see. It works across machines."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 FILE_BYTES = 1 << 30
-"""A file is closed once it holds this much, so that a sender holds no more of the whole model in memory."""
+"""A file is closed when it holds this much. So a sender never holds more than this of the model in memory."""
 
 
 def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Write the tensors, cast to `link.dtype`, to files of this session and publish the manifest."""
+    """Write the tensors, cast to `link.dtype`, to files of this session, and publish the manifest."""
     withdraw(link, sender)
     for old in Path(link.address).glob(f"weights-{sender}-*.safetensors"):
         old.unlink(missing_ok=True)
@@ -41,7 +41,7 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
+    """Yield every tensor. Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer."""
     manifests = await_manifests(link)
     for manifest in manifests:
         for file in dict.fromkeys(entry.file for entry in manifest.entries):

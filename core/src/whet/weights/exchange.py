@@ -1,11 +1,11 @@
 """Where senders and receivers of weights find each other: the driver's part of the transport `tcp`.
 
-sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  ->  exchange, and it says so
-receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}         ->  exchange; it answers once all are there
-<-  {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
+    sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  -> exchange, which confirms
+    receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}     -> exchange, which answers once all are there
+              <- {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
 
-Receivers by `tcp` ask at the first weight sync. Later specs have the answer (`TransferSpec.places`), so that a thousand
-receivers do not come to the driver every time; they ask again where a sender cannot be reached.
+Receivers that use `tcp` ask at the first weight sync. Later links carry the answer (`TransferSpec.places`), so that a
+thousand receivers do not ask the driver every time. They ask again if a sender cannot be reached.
 """
 
 import secrets
@@ -35,11 +35,11 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """As a link says it."""
+        """Return the address in the form of a link."""
         return f"{self._door.address[0]}:{self._door.address[1]}"
 
     def places(self) -> Places:
-        """Give what each sender said last of where it is: they stay there for all hand-overs of a run."""
+        """Return where each sender reported to be last. Senders stay there for all weight syncs of a run."""
         with self._changed:
             return tuple(
                 {name: self._senders[sender][name] for name in ("sender", "address", "place")}
@@ -47,7 +47,7 @@ class Exchange:
             )
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._door.close()
 
     def _take(self, name: str, guest: socket.socket) -> None:
@@ -67,7 +67,7 @@ class Exchange:
                 raise DoorError(f"it called itself {kind!r:.20}")
 
     def _await(self, session: str, senders: int, seconds: float) -> list[dict[str, Any]]:
-        """Wait for all senders of a session; give what there is in the end."""
+        """Wait for all senders of a session. Return the senders that are known in the end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: sum(offer["session"] == session for offer in self._senders.values()) >= senders, seconds

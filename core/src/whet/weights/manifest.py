@@ -1,9 +1,9 @@
-"""The manifest of a hand-over through files: what was sent, so that a receiver can prove that all of it arrived.
+"""The manifest of a weight sync through files: what was sent, so that a receiver can prove that all of it arrived.
 
     sender      remove the old manifest -> write the bytes -> write the manifest under its name in one step
-    receiver    wait for the manifest of its session -> read -> compare the checksums -> look at the manifest again
+    receiver    wait for the manifest of its session -> read -> compare the checksums -> read the manifest again
 
-A manifest therefore never stands beside bytes of another session.
+So a manifest is never beside bytes of another session.
 """
 
 import json
@@ -27,17 +27,17 @@ PAGE = 4096
 
 @frozen
 class Entry:
-    """One tensor of a hand-over."""
+    """One tensor of a transfer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it, e.g. `bfloat16`."""
+    """The dtype's name in torch, e.g. `bfloat16`."""
     checksum: int
     file: str
-    """Within the folder of the hand-over."""
+    """Name of the file, within the folder of the transfer."""
     offset: int = 0
-    """Bytes from the beginning of the file, where the file does not know itself."""
+    """Bytes from the beginning of the file, for files that have no index of their own."""
 
 
 @frozen
@@ -49,13 +49,13 @@ class Manifest:
     sender: int
     entries: tuple[Entry, ...]
     failed: str = ""
-    """Why the sender gave up, so that receivers need not wait for their deadline."""
+    """Why the sender gave up, so that receivers need not wait for their deadline. Empty: it did not."""
 
 
 def checksum(tensor: "torch.Tensor") -> int:
-    """Sum up the bytes of a contiguous tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
+    """Return a checksum of a contiguous tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
 
-    Sees torn and stale pages and flipped bits at the speed of memory, which crc32 alone does not reach.
+    It detects torn and stale pages and flipped bits at the speed of memory, which crc32 alone does not reach.
     """
     import torch
 
@@ -68,7 +68,7 @@ def checksum(tensor: "torch.Tensor") -> int:
 
 
 def byte_count(entry: Entry) -> int:
-    """Give the bytes of a tensor."""
+    """Return the number of bytes of a tensor."""
     import torch
 
     dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -76,19 +76,19 @@ def byte_count(entry: Entry) -> int:
 
 
 def manifest_path(link: TransferSpec, sender: int) -> Path:
-    """Say where the manifest of a sender stands."""
+    """Return the path of a sender's manifest."""
     return Path(link.address) / f"manifest-{sender}.json"
 
 
 def withdraw(link: TransferSpec, sender: int) -> None:
-    """Make the folder ready and remove the sender's manifest of an earlier session."""
+    """Create the folder if needed and remove the sender's manifest of an earlier session."""
     path = manifest_path(link, sender)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 
 
 def publish(link: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
-    """Write the manifest in one step: it is there as a whole or not at all."""
+    """Write the manifest in one step: it exists completely or not at all."""
     path = manifest_path(link, sender)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(asdict(Manifest(link.session, link.version, sender, tuple(entries), failed))))
@@ -96,7 +96,7 @@ def publish(link: TransferSpec, sender: int, entries: Iterable[Entry], failed: s
 
 
 def read(link: TransferSpec, sender: int) -> Manifest | None:
-    """Read a sender's manifest; None where there is none. Raises `WeightSyncError` where it is no manifest."""
+    """Return a sender's manifest. None: there is none. Raises `WeightSyncError` if the file is no manifest."""
     path = manifest_path(link, sender)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def read(link: TransferSpec, sender: int) -> Manifest | None:
 
 
 def await_manifests(link: TransferSpec) -> list[Manifest]:
-    """Wait until every sender of the link has published, and give the manifests in order of sender.
+    """Wait until every sender of the link has published, and return the manifests in order of sender.
 
     Raises `WeightSyncError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
     """
@@ -144,13 +144,13 @@ def still_current(link: TransferSpec, manifests: Iterable[Manifest]) -> None:
 
 
 def damaged(link: TransferSpec, entry: Entry, found: str) -> WeightSyncError:
-    """Make the error for bytes that are not those of the manifest."""
+    """Return the error for bytes that differ from the manifest."""
     where = Path(link.address) / entry.file
     return WeightSyncError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
 
 
 def check(link: TransferSpec, manifests: list[Manifest]) -> None:
-    """Raise `WeightSyncError` where a sender gave up, or a version or a name contradicts the link."""
+    """Raise `WeightSyncError` if a sender gave up, or a version or a name contradicts the link."""
     owner: dict[str, int] = {}
     for manifest in manifests:
         if manifest.failed:
@@ -178,10 +178,10 @@ def _overdue(link: TransferSpec, missing: list[int]) -> str:
 
 
 def title(link: TransferSpec) -> str:
-    """Name a hand-over in errors."""
+    """Return the name of a transfer in errors."""
     return f"hand-over {link.session} of version {link.version}"
 
 
 def dtype_name(dtype: Any) -> str:
-    """Give torch's name of a dtype without the module."""
+    """Return torch's name of a dtype without the module."""
     return str(dtype).removeprefix("torch.")

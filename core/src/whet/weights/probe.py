@@ -1,12 +1,12 @@
-"""A probe after a hand-over: are logprobs of a few tokens, from each replica of the generator, those of the trainer?
+"""A check after a weight sync: do the logprobs of a few tokens, from each generator replica, match the trainer's?
 
     driver       draws prompts of random tokens from the run's seed and the version
     replica 0    continues them       replica 1    continues them       ...
-    trainer      scores what came, with the weights that it has just sent
+    trainer      scores the completions, with the weights that it has just sent
     driver       mean |difference| of each replica <= bound, or the run ends
 
-Manifest and version prove that weights arrived whole. This proves that the engine computes with them: not with those of
-before, nor with a packed copy of them, nor another model.
+Manifest and version prove that the weights arrived complete. This proves that the engine computes with them, and not
+with the previous weights, a packed copy of them, or another model.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,50 +26,50 @@ if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
 
 BOUNDS: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-"""Largest mean |difference| by dtype, in nats at temperature 1; docs/reference/numerics.md says where they are from."""
+"""Largest mean |difference| by dtype, in nats at temperature 1. docs/reference/numerics.md explains the numbers."""
 LOOSEST: Final = 0.3
-"""Of any other, such as weights in 8 bits."""
+"""The bound for any other dtype, such as weights in 8 bits."""
 PROMPT_TOKENS: Final = 16
 ALWAYS: Final = 2
-"""Hand-overs at the beginning of a sitting that are probed. In the first an engine that takes nothing may go unnoticed:
-it has loaded the same weights itself."""
+"""Number of weight syncs after a start or resume that are always checked. The first alone is not enough: an engine that
+receives nothing passes it, because it has loaded the same weights itself."""
 
 Scored = Mapping[tuple[int, tuple[int, ...]], FloatArray]
-"""(number of the prompt, tokens of a completion) -> the trainer's logprobs of them."""
+"""(number of the prompt, tokens of a completion) -> the trainer's logprobs of these tokens."""
 
 
 def bound_of(*dtypes: str) -> float:
-    """Give the bound for parts that compute in these dtypes: the coarsest decides."""
+    """Return the bound for parts that compute in these dtypes: that of the coarsest."""
     return max(BOUNDS.get(dtype, LOOSEST) for dtype in dtypes)
 
 
 @frozen(eq=False)
 class Proof:
-    """What a replica has to show for its weights to be those of a version."""
+    """The evidence that a replica has the weights of a version."""
 
     version: int
     prompts: tuple[IntArray, ...]
     sampling: Sampling
     seeds: tuple[int, ...]
-    """Of each prompt: replicas that hold the same weights make the same of it."""
+    """Seed of each prompt. Replicas with the same weights produce the same completion."""
     bound: float
     dtypes: str
-    """In words, for errors."""
+    """The dtypes as text, for errors."""
     scored: Scored = field(factory=dict)
 
     def requests(self, replica: int) -> list[Request]:
-        """Give what to ask a replica."""
+        """Return the requests for a replica."""
         return [
             Request(f"probe-{self.version}-{replica}-{i}", prompt, self.sampling, seed, replica=replica)
             for i, (prompt, seed) in enumerate(zip(self.prompts, self.seeds, strict=True))
         ]
 
     def check(self, replica: int, completions: Sequence[Completion]) -> float:
-        """Give the mean |difference| of a replica's logprobs from the trainer's, in nats.
+        """Return the mean |difference| of a replica's logprobs from the trainer's, in nats.
 
-        Of completions that the trainer has not scored, up to the first token in which they differ from those. Raises
-        `WeightSyncError` where the mean is above the bound or no number, where there is nothing to compare, or where
-        another version made the tokens.
+        A completion that the trainer has not scored is compared up to the first token in which it differs from the
+        scored ones. Raises `WeightSyncError` if the mean is above the bound or not a number, if there is nothing to
+        compare, or if another version made the tokens.
         """
         versions = {version for completion in completions for _, version in completion.versions}
         if versions - {self.version}:
@@ -86,7 +86,7 @@ class Proof:
         return gap
 
     def _scored_of(self, prompt: int, completion: Completion) -> FloatArray:
-        """Give the trainer's logprobs of the tokens until the first that it has not scored."""
+        """Return the trainer's logprobs of the tokens, up to the first one that it has not scored."""
         found = np.zeros(0, np.float32)
         for (number, tokens), logprobs in self.scored.items():
             same = np.asarray(tokens[: len(completion.tokens)]) == completion.tokens[: len(tokens)]
@@ -107,39 +107,40 @@ class Proof:
 
 @define(eq=False)
 class Probe:
-    """Probes hand-overs of a sitting when they are due."""
+    """Checks the weight syncs that are due, of one attempt of a run."""
 
     section: "ProbeSection"
     seed: int
     opening: tuple[int, ...]
     """Tokens that every sequence begins with."""
     tokens: IntArray
-    """The others of prompts are drawn from these."""
+    """The other tokens of prompts are drawn from these."""
     room: int
     """Longest sequence, in tokens; 0: no limit is known."""
     temperature: float
     dtypes: tuple[str, str]
-    """Of generator and trainer."""
+    """Dtype of generator and trainer."""
     replicas: int
     generator: "Generator"
     score: Callable[[Batch], Any]
-    """Give the trainer's logprobs [N]."""
+    """Returns the trainer's logprobs [N]."""
     run: Callable[[Coroutine[Any, Any, Any]], Any]
-    """Run a coroutine where the generator's requests are made, and wait for it."""
+    """Runs a coroutine on the event loop of the generator's requests, and waits for it."""
     overdue: bool = field(default=False, init=False)
-    """Whether a replica came back to weights that were not probed."""
+    """Whether a replica came back to weights that were not checked."""
     _handed_over: int = field(default=0, init=False)
     _gap: float | None = field(default=None, init=False)
 
     def due(self, version: int) -> bool:
-        """Whether this hand-over, the next of the sitting, is to be probed."""
+        """Return whether this weight sync, the next of this attempt, must be checked."""
         self._handed_over += 1
         return self._handed_over <= ALWAYS or version % self.section.every == 0 or self.overdue
 
     def __call__(self, version: int) -> Proof | None:
-        """Probe all replicas that are there, while the trainer holds what it sent; None where there is none.
+        """Check all replicas that are present, while the trainer still holds the weights that it sent.
 
-        Raises `WeightSyncError`; see `Proof.check`.
+        Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`;
+        see `Proof.check`.
         """
         proof = self._drawn(version)
         self.overdue = False  # from now on one that comes back says so
@@ -153,7 +154,7 @@ class Probe:
         return proof
 
     def metrics(self) -> dict[str, Metric]:
-        """Give `probe/logprob_gap` once for each probe: the mean of the replica that is furthest off."""
+        """Return `probe/logprob_gap` once for each check: the mean of the worst replica."""
         gap, self._gap = self._gap, None
         return {} if gap is None else {"probe/logprob_gap": largest(gap)}
 
@@ -185,7 +186,7 @@ class Probe:
         return await gather_or_cancel(map(one, range(self.replicas)))
 
     def _scored(self, proof: Proof, answers: Iterable[Sequence[Completion]]) -> Scored:
-        """Have the trainer score all that came; what several replicas made, once."""
+        """Return the trainer's scores of all completions. A completion that several replicas made is scored once."""
         made = list(dict.fromkeys((i, tuple(c.tokens.tolist())) for found in answers for i, c in enumerate(found)))
         batch = self._batch([(proof.prompts[i], tokens) for i, tokens in made])
         logprobs, ends = np.asarray(self.score(batch)), np.cumsum(batch["lengths"])

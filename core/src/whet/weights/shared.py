@@ -1,6 +1,6 @@
-"""Hand-over within one process: tensors pass by reference, and the receiver copies them.
+"""Weight sync within one process: tensors pass by reference, and the receiver copies them.
 
-Both ends may run one after the other on one thread, sender first: it leaves its tensors in a table and returns.
+Both ends may run one after the other on one thread, the sender first: it leaves its tensors in a table and returns.
 """
 
 import threading
@@ -22,17 +22,17 @@ class _Offer:
     session: str
     version: int
     weights: "dict[int, list[tuple[str, torch.Tensor]]]" = field(factory=dict)
-    """By sender."""
+    """Tensors by sender."""
     taken: int = 0
 
 
 _offers: dict[str, _Offer] = {}
-"""By address; a later session replaces an earlier one."""
+"""Offers by address. A later session replaces an earlier one."""
 _changed = threading.Condition()
 
 
 def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Leave the tensors for receivers of this process; they must not change until the hand-over is over."""
+    """Leave the tensors for receivers of this process. They must not change until the weight sync is over."""
     tensors = list(weights)
     with _changed:
         offer = _offers.get(link.address)
@@ -43,7 +43,7 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor that this process's senders left. Raises `WeightSyncError` if none of this session comes."""
+    """Yield every tensor that this process's senders left. Raises `WeightSyncError` if none of this session comes."""
     with _changed:
         offer = _await(link)
         if offer.version != link.version:

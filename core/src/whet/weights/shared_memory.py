@@ -1,13 +1,13 @@
-"""Hand-over through one piece of memory per sender, which is kept and rewritten in place for every session.
+"""Weight sync through shared memory. Each sender keeps one block and rewrites it in place for every session.
 
-    sender      a file in memory without a name (memfd), open for as long as its process lives
-    receiver    opens /proc/PROCESS/fd/NUMBER, as the manifest says, and maps the same pages
+    sender      an anonymous file in memory (memfd), open as long as its process lives
+    receiver    opens /proc/PROCESS/fd/NUMBER, as the manifest states, and maps the same pages
 
-No weight goes to a disk: the run folder, which may be a network file system, holds the manifest alone. The size of
-/dev/shm is no limit. The kernel frees the memory when the last process that has it open or mapped is gone, however
-that process ended. Linux has such files; elsewhere a file in the folder of the hand-over takes their place.
+No weight is written to a disk: the run folder, which may be on a network file system, holds only the manifest. The size
+of /dev/shm is no limit. The kernel frees the memory when the last process that has it open or mapped is gone, however
+that process ended. Such files exist on Linux; elsewhere a file in the folder of the transfer takes their place.
 
-Fresh pages cost most: a gigabyte written to new pages takes ten times as long as to pages that are mapped already.
+New pages cost most: writing a gigabyte to them takes ten times as long as writing to pages that are mapped already.
 """
 
 import os
@@ -53,17 +53,17 @@ class _Room:
     """The memory of one sender of this process."""
 
     name: str
-    """As manifests name it: `memory-PROCESS-DESCRIPTOR`, or a file in the folder of the hand-over."""
+    """Its name in manifests: `memory-PROCESS-DESCRIPTOR`, or a file in the folder of the transfer."""
     path: Path
     descriptor: int = -1
-    """Keeps memory without a name open; -1: the file has a name."""
+    """Keeps an anonymous file open; -1: the file has a name."""
 
 
 _rooms: dict[tuple[str, int], _Room] = {}
-"""By address of the hand-over and sender."""
+"""Memory of senders, by address of the transfer and sender."""
 _mappings: dict[tuple[str, int, str], _Mapping] = {}
-"""What this process has mapped, by address, sender and end (`send` or `receive`). There is one mapping of each, so the
-memory of a sender that is gone is free once its successor's is mapped."""
+"""Mappings of this process, by address, sender and end (`send` or `receive`). There is one mapping for each, so the
+memory of a sender that is gone is freed when its successor's is mapped."""
 
 
 def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
@@ -86,9 +86,9 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield every tensor as a view of the shared memory, to be copied before the next is asked for.
+    """Yield every tensor as a view of the shared memory. Copy it before reading the next.
 
-    Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over.
+    Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer.
     """
     manifests = await_manifests(link)
     for manifest in manifests:
@@ -192,7 +192,7 @@ def _read(link: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
 
 
 def _find(link: TransferSpec, entry: Entry) -> Path:
-    """Return the path of a sender's memory. Raises `FileNotFoundError` where nobody has it open any more."""
+    """Return the path of a sender's memory. Raises `FileNotFoundError` if no process has it open any more."""
     found = _IN_MEMORY.fullmatch(entry.file)
     if not found:
         return Path(link.address) / entry.file

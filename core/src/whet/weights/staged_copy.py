@@ -1,10 +1,10 @@
-"""The copy of what a sender sent last, kept in memory until its next session, and the door at which receivers ask.
+"""The staged copy: what a sender sent last, kept in memory until its next session, and the server for receivers.
 
-    "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; who comes before its
-                           session has begun waits for the next that does
+    "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; a receiver that
+                           comes before its session has begun waits for the next session
     "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet.weights.bucket_stream`
 
-The last word of a receiver's connection names the session again: bytes that a newer one wrote over are refused.
+The last message of a receiver's connection names the session again: bytes that a newer session overwrote are refused.
 """
 
 import socket
@@ -42,7 +42,7 @@ class Guest:
 
 
 class KeptCopy:
-    """Of one sender in this process."""
+    """The staged copy of one sender in this process."""
 
     def __init__(self, address: str, token: str) -> None:
         self.token = token
@@ -50,15 +50,15 @@ class KeptCopy:
         self._end = 0
         self._session, self._timeout = "", 0.0
         self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
-        """Sessions that have begun: a receiver that names another has come before its own."""
+        """Sessions that have begun. A receiver that names another one has come before its session."""
         self._manifest: Manifest | None = None
         self._guests: list[Guest] | None = None
-        """Of the session that has begun; None: it takes no more."""
+        """Receivers of the running session; None: it admits no more."""
         self._changed = threading.Condition()
         self.door = Door(address, bytes.fromhex(token), self._serve, purpose="hand-overs of weights")
 
     def begin(self, link: TransferSpec, *, lane: bool = False) -> None:
-        """Forget what was published, and say whether receivers may come while this session is sent."""
+        """Begin a session: discard the published manifest. `lane`: admit receivers while this session is sent."""
         with self._changed:
             self._session, self._timeout, self._manifest = link.session, link.timeout_seconds, None
             self._begun.append(link.session)
@@ -67,14 +67,16 @@ class KeptCopy:
             self._changed.notify_all()
 
     def guests(self, count: int, seconds: float) -> list[Guest]:
-        """Wait for so many receivers to come, for so long; nobody else takes part from now on."""
+        """Wait up to `seconds` for `count` receivers, and return those that came. No other receiver can take part after
+        that.
+        """
         with self._changed:
             self._changed.wait_for(lambda: len(self._guests or ()) >= count, seconds)
             found, self._guests = self._guests or [], None
             return found
 
     def keep(self, name: str, tensor: "torch.Tensor", dtype: str) -> Entry:
-        """Copy a tensor, cast to `dtype`; empty: as it is."""
+        """Copy a tensor, cast to `dtype` (empty: not cast), and return its entry."""
         import torch
 
         kind = getattr(torch, dtype) if dtype else tensor.dtype
@@ -85,13 +87,13 @@ class KeptCopy:
         return Entry(name, tuple(tensor.shape), dtype_name(kind), checksum(stored), "", begin)
 
     def publish(self, manifest: Manifest) -> None:
-        """Serve this from now on."""
+        """Serve this manifest from now on."""
         with self._changed:
             self._manifest = manifest
             self._changed.notify_all()
 
     def _room(self, pinned: bool) -> "torch.Tensor":
-        """Give the buffer, large enough for all that there is. Pinned memory is what a GPU writes to fast."""
+        """Return the buffer, large enough for all tensors. A GPU writes fast to pinned memory."""
         import torch
 
         old = self._buffer
@@ -113,7 +115,7 @@ class KeptCopy:
                 self._give(session, guest)
 
     def _admit(self, session: str, guest: socket.socket) -> None:
-        """Let a receiver take part, or say that it came too late."""
+        """Admit a receiver to the stream, or tell it that it came too late."""
         said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
         with self._changed:
             guest.settimeout(self._timeout)
@@ -125,7 +127,7 @@ class KeptCopy:
             send_message(guest, encode({"late": True}))
 
     def _give(self, session: str, guest: socket.socket) -> None:
-        """Give a receiver what there is of its session; where that is under way, all of it."""
+        """Send a receiver the copy of its session. If the session is running, wait until it is complete."""
         with self._changed:
             before, until = self._session, time.monotonic() + self._timeout
             if session not in self._begun:
@@ -149,7 +151,7 @@ class KeptCopy:
 
 
 def kept_copy(link: TransferSpec, sender: int) -> KeptCopy:
-    """Give that of a sender in this process, which is the same for all sessions of a run."""
+    """Return the copy of a sender in this process, which is the same for all sessions of a run."""
     with _lock:
         found = _copies.get((link.address, sender))
         if found is None or found.token != link.token:
@@ -158,12 +160,12 @@ def kept_copy(link: TransferSpec, sender: int) -> KeptCopy:
 
 
 _copies: dict[tuple[str, int], KeptCopy] = {}
-"""By address of the exchange and sender."""
+"""Copies by address of the exchange and sender."""
 _lock = threading.Lock()
 
 
 def own_address(link: TransferSpec) -> str:
-    """Give the address from which this process reaches the driver: the one at which the other nodes reach it."""
+    """Return the address from which this process reaches the driver, and at which other nodes reach this process."""
     host, _, port = link.address.rpartition(":")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
@@ -172,5 +174,5 @@ def own_address(link: TransferSpec) -> str:
 
 
 def plain(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
-    """Give entries as they cross the wire."""
+    """Return entries in the form in which they are sent."""
     return [{**attrs.asdict(entry), "shape": list(entry.shape)} for entry in entries]

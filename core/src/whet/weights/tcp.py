@@ -1,9 +1,9 @@
-"""Hand-over over connections from every receiver to every sender; needs no file system that both see.
+"""Weight sync over connections from every receiver to every sender. It needs no shared file system.
 
-sender     copies its tensors to a buffer of its own, kept from session to session (`staged_copy`), and tells
-           the exchange (`whet.weights.exchange`, on the driver) where it serves them
-receiver   asks the exchange where the link does not say it, connects, perhaps before the sender has begun, and takes
-           manifest, bytes and a last word
+sender     copies its tensors to a buffer of its own, kept from session to session (`staged_copy`), and tells the
+           exchange (`whet.weights.exchange`, on the driver) where it serves them
+receiver   asks the exchange unless the link has the places, connects, perhaps before the sender has begun, and
+           reads manifest, bytes and a last message
 """
 
 import socket
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 _PATIENCE_SECONDS = 5.0
-"""Beyond a deadline, for whoever keeps it to say so."""
+"""Extra time after a deadline, so that the other end can report that it missed it."""
 Offer = dict[str, Any]
-"""What a sender said of itself: `sender`, `address`, `place`, and what it sent last: `session`, `version`."""
+"""What a sender reported: `sender`, `address`, `place`, and what it sent last: `session`, `version`."""
 
 
 class UnreachableError(WeightSyncError):
@@ -52,7 +52,7 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give every tensor. Raises `WeightSyncError` for a missing, stale, contradictory or damaged hand-over."""
+    """Yield every tensor. Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer."""
     deadline = time.monotonic() + link.timeout_seconds
     if len(link.places) == link.senders:
         try:
@@ -64,7 +64,7 @@ def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch
 
 
 def announce(link: TransferSpec, copy: KeptCopy, sender: int, place: str = "") -> None:
-    """Tell the exchange where a sender is; `place`: its GPU."""
+    """Report to the exchange where a sender is. `place`: its GPU."""
     with closing(connect(link, link.address, f"sender/{link.session}/{sender}")) as exchange:
         words = {"version": link.version, "address": list(copy.door.address), "place": place}
         send_message(exchange, encode(words))
@@ -72,7 +72,9 @@ def announce(link: TransferSpec, copy: KeptCopy, sender: int, place: str = "") -
 
 
 def offers(link: TransferSpec, receiver: int, deadline: float) -> list[Offer]:
-    """Wait until all senders of a session have said where they are. Raises `WeightSyncError`."""
+    """Wait until all senders of a session have reported where they are, and return their offers. Raises
+    `WeightSyncError`.
+    """
     with closing(connect(link, link.address, f"receiver/{link.session}/{receiver}")) as exchange:
         seconds = deadline - time.monotonic()
         send_message(exchange, encode({"senders": link.senders, "seconds": seconds}))
@@ -94,7 +96,7 @@ def offers(link: TransferSpec, receiver: int, deadline: float) -> list[Offer]:
 def take(
     link: TransferSpec, receiver: int, senders: Sequence[Offer], deadline: float, given: Collection[str] = ()
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give what these senders keep, but for names in `given`."""
+    """Yield the tensors in these senders' copies, except the names in `given`."""
     with ExitStack() as open_until_the_end:
         connections, manifests = [], []
         for offer in senders:
@@ -115,7 +117,7 @@ def take(
 
 
 def connect(link: TransferSpec, address: str, name: str) -> socket.socket:
-    """Connect to the exchange or a sender under a name. Raises `UnreachableError`."""
+    """Return a connection to the exchange or a sender under a name. Raises `UnreachableError`."""
     host, _, port = address.rpartition(":")
     try:
         connection = knock((host, int(port)), bytes.fromhex(link.token), name)
@@ -126,13 +128,13 @@ def connect(link: TransferSpec, address: str, name: str) -> socket.socket:
 
 
 def address(offer: Offer) -> str:
-    """Give the address of a sender."""
+    """Return the address of a sender."""
     host, port = offer["address"]
     return f"{host}:{int(port)}"
 
 
 def said(link: TransferSpec, connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Wait for the next message. Raises `WeightSyncError`."""
+    """Return the next message. Raises `WeightSyncError`."""
     try:
         message: dict[str, Any] = decode(receive_message(connection, deadline=deadline), records=False)
         return message
@@ -141,7 +143,7 @@ def said(link: TransferSpec, connection: socket.socket, deadline: float) -> dict
 
 
 def entries_of(documents: Iterable[dict[str, Any]]) -> tuple[Entry, ...]:
-    """Read entries as they cross the wire."""
+    """Return the entries that `plain` wrote."""
     return tuple(Entry(**{**document, "shape": tuple(document["shape"])}) for document in documents)
 
 

@@ -1,9 +1,9 @@
-"""What both ends of a weight hand-over call, in their workers, with the link that the driver made.
+"""What both ends of a weight sync call, in their workers, with the link that the driver made.
 
     send(link, [(name, tensor), ...])        for name, tensor in receive(link): ...
 
-`receive` is checked: it ends without an error only after everything that the senders sent has been given, unharmed.
-What a model needs beyond that (every parameter there, shapes equal) the receiver knows itself.
+`receive` is checked: it ends without an error only after it has yielded everything that the senders sent, undamaged.
+The receiver itself checks what a model needs beyond that (every parameter present, shapes equal).
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,14 +30,14 @@ that comes late, or a second time, gets it too."""
 MEETING = ("cuda-ipc", "broadcast", "tcp")
 """Transports whose ends find each other through the driver's exchange."""
 STREAMED = ("cuda-ipc", "broadcast")
-"""Transports that give tensors on a GPU, a bucket at a time: a receiver has no room to hold them all."""
+"""Transports that yield tensors on a GPU, one bucket at a time. A receiver has no room to hold them all."""
 
 
 def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
 
-    Does not wait for receivers, but for those of `STREAMED` a while. Tensors are taken one at a time, so an iterator
-    may gather them as it goes.
+    Does not wait for receivers, except that the transports in `STREAMED` wait a limited time. Tensors are read one at a
+    time, so an iterator may gather them as it goes.
     """
     if not 0 <= sender < link.senders:
         raise WeightSyncError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
@@ -45,9 +45,9 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
 
 
 def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give (name, tensor) of every sender; copy a tensor before asking for the next.
+    """Yield (name, tensor) of every sender. Copy a tensor before reading the next.
 
-    Raises `WeightSyncError` where the hand-over is partial, stale or damaged, or does not come in time; what was copied
+    Raises `WeightSyncError` if the transfer is partial, stale or damaged, or does not come in time. What was copied
     until then must not be used.
     """
     yield from _transport(link).receive(link, receiver)

@@ -1,7 +1,7 @@
-"""What a hand-over must hold for an engine: every tensor of the model folder, in its shape, and nothing else.
+"""Checks that a weight sync brings an engine every tensor of the model folder, in its shape, and nothing else.
 
-Engines do not see to that themselves: they keep the old weights of a layer that was not sent, make numbers up for the
-rest of a fused one, or take `lm_head.weight` alone for a success.
+Engines do not check this themselves: they keep the old weights of a layer that was not sent, make up numbers for the
+rest of a fused layer, or accept `lm_head.weight` alone as a success.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 LONGEST_HEADER = 100_000_000
 DERIVED = "rotary_emb.inv_freq"
-"""Old checkpoints hold these, and every model computes them."""
+"""Old checkpoints hold these tensors, and every model computes them."""
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 
 
 def stored_shapes(folder: str | Path) -> dict[str, Shape]:
-    """Read names and shapes of all tensors of a model folder from the headers of its safetensors files."""
+    """Return names and shapes of all tensors of a model folder, from the headers of its safetensors files."""
     found: dict[str, Shape] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -42,7 +42,7 @@ def stored_shapes(folder: str | Path) -> dict[str, Shape]:
 
 
 def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], *, tied: bool) -> None:
-    """Raise `WeightSyncError` unless the folder holds what was sent. tied: the output layer is the embedding."""
+    """Raise `WeightSyncError` unless the folder's tensors were sent. tied: the output layer is the embedding."""
     seen: dict[str, Shape] = {}
     for name, shape in sent:
         if name in seen:
@@ -58,9 +58,9 @@ def check_whole(sent: Iterable[tuple[str, Shape]], stored: Mapping[str, Shape], 
 
 
 def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Give why an engine's processes refused a hand-over, empty where none did, and whether a mixture is left behind.
+    """Return why an engine's processes refused the weights (empty: none did), and whether the weights are now mixed.
 
-    Each reports `failure`, empty where it took the weights, and `spoilt`, whether it has only some of them.
+    Each process reports `failure`, empty if it received the weights, and `spoilt`: whether it has only some of them.
     """
     failures = [str(report["failure"]) for report in reports if report["failure"]]
     spoilt = any(report["spoilt"] or not report["failure"] for report in reports)
@@ -70,10 +70,10 @@ def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 def receive_whole(
     link: TransferSpec, receiver: int, stored: Mapping[str, Shape], *, tied: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Begin to take a hand-over that must hold what a folder does; an engine may keep the tensors that it is given.
+    """Start to receive weights that must be those of a model folder. Return the tensors; an engine may keep them.
 
-    Raises `WeightSyncError` now, before there is a first tensor, but for what is streamed: of that, whether it was
-    whole is known after the last.
+    Raises `WeightSyncError` at once, before the first tensor is returned. For streamed transports, the check that
+    nothing is missing comes after the last tensor.
     """
     if link.transport not in STREAMED:
         tensors = list(receive(link, receiver))
@@ -87,7 +87,9 @@ def receive_whole(
 def _copied(
     tensors: "Iterable[tuple[str, torch.Tensor]]", stored: Mapping[str, Shape], tied: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Give copies, for what came is overwritten by what comes, and check that they were all."""
+    """Yield copies, because a streamed tensor is overwritten by the next bucket. After the last one, check that none is
+    missing.
+    """
     sent = []
     for name, tensor in tensors:
         sent.append((name, tuple(tensor.shape)))

@@ -11,10 +11,10 @@ from whet.cli.command import Command
 @click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page; by default RUN/report.html.")
 def report(run_folder: Path, out: Path | None) -> None:
-    """Write one HTML page about the run in the folder RUN, also while it goes on.
+    """Write one HTML page about the run in the folder RUN. The run may still be running.
 
-    It needs a browser and nothing else: no server, no network. It shows metrics, where the time went, rollouts token by
-    token, where sampler and trainer disagree, the config and what went wrong.
+    The page needs only a browser: no server, no network. It shows metrics, where the time went, rollouts token by
+    token, where sampler and trainer disagree, the config and the errors.
     """
     from whet_report.page import write_page
     from whet_report.run import read_run
