@@ -217,6 +217,17 @@ def test_a_narrow_window_is_never_scrolled_sideways(opened, view, columns):
         opened.resize(1280, 900)
 
 
+def test_a_narrow_window_breaks_no_word_of_the_journal_and_the_plan(opened):
+    opened.resize(420, 900)
+    try:
+        opened.go("run")
+        opened.wait("document.querySelector('#plan td') !== null")
+        cells = "[...document.querySelectorAll('#journal td:nth-child(2), #plan td')]"
+        assert opened.run(f"Math.max(...{cells}.map((e) => e.offsetHeight))") < 40, "a cell has two lines"
+    finally:
+        opened.resize(1280, 900)
+
+
 def test_the_right_answer_stands_with_the_rollout_as_text(opened):
     opened.go("rollouts")
     opened.click("[data-step='2']")

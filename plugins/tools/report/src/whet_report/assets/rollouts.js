@@ -72,7 +72,8 @@ function heldNote(source) {
   const held = sourcesOf(browse.kind).length, all = data[browse.kind].steps;
   const steps = held < all ? `This page holds ${format(held)} of ${format(all)} ${browse.kind === "training" ? "steps" : "evaluations"}` : `This page holds all ${format(all)} ${browse.kind === "training" ? "steps" : "evaluations"}`;
   const episodes = source.episodes.length < source.total ? `, and of this one ${format(source.episodes.length)} of ${format(source.total)} episodes` : `, and all ${format(source.total)} episodes of this one`;
-  return `${steps}${episodes}; the run folder has the others. A dot marks steps that were recorded token by token.`;
+  const others = held < all || source.episodes.length < source.total ? "; the run folder has the others" : "";
+  return `${steps}${episodes}${others}. A dot marks steps that were recorded token by token.`;
 }
 
 function chosenEpisodes(source) {

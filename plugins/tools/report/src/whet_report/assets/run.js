@@ -3,6 +3,7 @@
 const BAD = ["failed", "lost", "rewound"];
 
 function runView() {
+  const lines = data.config.split("\n");
   const versions = Object.entries(data.versions || {});
   return [
     el("section", { class: "panel", id: "journal" }, el("h2", null, "Journal"),
@@ -11,7 +12,7 @@ function runView() {
     el("div", { class: "panels" },
       el("section", { class: "panel" }, el("h2", null, "Plan"), planView()),
       el("section", { class: "panel" }, el("h2", null, "Versions"), el("dl", { class: "facts scroll" }, versions.flatMap(([name, value]) => [el("dt", null, visible(name)), el("dd", null, visible(String(value)))])))),
-    el("section", { class: "panel" }, el("h2", null, "Config"), el("pre", { id: "config" }, data.config.split("\n").map(configLine))),
+    el("section", { class: "panel" }, el("h2", null, "Config"), el("pre", { id: "config", class: lines.length > 40 && "long" }, lines.map(configLine))),
     data.logs.map((log) => el("details", { class: "panel" }, el("summary", null, visible(log.name), el("span", { class: "quiet" }, log.text ? "its end" : "empty")), el("pre", null, visible(log.text)))),
   ];
 }
@@ -35,7 +36,7 @@ function planView() {
   const cell = (value) => visible(Array.isArray(value) ? value.join(", ") : String(value ?? "–"));
   return [
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", null, visible(name)), el("dd", null, cell(value))])),
-    roles.length > 0 && el("table", { class: "rows" }, el("thead", null, el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((text) => el("th", null, text)))),
-      el("tbody", null, roles.map((role) => el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((key) => el("td", null, cell(role[key]))))))),
+    roles.length > 0 && el("div", { class: "scroll", id: "plan" }, el("table", { class: "rows" }, el("thead", null, el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((text) => el("th", null, text)))),
+      el("tbody", null, roles.map((role) => el("tr", null, ["role", "component", "ranks", "threads", "devices", "processes"].map((key) => el("td", null, cell(role[key])))))))),
   ];
 }
