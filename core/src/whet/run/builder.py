@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -24,7 +22,7 @@ from whet.plan.prepare import Prepared
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
-from whet.run.inputs import evaluation_routes, open_chat, open_data, training_routes
+from whet.run.inputs import evaluation_routes, make_scorers, open_chat, open_data, training_routes
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
@@ -79,7 +77,7 @@ class Builder:
         self.roles: dict[str, Backend] = {}
         """Further models, from when they are started on."""
         self.asked = set[str]()
-        """Those that environments ask for."""
+        """Names of further models that environments ask for."""
         self.total = self.config.run.steps or 0
         """Steps of the run in all; where it states epochs, known once the data has been read."""
         self.spans = Spans()
@@ -181,19 +179,9 @@ class Builder:
         """Build the environments of `evaluation`."""
         return evaluation_routes(self.prepared, self._scorers, self.closers)
 
-    def _scorers(self, names: Iterable[str]) -> "dict[str, Scorer]":
-        """Give what an environment asks of further models, which are started later."""
-        from whet.rollout.scorer import RoleScorer
-
-        made: dict[str, Scorer] = {}
-        for name in names:
-            longest = self.prepared.models.get(name, self.prepared.model).max_positions
-            made[name] = scorer = RoleScorer(
-                partial(self.roles.__getitem__, name), cache(partial(self.chat, name)), longest, name
-            )
-            self.closers.append(scorer.close)
-            self.asked.add(name)
-        return made
+    def _scorers(self, names: Sequence[str]) -> "dict[str, Scorer]":
+        self.asked.update(names)
+        return make_scorers(self.prepared, names, self.roles, self.chat, self.closers)
 
     def _info(self, done: int = 0) -> RunInfo:
         folder = self.folder.path.resolve()
@@ -211,7 +199,7 @@ class Builder:
         return slices.of
 
     def _saved(self, backend: "Backend") -> "dict[str, Backend]":
-        """Give the models that a checkpoint holds, by the names of their folders in it."""
+        """Return the models that a checkpoint holds, by the names of their folders in it."""
         trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self.prepared.roles[name].trained}
         return {"backend": backend, **trained}
 
@@ -255,7 +243,7 @@ class Builder:
         return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
 
     def _loop(self) -> "EpisodeLoop":
-        """Give the one event loop on which all episodes are played."""
+        """Return the one event loop on which all episodes are played."""
         from whet.runtime.event_loop import EpisodeLoop
 
         if self._episodes is None:
@@ -380,10 +368,7 @@ class Builder:
             state = {**position, "algorithm": steps.saved_state, "identity": run.identity}
             if data is not None and size is not None:
                 state["data"] = data.position(step, size)
-            saves = {name: partial(_save, handle) for name, handle in trained.items()}
-            checkpoint.write(self.folder, step, state, saves)
-            checkpoint.prune(self.folder, self.config.run.keep)
-            self.folder.journal("saved", step=step)
+            checkpoint.save_models(self.folder, step, state, trained, self.config.run.keep)
 
         def log(step: int, numbers: Mapping[str, float]) -> None:
             if self.recovery is not None:
@@ -436,7 +421,3 @@ class Builder:
             timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
         )  # fmt: skip
         return link, exchange.places
-
-
-def _save(handle: "Backend", folder: Path) -> None:
-    handle.save(folder).result()

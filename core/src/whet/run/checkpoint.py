@@ -12,13 +12,16 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from whet.data.files import disk_errors, read_rows
 from whet.errors import CheckpointError, WhetError, in_words
 from whet.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
 
 MANIFEST, STATE = "complete.json", "state.json"
 _NUMBER = re.compile("[0-9]{6,15}")
@@ -36,6 +39,19 @@ class Checkpoint:
     def part(self, name: str) -> Path:
         """Return what a role saved: `backend`, or `roles/NAME`."""
         return self.folder / name
+
+
+def save_models(
+    run: RunFolder, step: int, state: Mapping[str, Any], models: "Mapping[str, Backend]", keep: int
+) -> None:
+    """Write a checkpoint of a step, with models by the names of their folders, and remove all but the last `keep`."""
+    write(run, step, state, {name: _saving(model) for name, model in models.items()})
+    prune(run, keep)
+    run.journal("saved", step=step)
+
+
+def _saving(model: "Backend") -> Callable[[Path], None]:
+    return lambda folder: model.save(folder).result()
 
 
 def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Callable[[Path], None]]) -> Path:

@@ -1,8 +1,8 @@
 """The inputs of a run: tokenizer, data files and environments. The driver prepares them while workers start."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
     from whet.data.spans import Spans
+    from whet.interfaces.backend import Backend
     from whet.rollout.scorer import Scorer
 
 Scorers = Callable[[Sequence[str]], "dict[str, Scorer]"]
@@ -67,6 +68,21 @@ def evaluation_routes(prepared: Prepared, scorers: Scorers, closers: list[Callab
     entries = prepared.config.evaluation.environments
     routes = _routes(prepared, "evaluation.environments", entries, "test", scorers, closers)
     return [evolve(r, scoring=scoring(prepared.config, i, r.environment)) for i, r in enumerate(routes)]
+
+
+def make_scorers(
+    prepared: Prepared, names: Sequence[str], roles: "Mapping[str, Backend]",
+    chat: "Callable[[str], ChatTokenizer]", closers: list[Callable[[], None]],
+) -> "dict[str, Scorer]":  # fmt: skip
+    """Return what an environment asks of further models, which are in `roles` when they have been started."""
+    from whet.rollout.scorer import RoleScorer
+
+    made: dict[str, Scorer] = {}
+    for name in names:
+        longest = prepared.models.get(name, prepared.model).max_positions
+        made[name] = scorer = RoleScorer(partial(roles.__getitem__, name), cache(partial(chat, name)), longest, name)
+        closers.append(scorer.close)
+    return made
 
 
 def _routes(

@@ -32,7 +32,7 @@ class Budget:
         """The furthest step at the time of each restart."""
 
     def spend(self, furthest: int) -> int | None:
-        """Take one; give how many are left, None where there was none."""
+        """Take one, and return how many are left; None where there was none."""
         if self._refill:
             self._spent = [step for step in self._spent if furthest - step < self._refill]
         if len(self._spent) >= self._size:
@@ -56,11 +56,11 @@ class Recovery:
         """See `whet.interfaces.workers.Replacing`."""
 
     def finished(self, step: int) -> None:
-        """Note that a step was finished."""
+        """Take a finished step into account: it may refill the budgets."""
         self._furthest = max(self._furthest, step)
 
     def grant(self, error: WorkerLost) -> bool:
-        """Say whether a replica may be restarted after this; see `whet.interfaces.workers.Replacing`."""
+        """Return whether a replica may be restarted after this; see `whet.interfaces.workers.Replacing`."""
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
     def hand_over(self, give: "Give") -> None:
@@ -71,7 +71,7 @@ class Recovery:
             self.resync(give)
 
     def grant_run(self, error: WorkerLost, after_step: int) -> bool:
-        """Say whether the run may begin again after its last checkpoint."""
+        """Return whether the run may begin again after its last checkpoint."""
         return self._grant(self._runs, error, "run restarted", f"the run goes on after step {after_step}")
 
     def _grant(self, budget: Budget, error: WorkerLost, event: str, outcome: str) -> bool:

@@ -62,7 +62,7 @@ def _name(span: Span) -> str:
 
 
 def process_began() -> float:
-    """Give the time when this process was started, in seconds since the epoch; where nobody tells, the present."""
+    """Return when this process was started, in seconds since the epoch; the present where the system does not say."""
     now = time.time()
     try:
         started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
