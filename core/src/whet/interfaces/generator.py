@@ -44,7 +44,7 @@ class Generator(Protocol):
     def sleep(self) -> int | None:
         """Release device memory, as far as the generator's facts promise. Return the bytes released, summed over ranks.
 
-        None: the number is unknown. OnWeightUpdate requests finish first. Until `wake`, new requests are refused with a
+        None: the number is unknown. Running requests finish first. Until `wake`, new requests are refused with a
         `WhetError`. Weights that arrive meanwhile are received, and take only the memory that they need. A second call
         of `sleep` releases that memory too, and otherwise does nothing.
         """
