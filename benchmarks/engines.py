@@ -37,12 +37,12 @@ from transformers import AutoModelForCausalLM
 from whet.component import resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
+from whet.data.small_models import make_model, make_tokenizer
 from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
-from whet.testing.models import make_model, make_tokenizer
-from whet.testing.processes import descendants
-from whet.testing.site import make_site
 from whet.weights.transfer import send
+from whet_testing.processes import descendants
+from whet_testing.site import make_site
 
 TICKS = os.sysconf("SC_CLK_TCK")
 ENGINES = re.compile("VLLM::|sglang::")

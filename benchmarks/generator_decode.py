@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from whet.data.records import Request, Sampling
+from whet.data.small_models import make_model, make_tokenizer
 from whet.runtime.inline import InlineSlice
-from whet.testing.models import make_model, make_tokenizer
-from whet.testing.site import make_site
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
+from whet_testing.site import make_site
 
 
 def arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""The page that says what fits what, asked of the plan: see `whet.testing.combinations`."""
+"""The page that says what fits what, asked of the plan: see `whet_testing.combinations`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,8 +7,8 @@ from attrs import evolve
 from whet.component import resolve
 from whet.config.structure import structure
 from whet.plugins.registry import Registry
-from whet.testing.combinations import Combination, combinations, reasons
-from whet.testing.contracts.component import MODEL
+from whet_testing.combinations import Combination, combinations, reasons
+from whet_testing.contracts.component import MODEL
 
 BASE = {
     "run": {"folder": "run", "steps": 2},

@@ -24,7 +24,7 @@ from whet.config.explain import describe, field_docs, markdown, summary
 from whet.config.sections import Config
 from whet.plugins import hookspecs
 from whet.plugins.registry import Offer, Registry, load_plugins
-from whet.testing import contracts as contract_modules
+from whet_testing import contracts as contract_modules
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTICE = "<!-- Written by docs/generate_reference.py. Change the code and run it again. -->\n"
@@ -50,7 +50,7 @@ CONTRACTS = """\
 # Contracts as tests
 
 The conformance kit: inherit a class in the tests of a plugin, override the method that builds what is tested, and each
-rule below is a test. Needs `pip install "whet[testing]"`; the other helpers are in [Testing](api/testing.md)."""
+rule below is a test. Needs `pip install whet-testing`; the other helpers are in [Testing](api/testing.md)."""
 WHERE = {
     "backends": "`backend:`. It holds the model and takes optimizer steps.",
     "generators": "`generator:`. It continues sequences of tokens: rollouts and evaluation need one.",

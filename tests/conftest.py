@@ -13,7 +13,7 @@ import pytest
 import yaml
 from attrs import frozen
 
-from whet.testing.environments import make_wheels
+from whet_testing.environments import make_wheels
 
 Shell = Callable[[str, Path], str]
 
@@ -77,9 +77,9 @@ def small_run(tiny_model_folder: Path) -> Callable[..., Path]:
 @pytest.fixture
 def backend(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., Any]]:
     """Give a function that builds a backend on the tiny model, in this process or at a place; all are closed after."""
-    from whet.testing.site import make_site
     from whet_fsdp2.backend import Fsdp2Backend
     from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+    from whet_testing.site import make_site
 
     built: list[Fsdp2Backend] = []
 

@@ -19,7 +19,7 @@ from whet import hookimpl
 from whet.component import Component, Facts
 from whet.data.records import Task
 from whet.errors import WhetError
-from whet.testing.fakes import FakeBackend, FakeGenerator
+from whet_testing.fakes import FakeBackend, FakeGenerator
 
 
 @frozen

@@ -12,7 +12,7 @@ from attrs import frozen
 from whet import hookimpl
 from whet.component import Component, Facts
 from whet.data.records import Task
-from whet.testing.fakes import FakeBackend, FakeGenerator
+from whet_testing.fakes import FakeBackend, FakeGenerator
 
 
 @frozen

@@ -11,7 +11,7 @@ from attrs import Factory, frozen
 from whet import hookimpl
 from whet.component import Component
 from whet.data.records import Task
-from whet.testing.processes import descendants
+from whet_testing.processes import descendants
 
 
 @frozen

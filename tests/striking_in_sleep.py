@@ -9,7 +9,7 @@ from attrs import frozen
 from whet import hookimpl
 from whet.component import Component
 from whet.interfaces.logger import RunInfo
-from whet.testing.processes import descendants
+from whet_testing.processes import descendants
 
 
 @frozen

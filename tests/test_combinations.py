@@ -13,9 +13,9 @@ from whet.component import resolve
 from whet.config.structure import structure
 from whet.plugins.registry import Registry, load_plugins
 from whet.run.compose import run
-from whet.testing.combinations import SLOTS, Combination, combinations, covering
-from whet.testing.contracts.algorithm import RECORDS
-from whet.testing.contracts.component import MODEL
+from whet_testing.combinations import SLOTS, Combination, combinations, covering
+from whet_testing.contracts.algorithm import RECORDS
+from whet_testing.contracts.component import MODEL
 
 ROOT = Path(__file__).parents[1]
 OWN = Path(__file__).parent / "own_parts.py"

@@ -1,4 +1,4 @@
-"""`whet demo` and `whet new recipe` as people type them, and what core says where it is alone."""
+"""`whet demo` and `whet recipe` as people type them, and what core says where it is alone."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_core_alone_lists_what_there_is_to_install(tmp_path):
         (["plugins", "why", "arithmetic"], "whet-env-math offers environments/arithmetic, and is not installed: pip"),
         (["plugins", "why", "whet-hf"], "whet-hf offers generators/hf, and is not installed: pip install whet-hf"),
         (["plugins", "why", "grpoo"], "near names: algorithms/grpo (whet-grpo, not installed)"),
-        (["new", "recipe", "learn-dpo"], "the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"),
+        (["recipe", "learn-dpo"], "the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"),
         (["demo"], "the demo 'arithmetic' comes with whet-env-math; all that it needs: pip install 'whet[grpo]'"),
         (["demo", "calculator"], "comes with whet-env-tools; all that it needs: pip install whet-env-tools whet-sft"),
         (["check", str(ROOT / "recipes" / "learn-dpo.yaml")], "\nall that is not installed: pip install 'whet[dpo]'"),
@@ -61,7 +61,7 @@ def test_core_alone_says_who_offers_a_name_and_how_to_install_it(tmp_path, argum
 
 
 def test_core_alone_lists_the_recipes_that_plugins_would_bring(tmp_path):
-    done = alone("new", "recipe", folder=tmp_path)
+    done = alone("recipe", folder=tmp_path)
     assert done.returncode == 0
     assert "pip install whet-sft: learn-sft" in done.stdout
 
@@ -74,31 +74,31 @@ def test_the_help_names_the_demos_that_there_are(whet):
 
 def test_every_recipe_is_listed_and_written_so_that_it_loads(whet, tmp_path):
     found = recipes(load_plugins())
-    listed = whet("new", "recipe", folder=tmp_path).output
+    listed = whet("recipe", folder=tmp_path).output
     assert set(found) == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
     assert all(name in listed for name in found)
 
 
 @pytest.mark.parametrize("name", ["learn-ppo", "gsm8k-sft"])
 def test_a_recipe_is_written_with_its_bases_and_says_what_is_to_be_put_in(whet, tmp_path, name):
-    done = whet("new", "recipe", name, "--into", "mine", folder=tmp_path)
+    done = whet("recipe", name, "--into", "mine", folder=tmp_path)
     assert done.code == 0, done.errors
     written = sorted(path.name for path in (tmp_path / "mine").iterdir())
     assert written == (["learn-grpo.yaml", "learn-ppo.yaml"] if name == "learn-ppo" else ["gsm8k-sft.yaml"])
     text = (tmp_path / "mine" / f"{name}.yaml").read_text()
-    assert text.startswith(f"# Written by `whet new recipe {name}`, from whet-")
+    assert text.startswith(f"# Written by `whet recipe {name}`, from whet-")
     original = (ROOT / "recipes" / f"{name}.yaml").read_text()
     assert yaml.safe_load(text) == yaml.safe_load(original)
     assert text.endswith(original)
     assert ("  model.path=models/start-0/model\n" in done.output) == (name == "learn-ppo")
     assert "Qwen" not in done.output, "a model of the hub needs nobody to put it in"
-    again = whet("new", "recipe", name, "--into", "mine", folder=tmp_path)
+    again = whet("recipe", name, "--into", "mine", folder=tmp_path)
     assert "exists already" in again.error
 
 
 def test_two_recipes_with_one_base_lie_side_by_side(whet, tmp_path):
     for name in ("learn-ppo", "learn-dapo"):
-        assert whet("new", "recipe", name, folder=tmp_path).code == 0
+        assert whet("recipe", name, folder=tmp_path).code == 0
     assert {path.stem for path in tmp_path.iterdir()} == {"learn-ppo", "learn-dapo", "learn-grpo"}
 
 

@@ -13,7 +13,7 @@ import pytest
 import whet
 from whet.data.files import read_rows
 from whet.errors import ConfigError, PluginError
-from whet.testing.fakes import FakeModel
+from whet_testing.fakes import FakeModel
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.testing.processes import descendants
+from whet_testing.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 

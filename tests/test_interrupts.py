@@ -17,7 +17,7 @@ from attrs import frozen
 from whet.data.files import read_rows
 from whet.run import checkpoint
 from whet.run.run_folder import RunFolder
-from whet.testing.processes import descendants
+from whet_testing.processes import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve, frozen
 
-from whet.testing.contracts.workers import alive
-from whet.testing.runs import numbers
+from whet_testing.contracts.workers import alive
+from whet_testing.runs import numbers
 
 SMALL = ["--object-store-memory=83886080", "--num-cpus=4"]
 
@@ -172,7 +172,7 @@ import os, sys, time
 from pathlib import Path
 from whet.runtime.ray import RayCluster
 from whet.errors import WorkerLost
-from whet.testing.scripted_worker import TARGET
+from whet_testing.scripted_worker import TARGET
 
 with RayCluster(Path(sys.argv[1]), address=sys.argv[2], resources={"a": {"gen": 1}, "b": {"gen": 1}}) as cluster:
     idle, asked = (cluster.slice(role, threads=1).spawn(TARGET, {}) for role in "ab")

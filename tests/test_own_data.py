@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whet.testing.runs import numbers
+from whet_testing.runs import numbers
 
 ROWS = [(f"{n}+{n}?", str(2 * n)) for n in range(10)]
 HEAVY = ("torch", "ray", "transformers", "datasets", "pyarrow")

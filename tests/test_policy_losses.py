@@ -14,10 +14,10 @@ from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
 from whet.plugins.registry import load_plugins
 from whet.runtime.local import LocalCluster
-from whet.testing.batches import random_batch
-from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_testing.batches import random_batch
+from whet_testing.site import make_site
 
 PENALTY = {"weight": 0.1, "importance": "ratio"}
 LOSSES: list[dict[str, Any]] = [

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from attrs import frozen
 
-from whet.testing.contracts.workers import wait_until
-from whet.testing.processes import adopting_orphans, descendants, end, survivors
+from whet_testing.contracts.workers import wait_until
+from whet_testing.processes import adopting_orphans, descendants, end, survivors
 
 pytest.importorskip("ray")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from whet.data.files import read_rows
-from whet.testing.runs import numbers
+from whet_testing.runs import numbers
 
 
 def rollouts(run):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.testing.runs import numbers
+from whet_testing.runs import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 

@@ -15,7 +15,7 @@ import yaml
 
 import whet
 from whet.rollout.journal import check
-from whet.testing.runs import numbers
+from whet_testing.runs import numbers
 
 STEPS = 12
 CONFIG = {
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted):
 
 
 def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer):
-    from whet.testing.models import make_model
+    from whet.data.small_models import make_model
 
     other = make_model(tmp_path / "other", tiny_tokenizer, seed=99)
     process = start(uninterrupted.parent / "run.yaml", f"model.path={other}")

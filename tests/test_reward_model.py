@@ -24,10 +24,10 @@ from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
 from whet.run.compose import run
 from whet.runtime.local import LocalCluster
-from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.layout import pack, used_lengths
+from whet_testing.site import make_site
 
 LOSS = Spec("whet_rm.losses:BradleyTerry", "whet_rm.config:BradleyTerryConfig", {"margin": 0.5, "centering": 0.01})
 

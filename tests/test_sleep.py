@@ -15,7 +15,7 @@ from whet import open as whet_open
 from whet.errors import ConfigError
 from whet.plan.prepare import prepare
 from whet.run import compose
-from whet.testing.runs import numbers
+from whet_testing.runs import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 

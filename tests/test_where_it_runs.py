@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from whet.testing.environments import make_environment
-from whet.testing.runs import numbers
+from whet_testing.environments import make_environment
+from whet_testing.runs import numbers
 
 
 def train(folder: Path, model: Path, driver: object = sys.executable, **cluster: object) -> Path:

@@ -37,7 +37,7 @@ class Critic:
         for step in parts.steps:
             batch = parts.rollouts.take(4)
             taught, own = (model.score(batch, ("logprobs",))["logprobs"] for model in (teacher, parts.backend))
-            found = critic.train(batch, Spec("whet.testing.losses:Regression"))
+            found = critic.train(batch, Spec("whet_testing.losses:Regression"))
             parts.sync_weights(version=step.number)
             step.log({"critic/loss": found["loss"]} | _gap(taught - own))
             step.finish(batch)

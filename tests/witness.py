@@ -8,7 +8,7 @@ from whet import hookimpl
 from whet.component import Component
 from whet.data.records import Task
 from whet.interfaces.environment import SingleTurn
-from whet.testing.processes import descendants
+from whet_testing.processes import descendants
 
 
 @frozen

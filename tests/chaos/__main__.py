@@ -26,8 +26,8 @@ from sitting import LAYOUTS, SLOWNESS, Sitting, Subject
 from strikes import Struck, carry_out, draw
 from victims import FORK_SERVER
 
-from whet.testing.models import make_model, make_tokenizer
-from whet.testing.processes import adopting_orphans, end, survivors
+from whet.data.small_models import make_model, make_tokenizer
+from whet_testing.processes import adopting_orphans, end, survivors
 
 MOST_OF_A_RUN, MOST_OF_A_SITTING = 8, 3
 """Strikes at one run, and at one sitting that goes on all the same; then it is left alone."""

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from attrs import field, frozen
 
-from whet.testing.processes import descendants, end
+from whet_testing.processes import descendants, end
 
 HERE = Path(__file__).parent
 RAY_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)|/dashboard/agent\.py|/runtime_env/agent/main\.py")

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from attrs import frozen
 
-from whet.testing.processes import Process, descendants
+from whet_testing.processes import Process, descendants
 
 FORK_SERVER = "fork server"
 KINDS = (

@@ -72,7 +72,7 @@ def test_public_modules_are_in_the_api_reference(package):
 
 def test_every_contract_is_in_the_reference():
     page = (DOCS / "reference" / "contracts.md").read_text()
-    for module in (ROOT / "core" / "src" / "whet" / "testing" / "contracts").glob("[a-z]*.py"):
+    for module in (ROOT / "plugins" / "tools" / "testing" / "src" / "whet_testing" / "contracts").glob("[a-z]*.py"):
         for name in re.findall(r"^class (\w+Contract)\b", module.read_text(), re.MULTILINE):
             assert f"## `{name}`" in page
 

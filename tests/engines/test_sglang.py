@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.testing.processes import descendants
 from whet_sglang.arguments import ENGINE
+from whet_testing.processes import descendants
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,7 +1,7 @@
 """What people do with pip alone: `nox -s packages`, or `python tests/packages [FOLDER] [--steps 100]`.
 
     build a wheel of every distribution -> an empty environment -> core alone answers in words
-    -> the bundle `grpo` from these wheels, third-party packages from the index -> whet demo, new recipe, check, run
+    -> the bundle `grpo` from these wheels, third-party packages from the index -> whet demo, recipe, check, run
 
 Nothing of the repository is on the path, and all of it happens in a folder outside. Prints sizes and times.
 """
@@ -78,7 +78,7 @@ def core_alone(folder: Path, wheels: Path) -> None:
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "check", recipe, code=1))
     expect("pip install whet-dpo", whet(folder, "schema", "dpo", code=1))
     expect("pip install whet-dpo", whet(folder, "plugins", "why", "dpo", code=1))
-    expect("pip install whet-dpo", whet(folder, "new", "recipe", "learn-dpo", code=1))
+    expect("pip install whet-dpo", whet(folder, "recipe", "learn-dpo", code=1))
 
 
 def first_run(folder: Path, steps: str) -> None:
@@ -87,8 +87,8 @@ def first_run(folder: Path, steps: str) -> None:
     made = ("start/model.safetensors", "sft/model/model.safetensors", "grpo/model/model.safetensors", "grpo/plot.png")
     if missing := [name for name in made if not (folder / "work" / "runs/quickstart-0" / name).is_file()]:
         sys.exit(f"the demo has not made {', '.join(missing)}")
-    expect("quickstart-grpo", whet(folder, "new", "recipe"))
-    whet(folder, "new", "recipe", "quickstart-grpo", shown=True)
+    expect("quickstart-grpo", whet(folder, "recipe"))
+    whet(folder, "recipe", "quickstart-grpo", shown=True)
     small = ["model.path=runs/quickstart-0/sft/model", "run.folder=runs/mine", "run.steps=2"]
     small += ["evaluation.environments.0.limit=16"]
     whet(folder, "check", "quickstart-grpo.yaml", *small, shown=True)

@@ -1,11 +1,13 @@
 """Import paths of earlier versions that plugins use: each leads to where its module is now, with a warning.
 
-They are kept for one version of core. `whet` asks here only for a module that it does not have.
+They are kept for one version of core. `whet` asks here only for a module that it does not have. A distribution that a
+room of core has moved to names the room as an entry point of the group `whet.moved`: `testing = "its_package"`.
 """
 
 import importlib
 import warnings
 from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
 from types import ModuleType
 
 MOVED = {
@@ -37,6 +39,7 @@ MOVED = {
     "spans": "data.spans",
     "stages": "algorithms.policy_steps",
     "steps": "interfaces.algorithm",
+    "testing.models": "data.small_models",
     "undecided": "interfaces.undecided",
     "validation": "algorithms.offline_loop",
 }
@@ -50,20 +53,41 @@ class _Alias:
         self._name = name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module of today."""
+        """Return the module of today; for a package one that looks like it.
+
+        Its `__path__` is empty: from that of the package, Python would load each module below a second time.
+        """
         warnings.warn(f"{spec.name} has moved to {self._name}", DeprecationWarning, stacklevel=2)
-        self._module = importlib.import_module(self._name)
-        self._spec = self._module.__spec__
-        return self._module
+        self._module = module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        if not hasattr(module, "__path__"):
+            return module
+        package = ModuleType(spec.name, module.__doc__)
+        package.__path__ = []
+        package.__getattr__ = lambda name: getattr(module, name)  # type: ignore[method-assign] # PEP 562
+        return package
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is, with its own name."""
-        module.__spec__ = self._spec
+        """Leave the module of today as it is, with its own name."""
+        if module is self._module:
+            module.__spec__ = self._spec
 
 
 def find(name: str) -> ModuleSpec | None:
     """Return how a module of `whet` is imported by a path of before; None where there was none."""
-    new = MOVED.get(name.removeprefix("whet."))
-    if new is None:
-        return None
-    return ModuleSpec(name, _Alias(f"whet.{new}"), is_package="." not in new)  # type: ignore[arg-type]
+    new = _today(name.removeprefix("whet."))
+    return None if new is None else ModuleSpec(name, _Alias(new), is_package=True)  # type: ignore[arg-type]
+
+
+def _today(path: str) -> str | None:
+    """Return the whole name of today for a path of before, or for a path in a room of before."""
+    if path in MOVED:
+        return f"whet.{MOVED[path]}"
+    room, _, below = path.partition(".")
+    packages = {room: f"whet.{MOVED[room]}"} if room in MOVED else _moved_out()
+    return ".".join(filter(None, (packages[room], below))) if room in packages else None
+
+
+def _moved_out() -> dict[str, str]:
+    """Return the packages of other distributions that were rooms of core, by the name of the room."""
+    return {point.name: point.value for point in entry_points(group="whet.moved")}

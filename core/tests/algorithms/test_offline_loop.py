@@ -8,7 +8,7 @@ import pytest
 from whet.algorithms.offline_loop import evaluate_all, sequences, trained_tokens
 from whet.component import Spec
 from whet.data.metrics import mean, plain
-from whet.testing.fakes import FakeBackend
+from whet_testing.fakes import FakeBackend
 
 
 def test_the_validation_loss_is_the_mean_over_sequences_of_all_batches():

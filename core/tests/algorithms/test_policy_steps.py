@@ -27,8 +27,8 @@ from whet.config.policy import (
 )
 from whet.data.batch import Batch, from_sequences
 from whet.ops.correction import gap, importance_weights
-from whet.testing.batches import random_batch
-from whet.testing.fakes import FakeBackend
+from whet_testing.batches import random_batch
+from whet_testing.fakes import FakeBackend
 
 
 def batch(**columns: Any) -> Batch:

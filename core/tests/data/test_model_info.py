@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from whet.data.model_info import ModelInfo, check_weights, fingerprint, locate, read_model
+from whet.data.small_models import make_model
 from whet.errors import ConfigError
-from whet.testing.models import make_model
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,8 +15,8 @@ from whet.errors import DataError, RequestLost, WorkerLost  # noqa: E402
 from whet.interfaces.environment import Address, Model  # noqa: E402
 from whet.rollout.episode import Assignment, EpisodeFailed  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
-from whet.testing.fakes import ByteChat, FakeGenerator  # noqa: E402
-from whet.testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
+from whet_testing.fakes import ByteChat, FakeGenerator  # noqa: E402
+from whet_testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
 
 END = ByteChat.stop_tokens[0]
 Agent = Callable[["Client"], Awaitable[Any]]

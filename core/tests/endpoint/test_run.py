@@ -21,7 +21,7 @@ from whet.endpoint.run import serve
 from whet.errors import WorkerLost
 from whet.run.run_folder import RunFolder
 from whet.runtime.event_loop import EpisodeLoop
-from whet.testing.fakes import ByteChat, FakeGenerator
+from whet_testing.fakes import ByteChat, FakeGenerator
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from whet.endpoint.listener import Listener  # noqa: E402
 from whet.endpoint.told import Answer, reply  # noqa: E402
 from whet.errors import WhetError  # noqa: E402
 from whet.interfaces.environment import Address  # noqa: E402
-from whet.testing.fakes import ByteChat  # noqa: E402
+from whet_testing.fakes import ByteChat  # noqa: E402
 
 
 class Says:

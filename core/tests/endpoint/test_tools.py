@@ -18,8 +18,8 @@ from whet.data.records import Episode, Sampling, Task  # noqa: E402
 from whet.interfaces.environment import Model  # noqa: E402
 from whet.rollout.episode import Assignment, EpisodeFailed  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
-from whet.testing.fakes import FakeGenerator, FakeModel  # noqa: E402
-from whet.testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
+from whet_testing.fakes import FakeGenerator, FakeModel  # noqa: E402
+from whet_testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

@@ -14,7 +14,7 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.routing import Route
 from whet.rollout.scoring import Passing, Scoring
 from whet.runtime.event_loop import EpisodeLoop
-from whet.testing.fakes import ByteChat, FakeGenerator
+from whet_testing.fakes import ByteChat, FakeGenerator
 
 ENDS = ("", "/ci_low", "/ci_high")
 

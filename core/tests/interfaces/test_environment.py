@@ -9,7 +9,7 @@ import pytest
 from whet.data.records import Task
 from whet.errors import DataError, EpisodeError
 from whet.interfaces.environment import Environment, SingleTurn, checked_rewards
-from whet.testing.fakes import FakeModel
+from whet_testing.fakes import FakeModel
 
 TASKS = [Task("2+2?", {"answer": "4"}), Task("3+3?", {"answer": "6"})]
 

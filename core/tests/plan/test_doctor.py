@@ -16,7 +16,7 @@ from whet.plan.checks import Check, within
 from whet.plan.doctor import examine
 from whet.plan.prepare import prepare
 from whet.plugins.registry import load_plugins
-from whet.testing.environments import make_environment
+from whet_testing.environments import make_environment
 
 ALWAYS = [
     "python", "plugins", "torch", "ray", "cores", "memory", "shared memory", "disk", "write access", "clock",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
+from whet.data.small_models import make_start
 from whet.errors import ConfigError, PluginError
 from whet.plugins.registry import Registry, load_plugins
 from whet.plugins.shipped import demo, demos, rebased, recipe, recipes, with_bases
 from whet.run.demo import course, stages
 from whet.run.demo import make_start as make_demo_start
-from whet.testing.models import make_start
 
 WARM = """\
 # A warm start: nothing is sharp yet. More follows.

@@ -8,7 +8,7 @@ import pytest
 
 from whet.data.records import Completion, Request, Sampling
 from whet.rollout.complete import complete
-from whet.testing.fakes import ByteCodec, FakeGenerator
+from whet_testing.fakes import ByteCodec, FakeGenerator
 
 CODEC = ByteCodec()
 

@@ -13,8 +13,8 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
 from whet.rollout.episode import Assignment, EpisodeFailed
 from whet.rollout.routing import Route
-from whet.testing.fakes import ByteChat, FakeGenerator
-from whet.testing.playing import AltChat, AltTokens, make_player
+from whet_testing.fakes import ByteChat, FakeGenerator
+from whet_testing.playing import AltChat, AltTokens, make_player
 
 END = ByteChat.stop_tokens[0]
 

@@ -13,7 +13,7 @@ from whet.interfaces.environment import SingleTurn
 from whet.rollout.fail_fast import FIRST_GROUPS, BrokenEnvironment
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
-from whet.testing.fakes import ByteChat, FakeGenerator
+from whet_testing.fakes import ByteChat, FakeGenerator
 
 GROUP_SIZE, RETRIES = 4, 2
 Reward = Callable[[str, Mapping[str, Any]], Any]

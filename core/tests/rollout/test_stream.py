@@ -21,8 +21,8 @@ from whet.interfaces.environment import Model, SingleTurn
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
 from whet.runtime.event_loop import EpisodeLoop
-from whet.testing.contracts.workers import wait_until
-from whet.testing.fakes import ByteChat, FakeGenerator
+from whet_testing.contracts.workers import wait_until
+from whet_testing.fakes import ByteChat, FakeGenerator
 
 GROUP_SIZE = 3
 

@@ -17,8 +17,8 @@ from whet.interfaces.weights import TransferSpec
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle
 from whet.runtime.event_loop import EpisodeLoop
-from whet.testing.batches import random_batch
-from whet.testing.fakes import FakeBackend, FakeGenerator
+from whet_testing.batches import random_batch
+from whet_testing.fakes import FakeBackend, FakeGenerator
 
 SIDES = (("backend", "critic"), ("generator", "judge"))
 LINK = TransferSpec("disk", "somewhere", "1-0", 1)

@@ -14,7 +14,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.run.closing import closing_all
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
 from whet.run.weight_sync import WeightSync
-from whet.testing.fakes import Done, FakeBackend, FakeGenerator
+from whet_testing.fakes import Done, FakeBackend, FakeGenerator
 
 
 class Noting(FakeGenerator):

@@ -13,9 +13,9 @@ from whet.run.stall_monitor import StallMonitor
 from whet.run.weight_sync import WeightSync
 from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
-from whet.testing.fakes import FakeBackend, FakeGenerator
-from whet.testing.scripted_worker import TARGET
 from whet.weights.probe import Proof
+from whet_testing.fakes import FakeBackend, FakeGenerator
+from whet_testing.scripted_worker import TARGET
 
 
 @pytest.fixture

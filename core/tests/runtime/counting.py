@@ -10,7 +10,7 @@ import numpy as np
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, largest, mean, total
 from whet.interfaces.workers import WorkerRank
-from whet.testing.scripted_worker import ObedientWorker
+from whet_testing.scripted_worker import ObedientWorker
 
 
 class CountingWorker:

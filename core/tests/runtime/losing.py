@@ -4,7 +4,7 @@ import ctypes
 import threading
 import time
 
-from whet.testing.scripted_worker import ObedientWorker
+from whet_testing.scripted_worker import ObedientWorker
 
 
 class LosingWorker(ObedientWorker):

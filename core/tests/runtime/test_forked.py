@@ -19,9 +19,9 @@ from whet.runtime.launcher import Cluster
 from whet.runtime.local import LocalCluster
 from whet.runtime.process import import_folders, worker_environment
 from whet.runtime.workers import ConnectedWorkers
-from whet.testing.contracts.workers import ProcessWorkersContract, alive, wait_until
-from whet.testing.processes import descendants
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import ProcessWorkersContract, alive, wait_until
+from whet_testing.processes import descendants
+from whet_testing.scripted_worker import TARGET
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -236,7 +236,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from whet.runtime.local import LocalCluster
-from whet.testing.scripted_worker import TARGET
+from whet_testing.scripted_worker import TARGET
 
 cluster = LocalCluster(Path(sys.argv[1]))
 part = cluster.slice("backend", 2)

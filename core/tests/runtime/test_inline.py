@@ -10,8 +10,8 @@ from whet.errors import WorkerError
 from whet.interfaces.workers import Slice
 from whet.runtime.inline import InlineSlice
 from whet.runtime.worker_process import compute_thread
-from whet.testing.contracts.workers import WorkersContract
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import WorkersContract
+from whet_testing.scripted_worker import TARGET
 
 
 class TestInline(WorkersContract):

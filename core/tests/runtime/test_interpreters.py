@@ -12,7 +12,7 @@ from whet.component import Package
 from whet.errors import ConfigError
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.interpreters import Interpreter, faults, find, probe, surroundings, versions
-from whet.testing.environments import bare_environment, make_environment
+from whet_testing.environments import bare_environment, make_environment
 
 HERE = Path(sys.executable)
 

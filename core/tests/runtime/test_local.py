@@ -25,9 +25,9 @@ from whet.runtime.deadlines import Clock
 from whet.runtime.local import LocalCluster, LocalProcess
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
-from whet.testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
-from whet.testing.environments import make_environment
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
+from whet_testing.environments import make_environment
+from whet_testing.scripted_worker import TARGET
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -340,7 +340,7 @@ import os, pathlib, signal, sys, threading, time
 from whet.runtime.local import LocalCluster
 from whet.config.sections import DeadlinesSection
 with LocalCluster(pathlib.Path(sys.argv[1]), DeadlinesSection(heartbeat=1.5)) as cluster:
-    workers = cluster.slice("backend").spawn("whet.testing.scripted_worker:ObedientWorker", {})
+    workers = cluster.slice("backend").spawn("whet_testing.scripted_worker:ObedientWorker", {})
     time.sleep(0.5)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -467,7 +467,7 @@ import asyncio, os, sys, time
 from pathlib import Path
 from whet.runtime.local import LocalCluster
 from whet.runtime.pool import GraderPool
-from whet.testing.scripted_worker import TARGET
+from whet_testing.scripted_worker import TARGET
 
 cluster = LocalCluster(Path(sys.argv[1]))
 workers = cluster.slice("backend", 2).spawn(TARGET, {})

@@ -11,7 +11,7 @@ from whet.runtime.interpreters import probe
 from whet.runtime.local import LocalCluster
 from whet.runtime.log_excerpt import causes, errors, last_error
 from whet.runtime.process import printable
-from whet.testing.scripted_worker import TARGET
+from whet_testing.scripted_worker import TARGET
 
 LOG = """\
 [MainProcess] INFO Initializing a V1 LLM engine

@@ -19,8 +19,8 @@ from whet.interfaces.workers import RankArguments, Workers
 from whet.runtime.channel import frame
 from whet.runtime.local import LocalCluster
 from whet.runtime.workers import ConnectedWorkers
-from whet.testing.contracts.workers import alive, wait_until
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import alive, wait_until
+from whet_testing.scripted_worker import TARGET
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

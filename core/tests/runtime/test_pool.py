@@ -15,7 +15,7 @@ from whet.component import resolve
 from whet.errors import PluginError, Undecided, WhetError
 from whet.interfaces.undecided import noted
 from whet.runtime.pool import GraderCrash, GraderPool, GraderRaised, _Grader
-from whet.testing.contracts.workers import alive, wait_until
+from whet_testing.contracts.workers import alive, wait_until
 
 GRADINGS = f"file:{Path(__file__).with_name('gradings.py')}"
 

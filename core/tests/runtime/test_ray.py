@@ -15,10 +15,10 @@ from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.workers import Slice
 from whet.runtime.ray import RayCluster
 from whet.runtime.workers import ConnectedWorkers
-from whet.testing.contracts.workers import ProcessWorkersContract, alive, wait_until
-from whet.testing.environments import bare_environment, make_environment
-from whet.testing.processes import descendants
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import ProcessWorkersContract, alive, wait_until
+from whet_testing.environments import bare_environment, make_environment
+from whet_testing.processes import descendants
+from whet_testing.scripted_worker import TARGET
 
 
 class TestRay(ProcessWorkersContract):

@@ -18,8 +18,8 @@ pytest.importorskip("ray")
 from whet.config.sections import DeadlinesSection
 from whet.errors import WorkerError, WorkerLost
 from whet.runtime.ray import RayCluster
-from whet.testing.contracts.workers import alive, wait_until
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import alive, wait_until
+from whet_testing.scripted_worker import TARGET
 
 APART = {"backend": {"train": 1}, "generator": {"gen": 1}}
 
@@ -113,7 +113,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from whet.runtime.ray import RayCluster
-from whet.testing.scripted_worker import TARGET
+from whet_testing.scripted_worker import TARGET
 
 cluster = RayCluster(Path(sys.argv[1]), address=sys.argv[2])
 workers = cluster.slice("backend", 2).spawn(TARGET, {})

@@ -19,8 +19,8 @@ from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, Worker
 from whet.runtime import ray_life, ray_session
 from whet.runtime.ray import RayCluster
 from whet.runtime.ray_session import RaySession
-from whet.testing.processes import adopting_orphans, descendants, survivors
-from whet.testing.scripted_worker import TARGET
+from whet_testing.processes import adopting_orphans, descendants, survivors
+from whet_testing.scripted_worker import TARGET
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from whet.interfaces.workers import Heard
 from whet.runtime.local import LocalCluster
 from whet.runtime.wire import decode
 from whet.runtime.workers import ConnectedWorkers
-from whet.testing.contracts.workers import wait_until
-from whet.testing.scripted_worker import TARGET
+from whet_testing.contracts.workers import wait_until
+from whet_testing.scripted_worker import TARGET
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

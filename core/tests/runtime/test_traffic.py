@@ -8,7 +8,7 @@ import pytest
 
 from whet.runtime.channel import receive, send
 from whet.runtime.traffic import Line, Traffic
-from whet.testing.contracts.workers import wait_until
+from whet_testing.contracts.workers import wait_until
 
 
 class End:

@@ -14,7 +14,7 @@ from whet.errors import WhetError
 from whet.runtime import venvs
 from whet.runtime.interpreters import environments, find, probe
 from whet.runtime.venvs import Recipe, as_here, create, listed, recipe_of, remove
-from whet.testing.environments import make_wheels
+from whet_testing.environments import make_wheels
 
 PLUGIN = {
     "pyproject.toml": """

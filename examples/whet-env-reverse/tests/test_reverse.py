@@ -4,7 +4,7 @@ from whet_env_reverse import environment
 from whet_env_reverse.config import ReverseConfig
 
 from whet.data.records import Task
-from whet.testing.contracts.environment import EnvironmentContract
+from whet_testing.contracts.environment import EnvironmentContract
 
 
 class TestReverse(EnvironmentContract):

@@ -17,8 +17,8 @@ from whet.cli.doctor import doctor
 from whet.cli.env import env
 from whet.cli.evaluate import evaluate
 from whet.cli.export import export
-from whet.cli.new import new
 from whet.cli.plugins import plugins
+from whet.cli.recipe import recipe
 from whet.cli.run import run
 from whet.cli.schema import schema
 
@@ -29,7 +29,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (demo, run, check, config, data, doctor, evaluate, export, plugins, schema, new, env):
+for _command in (demo, run, check, config, data, doctor, evaluate, export, plugins, schema, recipe, env):
     group.add_command(_command)
 
 

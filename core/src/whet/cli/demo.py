@@ -131,14 +131,19 @@ def _show(runs: "Sequence[Stage]", seconds: float) -> None:
 
 
 def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
-    """Yield commands that continue from a finished demo, and what each one is for."""
+    """Yield commands that lead on from a finished demo, and what each is for."""
+    from whet.plugins.catalog import catalog, install_words
+
     again = last.folder.with_name(f"{last.folder.name}-again")
     if is_installed("report"):
         yield f"whet report {last.folder}", "one page of curves, phases and answers, token by token"
     yield f"whet config explain {last.recipe}", "every key of the recipe, its value and its meaning"
     yield f"whet run {last.recipe} run.folder={again} run.seed=1", "any key can be changed on the command line"
-    yield "whet new recipe", "recipes to start from"
-    yield "whet new environment NAME", "a package with tasks and rewards of your own"
+    yield "whet recipe", "recipes to start from"
+    new = "whet new environment NAME"
+    if not is_installed("new"):
+        new = f"{install_words([catalog().commands['new']])} && {new}"
+    yield new, "a package with tasks and rewards of your own"
 
 
 def _course(values: "Sequence[float]") -> str:

@@ -1,4 +1,4 @@
-"""`whet new recipe`: write a recipe that an installed plugin ships, to change and run."""
+"""`whet recipe`: write a recipe that an installed plugin ships, to change and run."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ OF_RUNS = ("runs/", "models/")
 """Folders in recipes that hold the results of other runs."""
 
 
-@click.command("recipe", cls=Command)
+@click.command("recipe", cls=Command, short_help="Write a recipe to start from.")
 @click.argument("name", required=False)
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), default=".", help="The folder for it.")
 def recipe(name: str | None, into: Path) -> None:
@@ -46,7 +46,7 @@ def write(found: "Recipe", into: Path) -> list[Path]:
 
     name = found.name
     head = (
-        f"# Written by `whet new recipe {name}`, from {found.distribution} {found.version}.\n"
+        f"# Written by `whet recipe {name}`, from {found.distribution} {found.version}.\n"
         "# It states what differs from the defaults:\n"
         f"# `whet config explain {name}.yaml` shows all keys, `whet check {name}.yaml` finds mistakes.\n"
     )
@@ -86,7 +86,7 @@ def _list(registry: "Registry") -> None:
         for owner, names in missing.items():
             click.echo(f"  {install_words([owner])}: {', '.join(names)}")
     if found:
-        click.echo("\n`whet new recipe NAME` writes one here.")
+        click.echo("\n`whet recipe NAME` writes one here.")
 
 
 def _next(path: Path, registry: "Registry") -> Iterator[str]:

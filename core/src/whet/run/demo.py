@@ -15,6 +15,7 @@ from pathlib import Path
 from attrs import frozen
 
 from whet.component import resolve
+from whet.data import small_models
 from whet.data.files import read_metrics
 from whet.errors import ConfigError, WhetError
 from whet.plan.load import Loaded, load_config
@@ -112,15 +113,13 @@ def make_start(demo: Demo, folder: Path, seed: int = 0) -> None:
         raise WhetError(f"making the model needs {' and '.join(missing)}, which this Python lacks: {command}")
     from transformers.utils.logging import disable_progress_bar
 
-    from whet.testing import models
-
     disable_progress_bar()
     records: Callable[..., object] = resolve(demo.demonstrations)
     given = records(RECORDS + HELD_OUT, seed=seed)
-    if not models.has_start(folder / "start"):
+    if not small_models.has_start(folder / "start"):
         (folder / "start").mkdir(parents=True, exist_ok=True)
         (folder / "start" / SEED).write_text(f"{seed}\n", encoding="utf-8")
-    models.make_start(folder / "start", given, held_out=HELD_OUT, seed=seed)  # type: ignore[arg-type] # of a plugin
+    small_models.make_start(folder / "start", given, held_out=HELD_OUT, seed=seed)  # type: ignore[arg-type] # of a plugin
 
 
 def _refuse_another_seed(folder: Path, seed: int) -> None:

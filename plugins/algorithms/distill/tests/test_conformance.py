@@ -1,10 +1,10 @@
 import numpy as np
 
-from whet.testing.contracts.algorithm import AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.loss import LossContract
 from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig
 from whet_distill.losses import FullKl, TeacherPg, TopkKl
+from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.loss import LossContract
 
 K = 3
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from whet.data.batch import from_sequences
-from whet.testing.fakes import FakeBackend
 from whet_dpo.baseline import kl_baseline, mismatched
+from whet_testing.fakes import FakeBackend
 
 
 def batch(*answers, units=None, prompts=None):

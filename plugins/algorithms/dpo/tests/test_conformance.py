@@ -1,12 +1,12 @@
 import numpy as np
 
 from whet.component import Selection
-from whet.testing.contracts.algorithm import RECORDS, AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.loss import LossContract
 from whet_dpo import loss_config as config
 from whet_dpo import losses, unpaired, weighted_sum, whole_config, whole_losses
 from whet_dpo.hooks import whet_losses
+from whet_testing.contracts.algorithm import RECORDS, AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.loss import LossContract
 
 
 class TestPlugin(ComponentContract):

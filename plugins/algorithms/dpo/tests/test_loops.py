@@ -13,13 +13,13 @@ from whet.data.metrics import mean, plain
 from whet.data.model_info import ModelInfo, read_model
 from whet.data.offline import OfflineData
 from whet.errors import CheckpointError, WhetError
-from whet.testing.fakes import FakeBackend
-from whet.testing.steps import Watch, WatchedSteps
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo
 from whet_dpo.hooks import whet_losses
 from whet_dpo.kto import Kto, with_margins
 from whet_dpo.records import labelled_encoder, pair_encoder
+from whet_testing.fakes import FakeBackend
+from whet_testing.steps import Watch, WatchedSteps
 
 MODEL = ModelInfo("model", {})
 

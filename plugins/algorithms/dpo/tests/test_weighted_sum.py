@@ -15,9 +15,9 @@ from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError
 from whet.plan.plan import facts_of
 from whet.plugins.registry import Registry, load_plugins
-from whet.testing.batches import random_batch
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts
 from whet_dpo.hooks import whet_check_config
+from whet_testing.batches import random_batch
 
 MPO = [
     {"use": "dpo", "beta": 0.2, "sft": {"weight": 0.5}, "weight": 0.8},

@@ -7,12 +7,6 @@ import pytest
 
 from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.interfaces.loss import Loss
-from whet.testing.batches import token_advantages
-from whet.testing.contracts.advantages import AdvantagesContract
-from whet.testing.contracts.algorithm import AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.filter import FilterContract
-from whet.testing.contracts.loss import LossContract
 from whet_grpo import losses
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
 from whet_grpo.config import (
@@ -32,6 +26,12 @@ from whet_grpo.config import (
     UnequalRewardsConfig,
 )
 from whet_grpo.filters import UnequalRewards
+from whet_testing.batches import token_advantages
+from whet_testing.contracts.advantages import AdvantagesContract
+from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.filter import FilterContract
+from whet_testing.contracts.loss import LossContract
 
 ALL_OF_THEM = {"kl_reward": {"weight": 0.1}, "overlong": {"mask": True, "penalty": 1.0, "buffer": 2, "length": 8}}
 CORRECTION = {"weights": "token", "mask": "sequence", "max_token_gap": 3.0}

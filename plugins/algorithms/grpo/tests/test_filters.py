@@ -2,9 +2,9 @@ import pytest
 from attrs import evolve
 
 from whet.errors import DataError
-from whet.testing.contracts.filter import group_of
 from whet_grpo.config import UnequalRewardsConfig
 from whet_grpo.filters import UnequalRewards
+from whet_testing.contracts.filter import group_of
 
 
 def test_groups_of_equal_rewards_are_left_out() -> None:

@@ -22,9 +22,9 @@ from whet.plan.plan import facts_of
 from whet.plugins.registry import load_plugins
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
-from whet.testing.fakes import ByteChat
 from whet_grpo.config import GrpoConfig, UnequalRewardsConfig
 from whet_grpo.grpo import Grpo, choose_old_logprobs
+from whet_testing.fakes import ByteChat
 
 LETTERS = b"abcd"
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from whet.algorithms.policy_steps import keep_uncertain
 from whet.config.policy import KlLossSection, LikelihoodSection, TopEntropySection
 from whet.data.batch import Batch, from_sequences
-from whet.testing.fakes import FakeBackend
 from whet_grpo import losses
 from whet_grpo.config import (
     CispoConfig,
@@ -27,6 +26,7 @@ from whet_grpo.config import (
     ReinforceConfig,
     SapoConfig,
 )
+from whet_testing.fakes import FakeBackend
 
 SIZES = (7, 3, 5, 1, 6)
 ADVANTAGES = np.array([1.5, -0.7, 0.0, -2.0, 0.4], np.float32)

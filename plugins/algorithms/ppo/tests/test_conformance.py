@@ -3,12 +3,12 @@
 import numpy as np
 
 from whet.config.policy import KlLossSection, LikelihoodSection
-from whet.testing.batches import token_advantages
-from whet.testing.contracts.algorithm import AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.loss import LossContract
 from whet_ppo.config import PpoClipConfig, ValueClipConfig
 from whet_ppo.losses import PpoClip, ValueClip
+from whet_testing.batches import token_advantages
+from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.loss import LossContract
 
 
 def values(batch, rng):

@@ -9,9 +9,9 @@ from whet.component import Spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
 from whet.plugins.registry import load_plugins
-from whet.testing.steps import Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_sync
 from whet_ppo.config import PpoConfig
 from whet_ppo.ppo import Ppo, name_of
+from whet_testing.steps import Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_sync
 
 
 class Named(WatchedBackend):

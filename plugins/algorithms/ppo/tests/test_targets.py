@@ -5,9 +5,9 @@ import pytest
 
 from whet.config.policy import KlRewardSection
 from whet.data.batch import from_sequences
-from whet.testing.fakes import FakeBackend
 from whet_ppo.config import GaeSection
 from whet_ppo.targets import estimate, one_place_more, place_rewards, values_of
+from whet_testing.fakes import FakeBackend
 
 MASKS = [[0, 1, 1, 0, 1], [0, 1, 1]]  # two turns, and an answer that was cut
 MASK = np.concatenate(MASKS).astype(bool)

@@ -1,10 +1,10 @@
 import numpy as np
 
-from whet.testing.contracts.algorithm import RECORDS, AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.loss import LossContract
 from whet_rm.config import BradleyTerryConfig
 from whet_rm.losses import BradleyTerry
+from whet_testing.contracts.algorithm import RECORDS, AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.loss import LossContract
 
 
 class TestPlugin(ComponentContract):

@@ -1,8 +1,8 @@
-from whet.testing.contracts.algorithm import AlgorithmContract
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.loss import LossContract
 from whet_sft.config import NllConfig
 from whet_sft.losses import Nll
+from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.loss import LossContract
 
 
 class TestPlugin(ComponentContract):

@@ -11,8 +11,8 @@ import torch
 from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import read_model
+from whet.data.small_models import make_model
 from whet.interfaces.workers import WorkerRank
-from whet.testing.models import make_model
 from whet_fsdp2.worker import Worker
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 48, "tied": True},
     "qwen3 untied": {"family": "qwen3", "heads": 4, "kv_heads": 4, "head_dim": 24, "hidden": 96, "tied": False},
 }
-LOSS = Spec("whet.testing.losses:Weighted")
+LOSS = Spec("whet_testing.losses:Weighted")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from whet.component import Spec
 from whet.errors import CheckpointError, WhetError
 from whet_fsdp2 import checkpoint
 
-LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
+LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 
 
 def numbers(found):

@@ -1,10 +1,10 @@
 import pytest
 
 from whet.interfaces.workers import Site
-from whet.testing.contracts.backend import BackendContract
-from whet.testing.contracts.component import ComponentContract
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_testing.contracts.backend import BackendContract
+from whet_testing.contracts.component import ComponentContract
 
 
 class TestPlugin(ComponentContract):

@@ -9,8 +9,8 @@ import torch
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.model_info import read_model
+from whet.data.small_models import CHAT_TEMPLATE
 from whet.interfaces.workers import WorkerRank
-from whet.testing.models import CHAT_TEMPLATE
 from whet_fsdp2.worker import Worker
 
 ENDS_AT_ONCE = CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}")

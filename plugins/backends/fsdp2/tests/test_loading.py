@@ -112,5 +112,5 @@ def test_random_state_of_the_process_is_left_alone(make_worker, batch):
     torch.manual_seed(7)
     expected = torch.random.get_rng_state()
     worker = make_worker()
-    worker.train(batch, Spec("whet.testing.losses:Likelihood"))
+    worker.train(batch, Spec("whet_testing.losses:Likelihood"))
     assert torch.equal(torch.random.get_rng_state(), expected)

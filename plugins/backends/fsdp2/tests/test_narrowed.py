@@ -5,7 +5,7 @@ import torch
 from whet.component import Spec
 from whet_fsdp2.narrowed import narrow
 
-LOSSES = {"lm": Spec("whet.testing.losses:Weighted"), "value": Spec("whet.testing.losses:Regression")}
+LOSSES = {"lm": Spec("whet_testing.losses:Weighted"), "value": Spec("whet_testing.losses:Regression")}
 
 
 @pytest.fixture

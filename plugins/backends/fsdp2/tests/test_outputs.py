@@ -9,10 +9,10 @@ import torch
 from whet.component import Spec
 from whet.data.batch import from_sequences
 from whet.data.model_info import read_model
+from whet.data.small_models import make_model, make_tokenizer
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.workers import WorkerRank
 from whet.rollout.scorer import whole
-from whet.testing.models import make_model, make_tokenizer
 from whet_fsdp2.worker import Worker
 
 LAYOUTS = ["shared", "packed", "padded"]
@@ -70,7 +70,7 @@ def test_divergences_to_a_teacher_in_the_same_workers_are_those_of_transformers(
     at = log_q.gather(1, torch.from_numpy(batch["tokens"])[:, None])[:, 0] * mask
     np.testing.assert_allclose(taught, at, atol=1e-5)
     ((forward + 2 * reverse).sum() / int(mask.sum())).backward()
-    ours = gradients(worker, batch, Spec("whet.testing.losses:Divergence"))
+    ours = gradients(worker, batch, Spec("whet_testing.losses:Divergence"))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=5e-6, rtol=1e-3)
 
@@ -110,7 +110,7 @@ def test_a_new_head_depends_on_the_seed_alone_and_a_saved_one_is_kept(folders, b
     assert np.array_equal(first, second)
     assert not np.allclose(first, other)
     trained = worker(0, folders())
-    losses = [trained.train(batch, Spec("whet.testing.losses:Regression"))["loss"].number() for _ in range(3)]
+    losses = [trained.train(batch, Spec("whet_testing.losses:Regression"))["loss"].number() for _ in range(3)]
     assert losses[2] < losses[0]
     trained.export(str(tmp_path))
     kept = worker(5, tmp_path).score(batch, ("values",))["values"]
@@ -121,7 +121,7 @@ def test_a_frozen_model_scores_and_refuses_to_train(folders, batch):
     worker = Worker(WorkerRank("teacher", 0, 1), {}, read_model(folders(), "bfloat16"), trained=False, scratch="")
     assert worker.score(batch, ("logprobs",))["logprobs"].any()
     with pytest.raises(WhetError, match="frozen"):
-        worker.train(batch, Spec("whet.testing.losses:Likelihood"))
+        worker.train(batch, Spec("whet_testing.losses:Likelihood"))
 
 
 def test_outputs_that_the_model_does_not_give_are_named(make_worker, batch):
@@ -130,4 +130,4 @@ def test_outputs_that_the_model_does_not_give_are_named(make_worker, batch):
     with pytest.raises(WhetError, match="no teacher weights are held"):
         make_worker().score(batch, ("logprobs",), "teacher")
     with pytest.raises(WhetError, match="the column topk_ids"):
-        make_worker().evaluate(batch, Spec("whet.testing.losses:AtTokens"))
+        make_worker().evaluate(batch, Spec("whet_testing.losses:AtTokens"))

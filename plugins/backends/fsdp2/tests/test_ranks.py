@@ -8,12 +8,12 @@ import torch
 
 from whet.component import Spec
 from whet.runtime.local import LocalCluster
-from whet.testing.site import make_site
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_testing.site import make_site
 
-LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
-SKIPPING = Spec("whet.testing.losses:Weighted", config={"skip_dead": True})
+LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
+SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_two_ranks_give_the_outputs_of_one(backends, folders, make_batch):
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
     at = batch.with_columns(topk_ids=expected["topk_ids:4"])
     for loss, part in (("Divergence", batch), ("AtTokens", at), ("AtTokens", at.take([0]))):
-        expected, found = (numbers(backend.train(part, Spec(f"whet.testing.losses:{loss}"))) for backend in (one, two))
+        expected, found = (numbers(backend.train(part, Spec(f"whet_testing.losses:{loss}"))) for backend in (one, two))
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -110,7 +110,7 @@ def test_two_ranks_give_the_values_of_one(backends, make_batch):
     for batch in (make_batch(), make_batch(1).take([0])):
         expected, found = (backend.score(batch, ("values",))["values"] for backend in (one, two))
         np.testing.assert_allclose(found, expected, atol=1e-4)
-        expected, found = (numbers(b.train(batch, Spec("whet.testing.losses:Regression"))) for b in (one, two))
+        expected, found = (numbers(b.train(batch, Spec("whet_testing.losses:Regression"))) for b in (one, two))
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch
     batch = make_batch()
     broken = batch.with_columns(advantages=np.where(batch["group"] == 0, np.nan, 1).astype(np.float32))
     before = two.score(batch, ("logprobs",))["logprobs"]
-    found = two.train(broken, Spec("whet.testing.losses:Weighted"))
+    found = two.train(broken, Spec("whet_testing.losses:Weighted"))
     assert found["nonfinite_steps"].number() == 1
     assert np.array_equal(two.score(batch, ("logprobs",))["logprobs"], before)
 

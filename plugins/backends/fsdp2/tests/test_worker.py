@@ -12,9 +12,9 @@ from whet.errors import WhetError
 from whet_fsdp2.feed import Root
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 untied"]
-LIKELIHOOD = Spec("whet.testing.losses:Likelihood")
-WEIGHTED = Spec("whet.testing.losses:Weighted")
-SKIPPING = Spec("whet.testing.losses:Weighted", config={"skip_dead": True})
+LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
+WEIGHTED = Spec("whet_testing.losses:Weighted")
+SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
 
 
 def eager(folder, batch, temperature=1.0):
@@ -222,7 +222,7 @@ def test_the_reference_is_refused_where_none_is_held(make_worker, batch):
 
 
 def test_a_loss_that_needs_other_outputs_is_refused(make_worker, batch, monkeypatch):
-    from whet.testing.losses import Likelihood
+    from whet_testing.losses import Likelihood
 
     monkeypatch.setattr(Likelihood, "outputs", ("values",))
     with pytest.raises(WhetError, match="needs values"):

@@ -2,10 +2,10 @@ import pytest
 
 from whet.component import Selection
 from whet.plugins.registry import load_plugins
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.environment import EnvironmentContract
 from whet_env_judge.config import JudgeConfig
 from whet_env_judge.judge import Judge
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.environment import EnvironmentContract
 
 
 class Length:

@@ -12,9 +12,9 @@ from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, DataError, EpisodeError, Undecided
 from whet.plugins.registry import load_plugins
 from whet.rollout.episode import total_reward
-from whet.testing.fakes import FakeModel
 from whet_env_judge.config import JudgeConfig, judge_facts
 from whet_env_judge.judge import Judge, Overheard
+from whet_testing.fakes import FakeModel
 
 MODEL = ModelInfo("", {})
 

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from whet.testing.hostile import HOSTILE_ANSWERS
 from whet_env_math.answers import given_answer, gold_answer, is_bomb, normal_answer, plain_number
+from whet_testing.hostile import HOSTILE_ANSWERS
 
 
 @pytest.mark.parametrize(

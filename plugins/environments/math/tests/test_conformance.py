@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from whet.data.records import Task
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.environment import EnvironmentContract
 from whet_env_math.arithmetic import Arithmetic
 from whet_env_math.config import ArithmeticConfig, MathConfig
 from whet_env_math.dataset import MathDataset
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.environment import EnvironmentContract
 
 
 class TestPlugin(ComponentContract):

@@ -10,10 +10,10 @@ from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.undecided import noted
 from whet.runtime.pool import GraderCrash, GraderRaised
-from whet.testing.fakes import FakeModel
 from whet_env_math import verifier
 from whet_env_math.config import MathConfig
 from whet_env_math.dataset import MathDataset
+from whet_testing.fakes import FakeModel
 
 RECORDS = [
     {"question": "What is 6*7?", "answer": "6*7=<<6*7=42>>42\n#### 42"},

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from whet.testing.hostile import HOSTILE_ANSWERS
 from whet_env_tools.calculation import calculate, called
+from whet_testing.hostile import HOSTILE_ANSWERS
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import pytest
 from whet.component import Problem
 from whet.data.records import Task
 from whet.errors import DataError
-from whet.testing.fakes import FakeModel
 from whet_env_tools.calculator import Calculator, demonstrations, held_out
 from whet_env_tools.config import CalculatorConfig
 from whet_env_tools.hooks import whet_check_config
+from whet_testing.fakes import FakeModel
 
 
 def play(answers, config=CalculatorConfig(), task=None):  # noqa: B008 - frozen

@@ -1,8 +1,8 @@
 from whet.data.records import Task
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.environment import EnvironmentContract
 from whet_env_tools.calculator import Calculator
 from whet_env_tools.config import CalculatorConfig
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.environment import EnvironmentContract
 
 
 class TestPlugin(ComponentContract):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whet.data.records import Completion, Request, Sampling
-from whet.testing.models import make_model
+from whet.data.small_models import make_model
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model
 from whet_hf.stopping import StopStrings

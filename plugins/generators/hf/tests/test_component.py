@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whet.data.model_info import read_model
-from whet.testing.models import make_model
+from whet.data.small_models import make_model
 from whet_hf.config import HfConfig
 from whet_hf.facts import facts
 

@@ -3,9 +3,9 @@
 import pytest
 
 from whet.interfaces.workers import Site
-from whet.testing.contracts.generator import ModelGeneratorContract
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
+from whet_testing.contracts.generator import ModelGeneratorContract
 
 
 class TestInThisProcess(ModelGeneratorContract):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from whet.data.model_info import read_model
 from whet.runtime.venvs import recipe_of
-from whet.testing.contracts.engine import EngineContract
-from whet.testing.site import make_site
 from whet_sglang.arguments import ENGINE, cache_tokens, engine_arguments
 from whet_sglang.config import SglangConfig
+from whet_testing.contracts.engine import EngineContract
+from whet_testing.site import make_site
 
 
 class TestPlugin(EngineContract):

@@ -10,12 +10,12 @@ from attrs import evolve
 
 from whet.data.records import Completion
 from whet.interfaces.workers import Site
-from whet.testing.contracts.generator import ModelGeneratorContract
-from whet.testing.reference import Reference
-from whet.testing.served import TOLERANCE, Subject, gap
 from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
+from whet_testing.contracts.generator import ModelGeneratorContract
+from whet_testing.reference import Reference
+from whet_testing.served import TOLERANCE, Subject, gap
 
 pytestmark = [
     pytest.mark.slow,

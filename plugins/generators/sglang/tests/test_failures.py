@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from whet.errors import WorkerError, WorkerLost
-from whet.testing.contracts.engine import EngineFailuresContract, Make
 from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
+from whet_testing.contracts.engine import EngineFailuresContract, Make
 
 pytestmark = [
     pytest.mark.slow,

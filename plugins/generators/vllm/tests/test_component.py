@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 
 from whet.runtime.venvs import recipe_of
-from whet.testing.contracts.engine import EngineContract
-from whet.testing.site import make_site
+from whet_testing.contracts.engine import EngineContract
+from whet_testing.site import make_site
 from whet_vllm.arguments import ENGINE, engine_arguments
 from whet_vllm.config import VllmConfig
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from whet.interfaces.workers import Site
-from whet.testing.contracts.generator import ModelGeneratorContract
-from whet.testing.reference import Reference
-from whet.testing.served import TOLERANCE, Subject, gap
+from whet_testing.contracts.generator import ModelGeneratorContract
+from whet_testing.reference import Reference
+from whet_testing.served import TOLERANCE, Subject, gap
 from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
 from whet_vllm.generator import VllmGenerator

@@ -10,7 +10,7 @@ import pytest
 
 from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec
-from whet.testing.contracts.engine import EngineFailuresContract, Make
+from whet_testing.contracts.engine import EngineFailuresContract, Make
 from whet_vllm.arguments import ENGINE
 from whet_vllm.config import VllmConfig
 from whet_vllm.generator import VllmGenerator

@@ -1,8 +1,8 @@
 from whet.interfaces.logger import RunInfo
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.logger import LoggerContract
 from whet_console.config import ConsoleConfig
 from whet_console.logger import ConsoleLogger
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.logger import LoggerContract
 
 
 class TestPlugin(ComponentContract):

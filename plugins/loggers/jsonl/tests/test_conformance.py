@@ -2,10 +2,10 @@ import json
 from pathlib import Path
 
 from whet.interfaces.logger import RunInfo
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.logger import LoggerContract, Rows
 from whet_jsonl.config import JsonlConfig
 from whet_jsonl.logger import JsonlLogger
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.logger import LoggerContract, Rows
 
 
 class TestPlugin(ComponentContract):

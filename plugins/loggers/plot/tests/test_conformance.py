@@ -2,10 +2,10 @@ import json
 from collections.abc import Mapping
 
 from whet.interfaces.logger import RunInfo
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.logger import LoggerContract
 from whet_plot.config import PlotConfig
 from whet_plot.logger import PlotLogger
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.logger import LoggerContract
 
 
 class TestPlugin(ComponentContract):

@@ -3,10 +3,10 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from whet.interfaces.logger import RunInfo
-from whet.testing.contracts.component import ComponentContract
-from whet.testing.contracts.logger import LoggerContract, Rows
 from whet_tensorboard.config import TensorboardConfig
 from whet_tensorboard.logger import TensorboardLogger
+from whet_testing.contracts.component import ComponentContract
+from whet_testing.contracts.logger import LoggerContract, Rows
 
 
 class TestPlugin(ComponentContract):

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from whet.testing.hostile import HOSTILE_ANSWERS
 from whet_report.page import embedded, page_of, write_page
 from whet_report.run import read_run
+from whet_testing.hostile import HOSTILE_ANSWERS
 
 
 class Parts(HTMLParser):

@@ -1,1 +1,0 @@
-"""The conformance kit: contracts to inherit, fakes that obey them, and tiny models."""

@@ -1,0 +1,36 @@
+"""Import paths of earlier versions."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+EVERY_PATH = """
+import importlib, warnings
+from whet.moved import MOVED
+for path, new in MOVED.items():
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        old = importlib.import_module(f"whet.{path}")
+    today = importlib.import_module(f"whet.{new}")
+    assert f"whet.{path} has moved to whet.{new}" in [str(one.message) for one in warned], path
+    names = [name for name in vars(today) if not name.startswith("__")]
+    assert all(getattr(old, name) is getattr(today, name) for name in names), path
+"""
+
+
+def test_each_path_of_before_leads_to_the_module_of_today_with_a_warning() -> None:
+    done = subprocess.run([sys.executable, "-c", EVERY_PATH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_is_loaded_twice_where_a_whole_room_has_moved() -> None:
+    with pytest.warns(DeprecationWarning, match=r"whet\.cluster\.inline has moved to whet\.runtime\.inline"):
+        old = importlib.import_module("whet.cluster.inline")
+    assert old is importlib.import_module("whet.runtime.inline")
+
+
+def test_a_module_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"whet\.nothing"):
+        importlib.import_module("whet.nothing")

@@ -1,0 +1,101 @@
+"""What every advantage estimator must keep.
+
+    class TestGroupMean(AdvantagesContract):
+        def make(self) -> GroupMean:
+            return GroupMean(GroupMeanConfig())
+
+An estimator is called with the batch, reads of it `reward`, `group` and `episode` [B], and gives an advantage for each
+sequence [B] or for each token [N].
+"""
+
+from typing import Any
+
+import numpy as np
+
+from whet.data.batch import Batch, from_sequences
+from whet_testing.deadline import deadline
+
+
+class AdvantagesContract:
+    """Inherit and override `make`."""
+
+    def make(self) -> Any:
+        """Build the estimator that is tested."""
+        raise NotImplementedError("override `make` to build the estimator")
+
+    def call(self, rewards: Any, group: Any) -> Any:
+        """Estimate for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
+        return self.called(_batch(rewards, group, np.arange(len(rewards))))
+
+    def called(self, batch: Batch) -> Any:
+        """Give the advantage of each sequence [B]: that of its one token to learn, where it is per token."""
+        found = np.asarray(self.make()(batch))
+        return found if len(found) == batch.sequences else found[batch["loss_mask"]]
+
+    def test_each_sequence_gets_a_finite_number(self) -> None:
+        advantages = np.asarray(self.call(*_rewards(5, 4)))
+        assert advantages.shape == (20,)
+        assert advantages.dtype == np.float32
+        assert np.isfinite(advantages).all()
+
+    def test_no_sequences_get_no_advantages(self) -> None:
+        assert np.asarray(self.call(np.zeros(0, np.float32), np.zeros(0, np.int64))).shape == (0,)
+
+    def test_equal_rewards_are_finite(self) -> None:
+        for reward in (0.0, 0.1, 1.0, -3.0):
+            advantages = self.call(np.full(8, reward, np.float32), np.repeat([0, 1], 4))
+            assert np.isfinite(advantages).all()
+
+    def test_a_group_of_one_is_finite(self) -> None:
+        assert np.isfinite(self.call(np.array([1.0, 0.0], np.float32), np.array([0, 1]))).all()
+
+    def test_huge_and_tiny_rewards_are_finite(self) -> None:
+        for scale in (1e-30, 1e-12, 1e12, 1e30):
+            rewards = np.array([0, 1, 2, 3], np.float32) * np.float32(scale)
+            assert np.isfinite(self.call(rewards, np.zeros(4, np.int64))).all(), f"rewards times {scale}"
+
+    def test_the_order_of_sequences_does_not_matter(self) -> None:
+        rewards, group = _rewards(5, 4)
+        order = np.random.default_rng(1).permutation(len(rewards))
+        expected = np.asarray(self.call(rewards, group))[order]
+        np.testing.assert_allclose(self.call(rewards[order], group[order]), expected, rtol=1e-5, atol=1e-6)
+
+    def test_groups_are_told_apart_by_identity_not_by_number(self) -> None:
+        rewards, group = _rewards(5, 4)
+        names = np.array([70, -3, 2**40, 0, 12])[group]
+        np.testing.assert_allclose(self.call(rewards, names), self.call(rewards, group), rtol=1e-5, atol=1e-6)
+
+    def test_an_episode_counts_once_however_many_sequences_it_has(self) -> None:
+        rewards, group = _rewards(3, 4)
+        copies = np.array([1, 3, 1, 2, 1, 1, 1, 1, 4, 1, 1, 1])
+        found = self.called(_batch(*(np.repeat(each, copies) for each in (rewards, group, np.arange(12)))))
+        np.testing.assert_allclose(found, np.repeat(self.call(rewards, group), copies), rtol=1e-5, atol=1e-6)
+
+    def test_a_better_sample_of_a_group_never_gets_less(self) -> None:
+        rewards, group = _rewards(5, 4)
+        advantages = np.asarray(self.call(rewards, group))
+        for name in range(5):
+            mine = advantages[group == name][np.argsort(rewards[group == name])]
+            assert (np.diff(mine) >= -1e-6).all(), f"group {name}: {mine} in order of reward"
+
+    def test_its_input_is_left_as_it_was(self) -> None:
+        rewards, group = _rewards(5, 4)
+        self.call(rewards, group)
+        assert np.array_equal(rewards, _rewards(5, 4)[0])
+        assert np.array_equal(group, _rewards(5, 4)[1])
+
+    def test_many_groups_do_not_take_long(self) -> None:
+        with deadline(5, "estimating the advantages of 100,000 sequences"):
+            self.call(*_rewards(25_000, 4))
+
+
+def _batch(rewards: Any, group: Any, episode: Any) -> Batch:
+    rows = [{"tokens": [1, 2], "loss_mask": [False, True]}] * len(rewards)
+    return from_sequences(rows, prompt_lengths=[1] * len(rows), group=group, episode=episode).with_columns(
+        reward=rewards
+    )
+
+
+def _rewards(groups: int, size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=groups * size).astype(np.float32), np.repeat(np.arange(groups), size)

@@ -1,0 +1,181 @@
+"""What every plugin's hook module must keep, whatever it offers.
+
+    class TestPlugin(ComponentContract):
+        hooks = "my_plugin.hooks"
+        documents = {"needs-a-path": {"path": "x"}}
+
+`documents` has what a recipe would say, of those components that do not go without.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from whet.component import KINDS, Component, Facts, Kind, Selection, resolve
+from whet.config.build import to_spec
+from whet.config.structure import structure
+from whet.data.model_info import ModelInfo
+from whet.plugins.registry import load_plugins, new_manager
+from whet_testing.field_docs import undocumented_fields
+
+HEAVY = (
+    "torch", "ray", "transformers", "vllm", "sglang", "megatron", "datasets", "matplotlib", "math_verify", "sympy",
+    "pandas", "wandb", "mlflow", "tensorboard", "deepspeed", "accelerate", "peft",
+)  # fmt: skip
+MODEL = ModelInfo(
+    "made-up",
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 192,
+        "max_position_embeddings": 256,
+    },
+)
+"""A small model's `config.json`, for asking facts."""
+LIGHT = """
+import importlib, json, sys
+from whet.component import KINDS, resolve
+from whet.config.structure import structure
+from whet.plugins.registry import load_plugins
+from whet_testing.contracts.component import HEAVY, MODEL
+def check(when):
+    found = sorted(set(HEAVY) & set(sys.modules))
+    assert not found, f"{when} imported {', '.join(found)}"
+check("whet itself")
+hooks = importlib.import_module(sys.argv[1])
+check(f"importing {sys.argv[1]}")
+components = [c for kind in KINDS for c in getattr(hooks, f"whet_{kind}", lambda: [])()]
+check("asking for components")
+documents, registry = json.loads(sys.argv[2]), load_plugins()
+check("loading the other plugins")
+for component in components:
+    if component.facts:
+        facts = resolve(component.facts)
+        check(f"importing the facts of {component.name}")
+        facts(structure(documents.get(component.name, {}), component.config, registry), MODEL)
+        check(f"asking for the facts of {component.name}")
+"""
+FORKED = """
+import os, sys
+from whet.runtime.worker_process import import_ahead
+import_ahead(sys.argv[1:])
+lost = [module for module in sys.argv[1:] if module not in sys.modules]
+assert not lost, f"{', '.join(lost)} cannot be imported"
+found = len(os.listdir("/proc/self/task"))
+assert found == 1, f"importing {', '.join(sys.argv[1:])} started {found - 1} threads, which a fork would not copy"
+torch = sys.modules.get("torch")
+assert torch is None or not torch.cuda.is_initialized(), "importing them opened a device, which a fork cannot use"
+"""
+
+
+class ComponentContract:
+    """Inherit and name the module of hooks."""
+
+    hooks: str = ""
+    """Import path of the hook module, as in the entry point."""
+    documents: Mapping[str, Mapping[str, object]] = {}
+    """Keys beside `use:` by component name, of those that cannot be built from defaults."""
+
+    def module(self) -> Any:
+        """Import the module of hooks."""
+        return importlib.import_module(self.hooks)
+
+    def components(self) -> list[tuple[Kind, Component]]:
+        """Give (kind, component) of all that the plugin offers."""
+        hooks = [(kind, getattr(self.module(), f"whet_{kind}", None)) for kind in KINDS]
+        return [(kind, component) for kind, hook in hooks if hook for component in hook()]
+
+    def config(self, component: Component) -> Any:
+        """Give a config of a component."""
+        return structure(self.documents.get(component.name, {}), component.config, load_plugins())
+
+    def test_the_hooks_and_facts_import_nothing_heavy(self) -> None:
+        command = [sys.executable, "-c", LIGHT, self.hooks, json.dumps(self.documents)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is forked elsewhere")
+    def test_what_is_forkable_imports_without_threads_and_devices(self) -> None:
+        known = [(component, self.config(component)) for _, component in self.components() if component.facts]
+        facts = [resolve(component.facts)(config, MODEL) for component, config in known]
+        for found in [found for found in facts if found.forkable]:
+            variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+            command = [sys.executable, "-c", FORKED, *found.imports]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+            assert done.returncode == 0, done.stderr.strip().rpartition("\n")[2]
+
+    def test_every_hook_is_one_that_whet_knows(self) -> None:
+        manager = new_manager()
+        manager.register(self.module())
+        manager.check_pending()
+        unmarked = [
+            name
+            for name, value in vars(self.module()).items()
+            if name.startswith("whet_") and inspect.isfunction(value) and not hasattr(value, "whet_impl")
+        ]
+        assert not unmarked, f"not marked with @hookimpl, so never called: {', '.join(unmarked)}"
+
+    def test_what_it_offers_are_components(self) -> None:
+        for kind, component in self.components():
+            assert isinstance(component, Component), f"whet_{kind} gave {component!r:.120}"
+
+    def test_names_are_lower_case_with_dashes(self) -> None:
+        for _, component in self.components():
+            words = component.name.split("-")
+            assert all(word.isalnum() and word == word.lower() for word in words), component.name
+
+    def test_no_name_is_offered_twice(self) -> None:
+        names = [(kind, component.name) for kind, component in self.components()]
+        assert len(set(names)) == len(names)
+
+    def test_configs_are_frozen_attrs_classes(self) -> None:
+        for _, component in self.components():
+            assert attrs.has(component.config), f"{component.config!r} is no attrs class"
+            frozen = component.config.__setattr__ is not object.__setattr__
+            assert frozen, f"{component.config.__name__} can be changed; write @frozen"
+
+    def test_every_field_of_a_config_is_documented_beneath_it(self) -> None:
+        for _, component in self.components():
+            missing = undocumented_fields(component.config)
+            assert not missing, f"{component.config.__name__} says nothing of {', '.join(missing)}"
+
+    def test_configs_go_to_a_worker_and_arrive_as_they_were(self) -> None:
+        for kind, component in self.components():
+            config = self.config(component)
+            spec = to_spec(Selection(kind, component, config))
+            there = structure(json.loads(json.dumps(spec.config)), resolve(spec.config_type), None)
+            assert there == config, "builtins are all that travels"
+
+    def test_targets_can_be_imported_and_called(self) -> None:
+        for _, component in self.components():
+            assert callable(resolve(component.target)), component.target
+
+    def test_facts_are_facts(self) -> None:
+        for _, component in self.components():
+            if component.facts:
+                found = resolve(component.facts)(self.config(component), MODEL)
+                assert isinstance(found, Facts), f"{component.facts} gave {found!r:.120}"
+
+    def test_the_readme_shows_every_component(self) -> None:
+        file = self.module().__file__
+        assert file is not None
+        readme = next((p / "README.md" for p in Path(file).parents[1:4] if (p / "README.md").exists()), None)
+        if readme is None:  # an installed wheel does not bring it
+            return
+        text = readme.read_text(encoding="utf-8")
+        missing = [component.name for _, component in self.components() if component.name not in text]
+        assert not missing, f"{readme} does not mention {', '.join(missing)}"

@@ -1,0 +1,160 @@
+"""What every logger must keep.
+
+    class TestJsonl(LoggerContract):
+        def make(self, run: RunInfo) -> JsonlLogger:
+            return JsonlLogger(JsonlConfig(), run)
+
+        def read(self, folder: Path) -> list[tuple[int, dict[str, float]]]:
+            return [(row.pop("step"), row) for row in read_rows(folder / "metrics-log.jsonl")]
+
+`read` gives (step, metrics) in the order written, to prove that resuming loses and doubles nothing.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.interfaces.logger import Logger, RunInfo
+from whet_testing.deadline import deadline
+
+Rows = list[tuple[int, dict[str, float]]]
+HOSTILE_NAMES = (
+    "../../outside", "/outside", "a/../../../outside", "C:\\outside", "outside\0", "", " ", "/", ".", "name " * 200,
+    "%s %d %n", "{0} {name!r}", "[bold]x[/bold] [/]", "a\nb\rc\td", "\x1b[2J\x1b]0;title\x07", "<b>&amp;", "名前",
+    "a.b", "'\"`;",
+)  # fmt: skip
+
+
+class LoggerContract:
+    """Inherit, override `make`, and better also `read`."""
+
+    def make(self, run: RunInfo) -> Logger:
+        """Build the logger that is tested."""
+        raise NotImplementedError("override `make` to build the logger")
+
+    def read(self, folder: Path) -> Rows | None:
+        """Read back what was written: (step, metrics) in order; None: there is nothing to read."""
+        return None
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunInfo:
+        """Give a fresh run of four steps; its folder is inside of `tmp_path`."""
+        folder = tmp_path / "runs" / "it"
+        folder.mkdir(parents=True)
+        return RunInfo(folder, "it", {"run": {"steps": 4}, "algorithm": {"use": "made-up"}}, steps=4)
+
+    def test_it_is_a_logger(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        assert isinstance(logger, Logger)
+        logger.close(failed=False)
+
+    def test_a_whole_run_is_logged(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.status("generator 0 %")
+        for step in range(5):
+            logger.log(step, _numbers(step))
+            logger.status(f"step {step}")
+        logger.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [step for step, _ in rows] == [0, 1, 2, 3, 4]
+        assert rows is None or dict(rows)[3]["loss"] == pytest.approx(0.25)
+
+    def test_closing_twice_is_safe(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.log(1, _numbers(1))
+        logger.close(failed=False)
+        logger.close(failed=False)
+
+    def test_a_run_that_failed_before_its_first_step_is_closed(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.status("starting")
+        logger.close(failed=True)
+        logger.close(failed=True)
+
+    def test_a_run_that_failed_later_is_closed(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.log(1, _numbers(1))
+        logger.close(failed=True)
+
+    def test_what_was_logged_is_kept_when_the_run_is_killed(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.log(1, _numbers(1))
+        rows = self.read(run.folder)
+        logger.close(failed=True)
+        assert rows is None or [step for step, _ in rows] == [1]
+
+    def test_a_resumed_run_has_each_step_once(self, run: RunInfo) -> None:
+        first = self.make(run)
+        for step in (1, 2, 3):
+            first.log(step, _numbers(step))
+        first.close(failed=True)
+        again = self.make(RunInfo(run.folder, run.name, run.config, run.steps, resumed_from=2))
+        for step in (3, 4):
+            again.log(step, _numbers(step))
+        again.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [step for step, _ in rows] == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("step", [2, 0, -1])
+    def test_a_run_whose_workers_were_lost_has_each_step_once(self, run: RunInfo, step: int) -> None:
+        logger = self.make(run)
+        for number in (0, 1, 2, 3):
+            logger.log(number, _numbers(number))
+        logger.rewind(step)
+        for number in range(step + 1, 5):
+            logger.log(number, _numbers(number))
+        logger.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [number for number, _ in rows] == [0, 1, 2, 3, 4]
+
+    def test_numbers_that_are_not_finite_do_no_harm(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        for step, number in enumerate([math.nan, math.inf, -math.inf, 1e308, -0.0, 5e-324], start=1):
+            logger.log(step, {"loss": number, "reward/mean": number, "fine": 1.0})
+        logger.close(failed=False)
+        rows = self.read(run.folder)
+        assert rows is None or [row["fine"] for _, row in rows] == [1.0] * 6
+
+    def test_metrics_may_come_and_go(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        for step, metrics in enumerate([{"a": 1.0}, {}, {"b": 2.0}, {"a": 1.0, "b": 2.0}], start=1):
+            logger.log(step, metrics)
+        logger.close(failed=False)
+
+    @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: ascii(name[:20]))
+    def test_a_hostile_name_does_no_harm(
+        self, run: RunInfo, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        logger = self.make(run)
+        logger.log(1, {name: 1.0, f"evaluation/{name}/reward": 0.5, "loss": 1.0})
+        logger.status(f"waiting for {name}")
+        logger.close(failed=False)
+        outside = [path for path in tmp_path.rglob("*") if path.is_file() and run.folder not in path.parents]
+        assert not outside, f"files were written outside of the run folder: {outside}"
+        shown = "".join(capfd.readouterr())
+        assert "\x1b[2J" not in shown, "the metric's name reached the terminal unescaped"
+        assert "\x1b]0;" not in shown, "the metric's name reached the terminal unescaped"
+
+    def test_the_metrics_are_left_as_they_were(self, run: RunInfo) -> None:
+        logger, metrics = self.make(run), _numbers(1)
+        logger.log(1, metrics)
+        logger.close(failed=False)
+        assert metrics == _numbers(1)
+
+    def test_numpy_numbers_are_numbers(self, run: RunInfo) -> None:
+        logger = self.make(run)
+        logger.log(1, {"loss": np.float64(1.0), "reward/mean": float(np.float32(0.5))})
+        logger.close(failed=False)
+
+    def test_many_metrics_do_not_hold_the_run_up(self, run: RunInfo) -> None:
+        with deadline(20, "logging 100 steps of 100 metrics"):
+            logger = self.make(run)
+            for step in range(1, 101):
+                logger.log(step, {f"part/metric-{i}": i / step for i in range(100)})
+            logger.close(failed=False)
+
+
+def _numbers(step: int) -> dict[str, float]:
+    return {"loss": 1 / (1 + step), "lr": 1e-6, "reward/mean": 0.1 * step, "tokens": 1000.0, "seconds/step": 0.5}

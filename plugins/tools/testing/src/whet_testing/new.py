@@ -1,0 +1,131 @@
+"""`whet new`: write a whole installable package to start from."""
+
+import re
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from whet.cli.command import Command
+from whet.errors import WhetError
+
+if TYPE_CHECKING:
+    from whet.component import Kind
+
+TEMPLATES = Path(__file__).parent / "templates"
+"""A folder for each kind of component, and `every` with the files of all packages."""
+
+_TORCH = '"torch>=2.8"'
+_TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
+
+
+class _Start(NamedTuple):
+    """What `whet new` writes for one kind of component."""
+
+    kind: "Kind"
+    what: str
+    """Name of the component with its article; it begins sentences."""
+    about: str
+    """What the written package does until it is changed."""
+    needs: str = ""
+    """Dependencies beside whet, in the form of a `pyproject.toml`."""
+    prefix: str = ""
+    """Prefix between `whet-` and the name."""
+
+
+STARTS: dict[str, _Start] = {
+    "environment": _Start(
+        "environments", "An environment", "questions that are made up, and graded by the last number", "", "env-"
+    ),
+    "backend": _Start("backends", "A backend", "plain PyTorch in one process", f'{_TRANSFORMERS}, "safetensors>=0.5"'),
+    "generator": _Start("generators", "A generator", "transformers models, a request at a time", _TRANSFORMERS),
+    "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _TORCH),
+    "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _TORCH),
+    "advantages": _Start(
+        "advantages", "An advantage estimator", "a baseline between the means of group and batch"
+    ),
+    "filter": _Start("filters", "A filter", "groups neither too hard nor too easy are kept"),
+    "logger": _Start("loggers", "A logger", "a CSV file"),
+}  # fmt: skip
+
+
+@click.group(short_help="Write a package to start from.")
+def new() -> None:
+    """Write a new package to start from, whose tests pass as they stand."""
+
+
+def _command(word: str, start: _Start) -> click.Command:
+    def make(name: str, into: str) -> None:
+        _make(word, start, name, Path(into))
+
+    text = f"Write the package whet-{start.prefix}NAME with {start.what[0].lower()}{start.what[1:]}: {start.about}."
+    arguments = [
+        click.Argument(["name"]),
+        click.Option(["--into"], type=click.Path(file_okay=False), default=".", help="The folder for the package."),
+    ]
+    return Command(word, callback=make, params=arguments, help=text)
+
+
+for _word, _start in STARTS.items():
+    new.add_command(_command(_word, _start))
+
+
+def _make(word: str, start: _Start, name: str, into: Path) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise click.UsageError(f"{name!r} is no name for {start.what.lower()}; use lower-case words with dashes")
+    folder = into / f"whet-{start.prefix}{name}"
+    if folder.exists():
+        raise WhetError(f"{folder} exists already; remove it or choose another name")
+    _warn_if_taken(start.kind, name)
+    for tree in ("every", word):
+        for path in write(TEMPLATES / tree, folder, _words(start, name)):
+            click.echo(path)
+    click.echo(f"\nnext:  pip install -e '{folder}[testing]'  &&  pytest {folder}")
+
+
+def _warn_if_taken(kind: "Kind", name: str) -> None:
+    """Warn if another distribution offers the name: with both installed, a config that uses it is refused."""
+    from whet.config.messages import kind_word
+    from whet.plugins.registry import load_plugins
+
+    registry = load_plugins()
+    offers = registry.contested(kind).get(name, [])
+    if name in registry.offers(kind):
+        offers = [registry.offers(kind)[name]]
+    if offers:
+        owners = " and ".join(offer.distribution for offer in offers)
+        click.echo(
+            f"warning: the {kind_word(kind)} {name!r} is offered by {owners} already; with both installed, configs "
+            "that use it are refused, so choose another name or uninstall the other",
+            err=True,
+        )
+
+
+def write(templates: Path, folder: Path, words: dict[str, str]) -> list[Path]:
+    """Fill in all templates of a tree, in contents and names. Return the written files."""
+    written = []
+    for template in sorted(templates.rglob("*.template")):
+        name = Template(str(template.relative_to(templates)).removesuffix(".template")).substitute(words)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Template(template.read_text(encoding="utf-8")).substitute(words), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _words(start: _Start, name: str) -> dict[str, str]:
+    from whet.component import CORE_VERSION
+
+    major, minor, *_ = CORE_VERSION.split(".")
+    core = f">={major}.{minor},<{major}.{int(minor) + 1}"
+    return {
+        "name": name,
+        "what": start.what,
+        "distribution": f"whet-{start.prefix}{name}",
+        "package": f"whet-{start.prefix}{name}".replace("-", "_"),
+        "entry": f"{start.prefix}{name}",
+        "title": "".join(word.capitalize() for word in name.split("-")),
+        "dependencies": ", ".join(filter(None, (f'"whet{core}"', start.needs))),
+        "testing": f'"whet-testing[torch]{core}"' if start.needs else f'"whet-testing{core}"',
+    }

@@ -1,0 +1,94 @@
+"""The pytest plugin of `whet-testing`: tiny models, shared data, GPU tests, and no process left behind.
+
+pytest loads it in every session where `whet-testing` is installed, so importing it loads nothing heavy.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("whet_testing.contracts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped with a reason where there is none")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where there is no GPU."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and torch sees none on this machine")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A `transformers` tokenizer of 384 tokens with a chat template, trained on the spot."""
+    from whet.data.small_models import make_tokenizer
+
+    return make_tokenizer(["Compute 7+8-3. What is the answer?", "7+8=15, 15-3=12. \\boxed{12}"] * 20)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    """A folder with a random two-layer model and its tokenizer. Read it; other tests do too."""
+    from whet.data.small_models import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
+    """Give the folder of a random model of a family, tied or not, with the weights of a seed; each is made once."""
+    from whet.data.small_models import make_model
+
+    made: dict[tuple[str, bool, int, int], Path] = {}
+
+    def folder(family: str = "qwen3", *, tied: bool = True, seed: int = 0, hidden: int = 64) -> Path:
+        key = (family, tied, seed, hidden)
+        if key not in made:
+            where = tmp_path_factory.mktemp("model")
+            made[key] = make_model(where, tiny_tokenizer, family=family, tied=tied, seed=seed, hidden=hidden)
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_data(pytestconfig: pytest.Config) -> Path:
+    """The folder of real data: `WHET_SHARED_DATA`, else `../shared/data` beside the repository."""
+    folder = Path(os.environ.get("WHET_SHARED_DATA", pytestconfig.rootpath.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"real data is read from {folder}, which does not exist; set WHET_SHARED_DATA")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    """Ray as whet starts it, once for a module's tests: runs of theirs that would start it join it."""
+    from whet.runtime.ray_session import RaySession
+
+    session = RaySession()
+    session.wait(120.0)
+    yield
+    session.close()
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    """Fail the test when a process that began in it, or a child of one, outlives it by five seconds."""
+    from whet_testing.processes import adopting_orphans, end, survivors
+
+    with adopting_orphans():
+        before = survivors(frozenset())
+        yield
+        left = survivors(before, patience_seconds=5.0)
+        end(left)
+    assert not left, f"the test left processes behind: {', '.join(sorted(map(str, left)))}"

@@ -1,0 +1,137 @@
+"""Stand-ins for what an algorithm gets, so that its loop can be watched: each call is noted in order."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from whet.component import Spec
+from whet.data.batch import Batch
+from whet.data.metrics import Metric
+from whet.run.steps import Step
+from whet_testing.batches import random_batch
+from whet_testing.fakes import Done, FakeBackend
+
+ROLLOUT_COLUMNS = ("sampler_logprobs", "version", "temperature", "env", "reward", "stopped")
+"""Columns of a batch of rollouts beyond those that are always there."""
+
+
+@frozen
+class Event:
+    """One call that the algorithm made."""
+
+    name: str
+    """E.g. `take`, `train`, `sync_weights`, `finish`."""
+    step: int
+    """Of the call of `finish`, its number; else the step under way, 0 before the first."""
+    batch: Batch | None = None
+    value: Any = None
+
+
+@define
+class Watch:
+    """The calls so far."""
+
+    events: list[Event] = field(factory=list)
+    step: int = 0
+    states: dict[int, dict[str, Any]] = field(factory=dict)
+    """What the algorithm carried on from each finished step."""
+
+    def note(self, name: str, batch: Batch | None = None, value: Any = None) -> None:
+        """Add a call."""
+        self.events.append(Event(name, self.step, batch, value))
+
+    def named(self, name: str) -> list[Event]:
+        """Give the calls of one name."""
+        return [event for event in self.events if event.name == name]
+
+
+class WatchedSteps:
+    """Steps from the one after `done` to the last."""
+
+    def __init__(self, watch: Watch, steps: int, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
+        self._watch, self._last, self.done = watch, steps, done
+        self.metrics: list[Mapping[str, Metric]] = []
+        self.state: dict[str, Any] = dict(state or {})
+
+    def __iter__(self) -> Iterator[Step]:
+        while self.done < self._last:
+            number = self._watch.step = self.done + 1
+            yield Step(number, 1000 + number, self)  # type: ignore[arg-type]
+            if self.done != number:
+                raise AssertionError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
+
+    def is_last(self, number: int) -> bool:
+        """Whether no step follows this one."""
+        return number >= self._last
+
+    def log_start(self, metrics: Mapping[str, Metric]) -> None:
+        """Note it."""
+        self._watch.note("start", value=metrics)
+
+    def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
+        """Note it."""
+        self._watch.note("finish", batch, step.number)
+        self._watch.states[step.number] = dict(self.state)
+        self.metrics.append(dict(metrics))
+        self.done = step.number
+
+
+class WatchedBackend(FakeBackend):
+    """A fake backend whose calls are noted."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
+        """Note it."""
+        self._watch.note("train", batch, loss)
+        return super().train(batch, loss, count_over)
+
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Any = "policy") -> dict[str, Any]:
+        """Note it."""
+        self._watch.note("score", batch, outputs)
+        return super().score(batch, outputs, weights)
+
+    def sleep(self) -> None:
+        """Note it."""
+        self._watch.note("sleep")
+
+    def wake(self) -> None:
+        """Note it."""
+        self._watch.note("wake")
+
+    def save(self, folder: Path) -> Done:
+        """Note it."""
+        self._watch.note("save")
+        return super().save(folder)
+
+
+class WatchedRollouts:
+    """Gives random groups; those of a step do not depend on what was taken before."""
+
+    def __init__(self, watch: Watch, group_size: int, greedy: bool = False) -> None:
+        self._watch, self._group_size = watch, group_size
+        self._columns = (*ROLLOUT_COLUMNS, "greedy_reward") if greedy else ROLLOUT_COLUMNS
+
+    def take(self, groups: int) -> Batch:
+        """Give so many groups."""
+        batch = random_batch(
+            self._watch.step,
+            columns=self._columns,
+            sequences=groups * self._group_size,
+            group_size=self._group_size,
+        )
+        self._watch.note("take", batch, groups)
+        return batch
+
+
+def watched_sync(watch: Watch) -> Callable[..., None]:
+    """Return a `sync_weights` whose calls are noted."""
+
+    def sync_weights(*, version: int) -> None:
+        watch.note("sync_weights", value=version)
+
+    return sync_weights

@@ -1,0 +1,160 @@
+"""The contract of algorithms holds for good ones, and each rule catches one that breaks it."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.component import Facts, Selection, resolve
+from whet.config.structure import structure
+from whet.data.chat import ChatTokenizer
+from whet.plugins.registry import Registry
+from whet_testing.contracts.algorithm import AlgorithmContract
+from whet_testing.contracts.component import MODEL
+
+GOOD = """
+    from attrs import frozen
+    from whet import hookimpl
+    from whet.component import Component, Facts, Selection
+    from whet.config.sections import selection
+
+    @frozen
+    class Config:
+        loss: Selection = selection("losses", "made-up-loss")
+
+    @frozen
+    class LossConfig:
+        pass
+
+    def make_loss(config):
+        from whet_testing.losses import Weighted
+        return Weighted({})
+
+    def facts(config, model):
+        return Facts(
+            inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}),
+            group_size=4, groups_per_step=3,
+        )
+
+    class Algorithm:
+        def __init__(self, config):
+            self.config = config
+            self.carried = 0
+
+        def run(self, parts):
+            for step in parts.steps:
+                batch = parts.rollouts.take(3)
+                batch = batch.with_columns(advantages=batch["reward"])
+                for part in batch.split(2, seed=step.seed):
+                    step.log(parts.backend.train(part, parts.loss))
+                parts.sync_weights(version=step.number)
+                step.finish(batch)
+
+    @hookimpl
+    def whet_algorithms():
+        return [Component("made-up", Config, f"{__name__}:Algorithm", f"{__name__}:facts")]
+
+    @hookimpl
+    def whet_losses():
+        return [Component("made-up-loss", LossConfig, f"{__name__}:make_loss")]
+"""
+OFFLINE = [
+    ('frozenset({"rollouts"})', 'frozenset({"data"}), data_format="conversations"'),
+    ("for step in parts.steps:", "data = parts.data.prepare(encode)\n            for step in parts.steps:"),
+    ("batch = parts.rollouts.take(3)", "batch = data.batch(step.number, 4)"),
+    ('advantages=batch["reward"]', 'advantages=batch["lengths"].astype("float32")'),
+    (
+        "class Algorithm:",
+        """def encode(record, tokenizer):
+        from whet.data.messages import conversation
+        row = tokenizer.training(conversation(record["messages"]))
+        return [{"tokens": row.tokens, "loss_mask": row.loss_mask, "prompt_length": row.prompt_length}]
+
+    class Algorithm:""",
+    ),
+]
+
+
+class MadeUp(AlgorithmContract):
+    use = "made-up"
+
+
+def plugin(folder: Path, *changes: tuple[str, str]) -> Registry:
+    source = GOOD
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    file = folder / "made_up_plugin.py"
+    file.write_text(textwrap.dedent(source))
+    registry = Registry()
+    registry.load_file(file)
+    assert not registry.broken, registry.broken
+    return registry
+
+
+def select(registry: Registry) -> tuple[Selection, Facts]:
+    offer = registry.find("algorithms", "made-up")
+    config: Any = structure({}, offer.component.config, registry)
+    return Selection("algorithms", offer.component, config), resolve(offer.component.facts)(config, MODEL)
+
+
+class TestOfAGoodAlgorithm(MadeUp):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def registry(cls, tmp_path_factory: pytest.TempPathFactory) -> Registry:
+        return plugin(tmp_path_factory.mktemp("plugin"))
+
+
+class TestOfAGoodOfflineAlgorithm(MadeUp):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def registry(cls, tmp_path_factory: pytest.TempPathFactory) -> Registry:
+        return plugin(tmp_path_factory.mktemp("plugin"), *OFFLINE)
+
+
+MUTANTS = {
+    "trains nothing": ("batch.split(2, seed=step.seed)", "[]", "test_every_step_trains_and_is_finished_once_in_order"),
+    "never finishes": ("step.finish(batch)", "pass", "test_every_step_trains_and_is_finished_once_in_order"),
+    "counts for itself": (
+        "parts.sync_weights(version=step.number)",
+        "parts.sync_weights(version=self.carried); self.carried += 1",
+        "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
+    ),
+    "hands over too soon": (
+        "batch = parts.rollouts",
+        "parts.sync_weights(version=step.number); batch = parts.rollouts",
+        "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
+    ),
+    "carries state": (
+        'advantages=batch["reward"]',
+        'advantages=batch["reward"] + self.carried); self.carried += 1; batch.with_columns(',
+        "test_it_goes_on_after_the_steps_that_are_done",
+    ),
+    "takes too few": ("take(3)", "take(2)", "test_it_takes_as_many_groups_as_its_facts_say"),
+    "forgets a column": ("advantages=batch", "advantage=batch", "test_the_loss_gets_the_columns_that_it_reads"),
+    "hides a column": (
+        'advantages=batch["reward"]',
+        'advantages=batch["reward"], secret=batch["reward"]',
+        "test_it_adds_no_columns_but_those_of_its_facts",
+    ),
+    "sleeps": ("parts.sync_weights(", "parts.backend.sleep(); parts.sync_weights(",
+               "test_it_leaves_sleep_and_checkpoints_to_others"),
+    "trains before it": ("for step in", "parts.backend.train(parts.rollouts.take(1), None)\n            for step in",
+                         "test_a_run_without_steps_does_nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_the_contract_catches_an_algorithm_that(what: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+    old, new, rule = MUTANTS[what]
+    selection, facts = select(plugin(tmp_path, (old, new)))
+    with pytest.raises((AssertionError, ValueError)):
+        getattr(MadeUp(), rule)(selection, facts, ChatTokenizer(tiny_model_folder), tmp_path)
+
+
+@pytest.mark.parametrize("change", [('{"rollouts"}', "{}"), ('{"rollouts"}', '{"data"}'), ("group_size=4, ", "")])
+def test_the_contract_catches_facts_that_say_too_little(change: tuple[str, str], tmp_path: Path) -> None:
+    _, facts = select(plugin(tmp_path, change))
+    with pytest.raises(AssertionError):
+        MadeUp().test_its_facts_say_what_it_feeds_on(facts)

@@ -1,0 +1,230 @@
+"""The contract holds for a good environment, and each rule catches an environment that breaks it."""
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from whet.data.messages import Message
+from whet.data.records import Task
+from whet.errors import DataError, EpisodeError
+from whet.interfaces.environment import Model, SingleTurn
+from whet_testing.contracts.environment import EnvironmentContract
+from whet_testing.fakes import FakeModel
+
+pytest_plugins = ["pytester"]
+
+TASKS = [Task(f"What is {i}+1?", {"answer": str(i + 1)}) for i in range(20)]
+
+
+def correct(text: str, data: Mapping[str, Any]) -> float:
+    return float(text == data["answer"])
+
+
+def sums(tasks: Sequence[Task] = TASKS, **rewards: Any) -> SingleTurn:
+    return SingleTurn({"train": tasks, "test": tasks}, rewards or {"correct": correct})
+
+
+class Sums(EnvironmentContract):
+    splits = ("train", "test")
+
+    def make(self) -> Any:
+        return sums()
+
+    def gold(self, task: Task) -> str:
+        return str(task.data["answer"])
+
+
+class TestOfAGoodEnvironment(Sums):
+    pass
+
+
+class TestOfAnEnvironmentThatStatesAnswers(Sums):
+    def make(self) -> Any:
+        return SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=str.strip)
+
+
+class TestOfAnEnvironmentOfTwoTurns(Sums):
+    def make(self) -> Any:
+        return TwoTurns({"train": TASKS, "test": TASKS[:3]}, {"correct": correct})
+
+    def gold(self, task: Task) -> list[str]:  # type: ignore[override]
+        return ["let me see", str(task.data["answer"])]
+
+
+class TwoTurns(SingleTurn):
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        await model.reply(task.prompt)
+        answer = await model.reply("And now?")
+        return {"correct": correct(answer.text, task.data)}
+
+
+class EndlessTasks(list[Task]):
+    def __getitem__(self, index: Any) -> Any:
+        return TASKS[0]
+
+
+class DrawnTasks(list[Task]):
+    drawn = itertools.count()
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return Task(f"Number {next(self.drawn)}", {"answer": "?"})
+
+
+class AnySplit(SingleTurn):
+    def tasks(self, split: str) -> Sequence[Task]:
+        return TASKS
+
+
+class SilentAboutSplits(SingleTurn):
+    def tasks(self, split: str) -> Sequence[Task]:
+        if split not in self._tasks:
+            raise DataError("no such split")
+        return super().tasks(split)
+
+
+class OneAtATime(SingleTurn):
+    answer = ""
+
+    async def run(self, task: Task, model: Model) -> Mapping[str, float]:
+        self.answer = (await model.reply(task.prompt)).text
+        await asyncio.sleep(0)
+        return {"correct": correct(self.answer, task.data)}
+
+
+class WrongWeights(SingleTurn):
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return {"corect": 1.0}
+
+
+class ClosedOnce(SingleTurn):
+    closed = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+def two(kind: type[SingleTurn]) -> SingleTurn:
+    return kind({"train": TASKS, "test": TASKS[:3]}, {"correct": correct})
+
+
+def executing(text: str, data: Mapping[str, Any]) -> float:
+    return float(eval(text.format(0)) == int(data["answer"])) if text else 0.0
+
+
+def backtracking(text: str, data: Mapping[str, Any]) -> float:
+    try:
+        return float(re.search(r"(a+)+$", text + "!") is not None)
+    except Exception:  # an environment that fails closed must not hide that it hung
+        return 0.0
+
+
+def drawing(text: str, data: Mapping[str, Any]) -> float:
+    return float(next(DrawnTasks.drawn))
+
+
+def sleeping(text: str, data: Mapping[str, Any]) -> float:
+    time.sleep(0.3)
+    return 0.0
+
+
+MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "an empty split": (lambda: sums(tasks=[]), "test_tasks_of_a_split_are_a_sequence"),
+    "no end": (lambda: sums(tasks=EndlessTasks(TASKS)), "test_the_index_past_the_end_raises_IndexError"),
+    "items drawn anew": (lambda: sums(tasks=DrawnTasks(TASKS)), "test_an_item_is_the_same_every_time"),
+    "instances that differ": (lambda: sums(tasks=DrawnTasks(TASKS)), "test_a_fresh_instance_has_the_same_items"),
+    "any split": (lambda: two(AnySplit), "test_an_unknown_split_raises_DataError_naming_the_splits"),
+    "a silent error": (lambda: two(SilentAboutSplits), "test_an_unknown_split_raises_DataError_naming_the_splits"),
+    "an empty prompt": (lambda: sums([Task("")]), "test_prompts_are_conversations_that_the_model_can_answer"),
+    "the model's own words last": (
+        lambda: sums([Task([Message("user", "1+1"), Message("assistant", "2")])]),
+        "test_prompts_are_conversations_that_the_model_can_answer",
+    ),
+    "objects in task data": (lambda: sums([Task("1+1", {"answer": object()})]), "test_task_data_is_builtins"),
+    "a reward that is no number": (
+        lambda: sums(correct=lambda text, data: float("nan")),
+        "test_an_episode_gives_finite_named_rewards",
+    ),
+    "weights of other names": (lambda: two(WrongWeights), "test_reward_weights_name_rewards_that_exist"),
+    "gold that scores too little": (
+        lambda: sums(correct=lambda text, data: 0.9 * correct(text, data)),
+        "test_gold_answers_score_full_reward",
+    ),
+    "rewards drawn anew": (
+        lambda: sums(correct=drawing),
+        "test_the_same_answer_gives_the_same_rewards",
+    ),
+    "gold that is no answer": (
+        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=lambda text: None),
+        "test_gold_is_an_answer_that_can_be_voted_for",
+    ),
+    "an answer that is no text": (
+        lambda: SingleTurn({"train": TASKS, "test": TASKS}, {"correct": correct}, answer=int),  # type: ignore[arg-type]
+        "test_gold_is_an_answer_that_can_be_voted_for",
+    ),
+    "one episode at a time": (lambda: two(OneAtATime), "test_concurrent_episodes_do_not_disturb_each_other"),
+    "closed once": (lambda: two(ClosedOnce), "test_closing_twice_is_safe"),
+}
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_the_contract_catches(what: str) -> None:
+    make, name = MUTANTS[what]
+    contract = Sums()
+    contract.make = make  # type: ignore[method-assign]
+    test = getattr(contract, name)
+    arguments = () if name == "test_closing_twice_is_safe" else (make(),)
+    with pytest.raises((AssertionError, pytest.fail.Exception, EpisodeError)):
+        test(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("grade", "what"),
+    [(executing, "nested brackets"), (executing, "format strings"), (lambda text, data: 1.0, "empty")],
+)
+def test_the_contract_catches_graders_that_choke_or_reward_anything(grade: Any, what: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017  any failure will do: the grader raises what it likes
+        Sums().test_a_hostile_answer_neither_raises_nor_hangs_nor_wins(sums(correct=grade), what)
+
+
+@pytest.mark.parametrize("grade", [backtracking, sleeping])
+def test_the_contract_ends_a_grader_that_hangs(grade: Any) -> None:
+    contract = Sums()
+    contract.deadline_seconds = 0.2
+    begin = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match=r"longer than 0\.2 seconds"):
+        contract._play(sums(correct=grade), TASKS[0], "a" * 60)
+    assert time.monotonic() - begin < 5
+
+
+def test_the_contract_catches_a_process_left_behind(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import subprocess, sys
+        from whet.data.records import Task
+        from whet.interfaces.environment import SingleTurn
+        from whet_testing.contracts.environment import EnvironmentContract
+
+        def grade(text, data):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            return 0.0
+
+        class TestIt(EnvironmentContract):
+            def make(self):
+                return SingleTurn({"train": [Task("1+1?")]}, {"correct": grade})
+    """)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "no_process_behind")
+    result.assert_outcomes(passed=1, errors=1)
+
+
+def test_a_script_that_is_too_short_fails_with_its_length() -> None:
+    environment = TwoTurns({"train": TASKS}, {"correct": correct})
+    with pytest.raises(AssertionError, match="answer 2 of a script of 1"):
+        asyncio.run(environment.run(TASKS[0], FakeModel(["only one"])))

@@ -1,0 +1,136 @@
+"""The contract of loggers holds for good ones, and each rule catches one that breaks it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.interfaces.logger import RunInfo
+from whet_testing.contracts.logger import LoggerContract, Rows
+from whet_testing.fakes import MemoryLogger
+
+
+class FileLogger(MemoryLogger):
+    """Keeps everything in one JSON file."""
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__()
+        self._file = run.folder / "rows.json"
+        if run.resumed_from:
+            self.rows = [row for row in read_rows(self._file) if row[0] <= run.resumed_from]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        self._file.write_text(json.dumps(self.rows), encoding="utf-8")
+
+
+def read_rows(file: Path) -> Rows:
+    return [(step, row) for step, row in json.loads(file.read_text(encoding="utf-8"))]
+
+
+class Files(LoggerContract):
+    def make(self, run: RunInfo) -> Any:
+        return FileLogger(run)
+
+    def read(self, folder: Path) -> Rows:
+        return read_rows(folder / "rows.json")
+
+
+class TestOfALoggerThatWrites(Files):
+    pass
+
+
+class TestOfALoggerThatRemembers(LoggerContract):
+    def make(self, run: RunInfo) -> MemoryLogger:
+        return MemoryLogger()
+
+
+class StartsAnew(FileLogger):
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(RunInfo(run.folder, run.name))
+
+
+class Doubles(FileLogger):
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(RunInfo(run.folder, run.name, resumed_from=99 if run.resumed_from else 0))
+
+
+class NeverRewinds(FileLogger):
+    def rewind(self, step: int) -> None:
+        pass
+
+
+class WritesAtTheEnd(FileLogger):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.touch()
+        MemoryLogger.log(self, step, metrics)
+
+
+class ClosesOnce(FileLogger):
+    def close(self, failed: bool) -> None:
+        assert self.failed is None
+        super().close(failed)
+
+
+class NeedsAStep(FileLogger):
+    def close(self, failed: bool) -> None:
+        self.rows[-1]
+
+
+class Rounds(FileLogger):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, {name: round(value) for name, value in metrics.items()})
+
+
+class AddsToTheMetrics(FileLogger):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        metrics["step"] = step  # type: ignore[index]
+
+
+class FileForEachName(FileLogger):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name in metrics:
+            (self._file.parent / name).write_text("")
+
+
+class Prints(FileLogger):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        print(*metrics)
+
+
+MUTANTS: dict[type[FileLogger], str] = {
+    StartsAnew: "test_a_resumed_run_has_each_step_once",
+    Doubles: "test_a_resumed_run_has_each_step_once",
+    NeverRewinds: "test_a_run_whose_workers_were_lost_has_each_step_once",
+    WritesAtTheEnd: "test_what_was_logged_is_kept_when_the_run_is_killed",
+    ClosesOnce: "test_closing_twice_is_safe",
+    NeedsAStep: "test_a_run_that_failed_before_its_first_step_is_closed",
+    Rounds: "test_numbers_that_are_not_finite_do_no_harm",
+    AddsToTheMetrics: "test_the_metrics_are_left_as_they_were",
+}
+
+
+def run_in(folder: Path) -> RunInfo:
+    (folder / "runs" / "it").mkdir(parents=True)
+    return RunInfo(folder / "runs" / "it", "it")
+
+
+@pytest.mark.parametrize(("kind", "rule"), MUTANTS.items())
+def test_the_contract_catches(kind: type[FileLogger], rule: str, tmp_path: Path) -> None:
+    contract = Files()
+    contract.make = kind  # type: ignore[method-assign]
+    more = {"step": 2} if kind is NeverRewinds else {}
+    with pytest.raises((AssertionError, ValueError, IndexError, OverflowError)):
+        getattr(contract, rule)(run_in(tmp_path), **more)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(FileForEachName, "../../outside"), (Prints, "\x1b[2J\x1b]0;title\x07")])
+def test_the_contract_catches_names_that_do_harm(
+    kind: type[FileLogger], name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    contract = Files()
+    contract.make = kind  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, OSError)):
+        contract.test_a_hostile_name_does_no_harm(run_in(tmp_path), tmp_path, name, capfd)

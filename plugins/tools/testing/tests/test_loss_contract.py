@@ -1,0 +1,308 @@
+"""The contracts of losses, advantages and filters hold for good ones, and each rule catches one that breaks it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet.data import metrics
+from whet.data.batch import Batch
+from whet.data.records import Group
+from whet.interfaces.loss import LossResult
+from whet.ops.reductions import expand, segment_sum
+from whet_testing.contracts.advantages import AdvantagesContract
+from whet_testing.contracts.filter import FilterContract
+from whet_testing.contracts.loss import LossContract
+
+
+class PolicyGradient:
+    """A clipped policy gradient whose log-ratio is bounded."""
+
+    columns: tuple[str, ...] = ("advantages", "old_logprobs")
+    outputs: tuple[str, ...] = ("logprobs",)
+    weights: Mapping[str, float] = {"policy": 1.0}
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"policy": batch["loss_mask"].sum()}
+
+    def live(self, batch: Batch) -> Any:
+        return batch["advantages"] != 0
+
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        ratio = (outputs["logprobs"] - batch["old_logprobs"]).clamp(-20, 20).exp()
+        return -ratio * expand(batch["advantages"], batch["lengths"])
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        kept = torch.where(batch["loss_mask"], self.per_token(outputs, batch), 0.0)
+        return LossResult({"policy": kept.sum()}, {"kept": metrics.mean(kept.detach().sum(), batch["loss_mask"].sum())})
+
+
+class Likelihood(PolicyGradient):
+    columns = ()
+
+    def live(self, batch: Batch) -> Any:
+        return batch["lengths"] > 0
+
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return -outputs["logprobs"]
+
+
+class Pairs(PolicyGradient):
+    """A preference loss: units are pairs, counted by unit."""
+
+    columns = ("reference_logprobs",)
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"policy": torch.tensor(batch.sequences // 2)}
+
+    def live(self, batch: Batch) -> Any:
+        return torch.ones(batch.sequences, dtype=torch.bool)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        kept = torch.where(batch["loss_mask"], outputs["logprobs"] - batch["reference_logprobs"], 0.0)
+        margin = segment_sum(kept, batch["lengths"]).view(-1, 2)
+        return LossResult({"policy": -torch.nn.functional.logsigmoid(margin[:, 0] - margin[:, 1]).sum()})
+
+
+class Policy(LossContract):
+    def make(self) -> Any:
+        return PolicyGradient()
+
+
+class TestOfAPolicyGradient(Policy):
+    pass
+
+
+class TestOfALikelihood(LossContract):
+    def make(self) -> Any:
+        return Likelihood()
+
+
+class TestOfPreferences(LossContract):
+    unit_size = 2
+
+    def make(self) -> Any:
+        return Pairs()
+
+
+class MeanOfTheMicroBatch(PolicyGradient):
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        kept = torch.where(batch["loss_mask"], self.per_token(outputs, batch), 0.0)
+        return LossResult({"policy": kept.mean() * 40})
+
+
+class Unmasked(PolicyGradient):
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        return LossResult({"policy": self.per_token(outputs, batch).sum()})
+
+
+class MaskedByProduct(PolicyGradient):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        ratio = (outputs["logprobs"] - batch["old_logprobs"]).exp()
+        return -ratio * expand(batch["advantages"], batch["lengths"])
+
+
+class Detached(PolicyGradient):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return super().per_token(outputs, batch).detach()
+
+
+class CountsTokens(PolicyGradient):
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"tokens": batch["loss_mask"].sum()}
+
+
+class CountsAtLeastOne(PolicyGradient):
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"policy": batch["loss_mask"].sum().clamp(min=1)}
+
+
+class CountsSquares(PolicyGradient):
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        return {"policy": batch["loss_mask"].sum() ** 2}
+
+
+class DeadTooSoon(PolicyGradient):
+    def live(self, batch: Batch) -> Any:
+        return batch["advantages"] > 0
+
+
+class LiveByToken(PolicyGradient):
+    def live(self, batch: Batch) -> Any:
+        return batch["loss_mask"]
+
+
+class ReadsInSecret(PolicyGradient):
+    columns = ("advantages",)
+
+
+class Remembers(PolicyGradient):
+    calls = 0
+
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        self.calls += 1
+        return super().per_token(outputs, batch) * self.calls
+
+
+class ChangesItsInput(PolicyGradient):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        batch["advantages"].mul_(2)
+        return super().per_token(outputs, batch)
+
+
+class InOrder(PolicyGradient):
+    def per_token(self, outputs: Mapping[str, Any], batch: Batch) -> Any:
+        return super().per_token(outputs, batch) * torch.arange(batch.tokens)
+
+
+class LeakyMetric(PolicyGradient):
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        result = super().__call__(outputs, batch)
+        return LossResult(result.terms, {"policy": metrics.mean(result.terms["policy"])})
+
+
+MUTANTS: dict[type[PolicyGradient], str] = {
+    MeanOfTheMicroBatch: "test_value_and_gradient_do_not_depend_on_micro_batches",
+    InOrder: "test_value_and_gradient_do_not_depend_on_order",
+    Unmasked: "test_masked_tokens_get_no_gradient",
+    Detached: "test_a_term_is_one_number_with_gradient",
+    CountsTokens: "test_terms_counts_and_weights_have_the_same_names",
+    CountsAtLeastOne: "test_no_sequences_count_nothing",
+    CountsSquares: "test_counts_add_up_over_micro_batches",
+    DeadTooSoon: "test_dead_sequences_contribute_exactly_nothing",
+    LiveByToken: "test_live_says_which_sequences_matter",
+    ReadsInSecret: "test_a_term_is_one_number_with_gradient",
+    Remembers: "test_the_result_is_the_same_every_time",
+    ChangesItsInput: "test_its_input_is_left_as_it_was",
+    LeakyMetric: "test_metrics_are_numbers_without_gradient",
+}
+
+
+@pytest.mark.parametrize(("kind", "rule"), MUTANTS.items())
+def test_the_contract_catches(kind: type[PolicyGradient], rule: str) -> None:
+    contract = Policy()
+    contract.make = kind  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, KeyError)):
+        getattr(contract, rule)()
+
+
+def test_the_contract_catches_influence_of_masked_tokens() -> None:
+    contract = Policy()
+    contract.make = Unmasked  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contract.test_masked_tokens_have_no_influence()
+
+
+def test_the_contract_catches_overflow() -> None:
+    contract = Policy()
+    contract.make = MaskedByProduct  # type: ignore[method-assign]
+    contract.test_extreme_log_ratios_stay_finite(50.0)  # exp(50) is finite in float32
+    with pytest.raises(AssertionError):
+        contract.test_extreme_log_ratios_stay_finite(100.0)
+
+
+def of_batch(estimate: Callable[..., Any]) -> Callable[[Batch], Any]:
+    """Turn a function of rewards and groups into an estimator, which is called with the batch."""
+
+    def estimator(batch: Batch) -> Any:
+        _, first, episode = np.unique(batch["episode"], return_index=True, return_inverse=True)
+        found = estimate(batch["reward"][first], batch["group"][first])
+        return found[episode] if len(found) == len(first) else found
+
+    return estimator
+
+
+def group_mean(rewards: Any, group: Any) -> Any:
+    _, owner = np.unique(group, return_inverse=True)
+    size = np.maximum(np.bincount(owner), 1)
+    return (rewards - (np.bincount(owner, rewards) / size)[owner]).astype(np.float32)
+
+
+class GroupMean(AdvantagesContract):
+    def make(self) -> Any:
+        return of_batch(group_mean)
+
+
+class TestOfTheGroupMean(GroupMean):
+    pass
+
+
+def normalised(rewards: Any, group: Any) -> Any:
+    with np.errstate(all="ignore"):
+        spread = np.array([rewards[group == g].std() for g in group])
+        return (group_mean(rewards, group) / spread).astype(np.float32)
+
+
+ESTIMATORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "divides by zero": (normalised, "test_a_group_of_one_is_finite"),
+    "indexes by group": (
+        lambda rewards, group: rewards - np.zeros(5, np.float32)[group],
+        "test_groups_are_told_apart_by_identity_not_by_number",
+    ),
+    "neighbours": (
+        lambda rewards, group: rewards - np.roll(rewards, 1),
+        "test_the_order_of_sequences_does_not_matter",
+    ),
+    "one for each group": (
+        lambda rewards, group: np.unique(group).astype(np.float32),
+        "test_each_sequence_gets_a_finite_number",
+    ),
+    "upside down": (lambda rewards, group: -rewards, "test_a_better_sample_of_a_group_never_gets_less"),
+}
+
+
+@pytest.mark.parametrize("what", ESTIMATORS)
+def test_the_contract_catches_an_estimator_that(what: str) -> None:
+    contract = GroupMean()
+    estimator, rule = ESTIMATORS[what]
+    contract.make = lambda: of_batch(estimator)  # type: ignore[method-assign]
+    with pytest.raises((AssertionError, IndexError)):
+        getattr(contract, rule)()
+
+
+def test_the_contract_catches_an_estimator_that_works_in_place() -> None:
+    contract = GroupMean()
+    contract.make = lambda: lambda batch: np.negative(batch["reward"], batch["reward"])  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contract.test_its_input_is_left_as_it_was()
+
+
+def test_the_contract_catches_an_estimator_that_counts_sequences() -> None:
+    contract = GroupMean()
+    contract.make = lambda: lambda batch: group_mean(batch["reward"], batch["group"])  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contract.test_an_episode_counts_once_however_many_sequences_it_has()
+
+
+def differs(group: Group) -> bool:
+    return bool(np.ptp(group.rewards) > 0)
+
+
+class Differs(FilterContract):
+    def make(self) -> Any:
+        return differs
+
+
+class TestOfDifferingRewards(Differs):
+    pass
+
+
+FILTERS: dict[str, tuple[Callable[[Group], Any], str]] = {
+    "drops everything": (lambda group: False, "test_some_group_passes"),
+    "says a number": (lambda group: float(group.rewards.sum()), "test_it_says_yes_or_no"),
+    "looks at the first": (
+        lambda group: bool(group.episodes[0].reward > 0),
+        "test_the_order_of_the_episodes_does_not_matter",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FILTERS)
+def test_the_contract_catches_a_filter_that(what: str) -> None:
+    contract = Differs()
+    keep, rule = FILTERS[what]
+    contract.make = lambda: keep  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        getattr(contract, rule)()
