@@ -3,6 +3,9 @@
 A distribution lists the recipes that it ships in its `pyproject.toml`, under `[tool.whet]`; they are copied from
 `recipes/`, so that an installed package and an editable one have them alike. `docs/generate_reference.py` writes all of
 it.
+
+A distribution lists the features that it brings to core, beside components, under `[tool.whet]`, too: an error of core
+then names the distribution to install.
 """
 
 import json
@@ -59,6 +62,10 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
         recipe: name for name, project in named.items()
         for recipe in project.get("tool", {}).get("whet", {}).get("recipes", ())
     }  # fmt: skip
+    features = {
+        feature: name for name, project in named.items()
+        for feature in project.get("tool", {}).get("whet", {}).get("features", ())
+    }  # fmt: skip
     demos = {
         demo: needed(core.parent, project["project"]["name"], table["recipes"], registry)
         for folder, project in plugins.items() if (file := package(folder) / "demos.toml").is_file()
@@ -80,6 +87,7 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
         "recipes": dict(sorted(recipes.items())),
         "demos": dict(sorted(demos.items())),
         "commands": dict(sorted(commands.items())),
+        "features": dict(sorted(features.items())),
         "bundles": bundles,
     }  # fmt: skip
     return json.dumps(document, indent=1) + "\n"

@@ -1,8 +1,8 @@
 """Foreign agents in training, with OpenAI's own client, the real generator and backend."""
 
 import asyncio
+import importlib.metadata
 import json
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from whet.errors import ConfigError, PluginError
 from whet_testing.fakes import FakeModel
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
 
 
 @attrs.frozen
@@ -132,17 +132,16 @@ def test_an_endpoint_of_a_run_needs_a_generator(tmp_path, small_run):
 
 
 def test_what_is_missing_is_named_before_anything_starts_and_by_an_episode(tmp_path, small_run, monkeypatch):
-    monkeypatch.delitem(sys.modules, "whet.endpoint.server", raising=False)
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    installed = [found for found in importlib.metadata.distributions() if found.name != "whet-endpoint"]
+    monkeypatch.setattr("whet.plugins.registry.distributions", lambda: installed)
 
     async def episode():
         async with FakeModel("yes").endpoint():
             pass
 
-    with pytest.raises(PluginError, match=r"aiohttp.*pip install 'whet\[endpoint\]'"):
+    with pytest.raises(PluginError, match="an endpoint of the model needs a plugin; pip install whet-endpoint"):
         asyncio.run(episode())
-    monkeypatch.setattr("whet.config.endpoint.SERVER", "aiohttp_that_nobody_has")
-    with pytest.raises(ConfigError, match=r"endpoint\.serve: needs aiohttp_that_nobody_has.*'whet\[endpoint\]'"):
+    with pytest.raises(ConfigError, match=r"endpoint\.serve: is true; pip install whet-endpoint"):
         whet.run.compose.prepare(small_run(tmp_path, endpoint={"serve": True}), (), config_only=False)
 
 

@@ -17,7 +17,7 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml")
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
 TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name == "tools"]
-"""Plugins that offer commands and no component."""
+"""Plugins that offer no component: they bring commands, or a feature by a hook of its own."""
 KIT = "whet_testing"
 """What tests may import, and no code that is shipped."""
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
@@ -157,8 +157,10 @@ def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
     source = plugin / "src" / package(plugin)
     wanted = [plugin / name for name in ("README.md", "CHANGELOG.md", "tests")]
     wanted += [source / name for name in ("__init__.py", "py.typed")]
+    if entry_points(plugin, "whet"):
+        wanted += [plugin / "tests" / "test_conformance.py", source / "hooks.py"]
     if plugin not in TOOLS:
-        wanted += [plugin / "tests" / "test_conformance.py", source / "hooks.py", source / "config.py"]
+        wanted += [source / "config.py"]
     missing = [str(path.relative_to(ROOT)) for path in wanted if not path.exists()]
     assert not missing, f"missing: {', '.join(missing)}"
 
@@ -167,8 +169,10 @@ def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
 def test_a_plugin_is_named_after_its_thing(plugin: Path) -> None:
     found = project(plugin)
     assert found["name"].replace("-", "_") == package(plugin)
-    assert list(entry_points(plugin, "whet").values()) == [f"{package(plugin)}.hooks"] * (plugin not in TOOLS)
-    assert (plugin in TOOLS) == bool(commands := entry_points(plugin, "whet.commands"))
+    hooks, commands = list(entry_points(plugin, "whet").values()), entry_points(plugin, "whet.commands")
+    assert hooks in ([f"{package(plugin)}.hooks"], [])
+    assert hooks or (commands and plugin in TOOLS)
+    assert plugin in TOOLS or not commands
     assert {target.partition(".")[0] for target in commands.values()} <= {package(plugin)}
     assert (ROOT / "plugins" / "environments" in plugin.parents) == found["name"].startswith("whet-env-")
 
@@ -178,7 +182,8 @@ def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
     name, version = project(plugin)["name"], project(plugin)["version"]
     readme = (plugin / "README.md").read_text(encoding="utf-8")
     assert readme.startswith(f"# {name}\n"), "the README begins with the distribution's name"
-    assert "use: " in readme or plugin in TOOLS, "the README shows what to write into a config"
+    shown = "use: " if plugin not in TOOLS else "```yaml"
+    assert shown in readme, "the README shows what to write into a config"
     assert all(f"whet {command}" in readme for command in entry_points(plugin, "whet.commands"))
     assert version in (plugin / "CHANGELOG.md").read_text(encoding="utf-8"), "the CHANGELOG knows this version"
 

@@ -135,7 +135,7 @@ def test_a_worker_that_dies_in_its_sleep_is_replaced_and_no_number_changes(
 
 
 def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sleeping_run):
-    pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
     config, answers, over = sleeping_run(tmp_path, endpoint={"serve": True}), [], threading.Event()
     chosen = [SLEEPING, "cluster.workers=inline", "run.steps=4"]
 
@@ -166,7 +166,7 @@ def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sle
 
 
 def test_the_endpoint_is_closed_before_what_a_signal_has_saved(tmp_path, sleeping_run):
-    pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
     config, metrics = sleeping_run(tmp_path, endpoint={"serve": True}), tmp_path / "run/metrics.jsonl"
     command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
     command += ["run.steps=100000", "run.save_every=0"]

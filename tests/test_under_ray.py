@@ -14,7 +14,7 @@ from whet.errors import WeightSyncError
 
 pytest.importorskip("ray")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_ray")]
 

@@ -23,6 +23,7 @@ CATALOG = {
     "recipes": {"spiral-small": "whet-far"},
     "demos": {"sums": ["whet-far", "whet-offers"]},
     "commands": {"shine": "whet-far", "polish": "whet-tool"},
+    "features": {},
     "bundles": {
         "one": ["whet-far", "whet-other"],
         "two": ["whet-far", "whet-other", "whet-third"],

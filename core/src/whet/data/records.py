@@ -117,6 +117,17 @@ class Reply:
 
 
 @frozen(eq=False)
+class Turn:
+    """One response of the model, as it is recorded."""
+
+    prompt: IntArray
+    """All tokens before it: [prompt]."""
+    completion: Completion
+    text: str
+    """The decoded completion without special tokens."""
+
+
+@frozen(eq=False)
 class Trajectory:
     """One token sequence of an episode: the prompt, then the model's and the environment's tokens in order."""
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from whet.data.records import Episode, Sampling
-from whet.endpoint.listener import Listener
 from whet.errors import WhetError
 from whet.evaluation.result import EvaluationResult, judge
-from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
+from whet.interfaces.chat import Chat
+from whet.interfaces.endpoint import Endpoints
+from whet.plugins.endpoints import InstalledEndpoints
+from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.routing import Route
 from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
 
@@ -34,7 +36,7 @@ class Evaluator:
         deadline_seconds: float = 3600.0,
         status: Callable[[str], None] = lambda text: None,
         loop: EpisodeLoop | None = None,
-        listener: Listener | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         self._routes, self._generator, self._chat, self._seed = routes, generator, chat, seed
         self._sampling = Sampling(
@@ -46,7 +48,7 @@ class Evaluator:
         )
         self._max_context, self._deadline_seconds = max_context, deadline_seconds
         self._retries, self._infrastructure_retries = rollout.retries, rollout.infrastructure_retries
-        self._status, self._loop, self._listener = status, loop, listener
+        self._status, self._loop, self._endpoints = status, loop, endpoints
 
     def evaluate(self) -> EvaluationResult:
         """Play all tasks and return the result; see `evaluate`."""
@@ -62,7 +64,7 @@ class Evaluator:
             deadline_seconds=self._deadline_seconds,
             status=self._status,
             loop=self._loop,
-            listener=self._listener,
+            endpoints=self._endpoints,
         )
 
 
@@ -80,7 +82,7 @@ def evaluate(
     concurrency: int = 1024,
     status: Callable[[str], None] = lambda text: None,
     loop: EpisodeLoop | None = None,
-    listener: Listener | None = None,
+    endpoints: Endpoints | None = None,
 ) -> EvaluationResult:
     """Play the tasks of every route, `route.samples` times each, with at most `concurrency` episodes at a time.
 
@@ -93,7 +95,7 @@ def evaluate(
     """
     own = loop is None
     running = loop or EpisodeLoop()
-    reached_at = listener or Listener()
+    opened_by = endpoints or InstalledEndpoints()
     tallies: list[Counter[str]] = []
     wanted = sum(route.samples * _count(route) for route in routes)
 
@@ -110,7 +112,7 @@ def evaluate(
         turn = with_stop_tokens(sampling, chat)
         return Player(
             generator, chat, turn, max_context, seed, purpose, retries, deadline_seconds, infrastructure_retries,
-            answers=True, listener=reached_at,
+            answers=True, endpoints=opened_by,
         )  # fmt: skip
 
     try:

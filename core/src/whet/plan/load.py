@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
 
+from whet.component import Problem
 from whet.config.document import Document, read_file, read_text
 from whet.config.messages import found_words, path_segment
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
 from whet.plugins.catalog import catalog
+from whet.plugins.endpoints import missing_endpoints
 from whet.plugins.registry import Registry, load_plugins
 
 
@@ -68,7 +70,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         raise ConfigError([*problems, *error.problems], _remedy(registry.wanted)) from None
     if problems:
         raise ConfigError(problems)
-    if found := registry.problems(config):
+    found = registry.problems(config)
+    if config.endpoint.serve and (missing := missing_endpoints(registry)):
+        found.append(Problem("endpoint.serve", f"is true; {missing}"))
+    if found:
         raise ConfigError([str(problem) for problem in found])
     return Loaded(config, registry, document, path, tuple(layers))
 

@@ -11,7 +11,6 @@ import attrs
 from attrs import frozen
 
 from whet.component import Facts, MemoryTerm, Problem, Selection, resolve
-from whet.config.endpoint import endpoint_problems
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
@@ -238,7 +237,8 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
     yield from evaluation_problems(config, facts)
-    yield from endpoint_problems(config)
+    if config.endpoint.serve and config.generator is None:
+        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in (
         ("environments", config.environments),
         ("evaluation.environments", config.evaluation.environments),

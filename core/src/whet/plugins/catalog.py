@@ -29,6 +29,8 @@ class Catalog:
     """The distributions that a demo needs, by the name of the demo. The first one ships it."""
     commands: Mapping[str, str]
     """The distribution that offers a command of `whet`, by the command."""
+    features: Mapping[str, str]
+    """The distribution that brings a feature that is no component, by the word for it, e.g. `endpoint`."""
     bundles: Mapping[str, tuple[str, ...]]
     """Distributions that are installed together, by the extra of core that names them."""
 
@@ -68,7 +70,10 @@ def catalog() -> Catalog:
     """Return the catalog. It is read once."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
     demos, bundles = ({name: tuple(held) for name, held in found[key].items()} for key in ("demos", "bundles"))
-    return Catalog(found["distributions"], found["components"], found["recipes"], demos, found["commands"], bundles)
+    return Catalog(
+        found["distributions"], found["components"], found["recipes"], demos, found["commands"], found["features"],
+        bundles,
+    )  # fmt: skip
 
 
 def install_words(distributions: Iterable[str]) -> str:

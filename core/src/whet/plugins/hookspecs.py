@@ -63,6 +63,15 @@ def whet_filters() -> "Iterable[Component]":  # type: ignore[empty-body]
 
 
 @hookspec
+def whet_endpoints() -> "Iterable[str]":  # type: ignore[empty-body]
+    """Offer endpoints: OpenAI-compatible addresses of the model, for one episode or for a whole run.
+
+    Each item is a `package.module:Class` that obeys `whet.interfaces.endpoint.Endpoints`; it is imported when the first
+    endpoint is opened, and called with the section `endpoint` of the config.
+    """
+
+
+@hookspec
 def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[empty-body]
     """Return problems that only the plugin can find, before any resource is claimed.
 

@@ -146,6 +146,14 @@ class Registry:
             for problem in self._ask(key, plugin, "whet_check_config", Problem, config=config)
         ]
 
+    def targets(self, hook: str) -> dict[str, str]:
+        """Return the import paths that plugins name by a hook, by distribution. A plugin that fails is broken."""
+        return {
+            source.distribution: target
+            for key, source in self._sources.items()
+            for target in self._ask(key, self.manager.get_plugin(key), hook, str)
+        }
+
     def load_file(self, path: Path) -> None:
         """Load a single file as a plugin, once. A broken one is recorded."""
         file, key = path.resolve(), file_module(path)

@@ -4,17 +4,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
-from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Tools
 from whet.data.records import Episode, Group, IntArray, Sampling, Task, gold_answer
-from whet.endpoint.listener import Listener
 from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
+from whet.interfaces.chat import Chat
+from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.interfaces.undecided import note, noted
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.gate import Gate
 from whet.rollout.recorded import RecordedModel
@@ -23,28 +24,6 @@ from whet.runtime.event_loop import gather_or_cancel
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
-
-
-class Chat(Protocol):
-    """The part of `whet.data.chat.ChatTokenizer` that an episode needs; see there."""
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]: ...  # noqa: D102 - as there
-
-    def prompt(self, conversation: Conversation) -> IntArray: ...  # noqa: D102
-
-    def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray: ...  # noqa: D102
-
-    def encode(self, text: str) -> IntArray: ...  # noqa: D102
-
-    def decode(self, tokens: IntArray, skip_special: bool = True) -> str: ...  # noqa: D102
-
-    def pieces(self, tokens: IntArray) -> list[str]: ...  # noqa: D102
-
-    @property
-    def call_format(self) -> CallFormat: ...  # noqa: D102
-
-    def with_tools(self, tools: Tools) -> "Chat": ...  # noqa: D102
 
 
 Prompts = dict[tuple[Tools, Conversation], tuple[str, IntArray]]
@@ -103,9 +82,9 @@ class Player:
     gate: Gate = field(factory=Gate)
     """The gate that requests pass on their way to the generator."""
     answers: bool = False
-    """Whether to ask the environment for the final answer of each episode, if it extracts one."""
-    listener: Listener = field(factory=Listener)
-    """Where external agents reach the model while an episode has an endpoint open."""
+    """Whether to ask the environment what each episode answered, where it can say."""
+    endpoints: Endpoints = field(factory=InstalledEndpoints)
+    """Opens the endpoints of episodes."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
     """Of each environment; filled while playing."""
 

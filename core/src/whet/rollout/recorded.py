@@ -14,11 +14,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory, Turn
 from whet.errors import EpisodeError, PluginError, WhetError
 from whet.interfaces.environment import Address
 from whet.rollout.complete import complete
@@ -36,19 +36,10 @@ class NoRoom(WhetError):  # noqa: N818 - it says what there is not
         """Length of the prompt, in tokens."""
 
 
-@frozen(eq=False)
-class Turn:
-    """One recorded response of the model."""
-
-    prompt: IntArray
-    """All tokens before the response: [prompt]."""
-    completion: Completion
-    text: str
-    """The decoded completion without special tokens."""
-
-
 class RecordedModel:
-    """The model as an episode sees it: one growing sequence. Implements `whet.interfaces.environment.Model`."""
+    """The model as an episode sees it: one sequence that grows. Obeys `whet.interfaces.environment.Model`
+    and `whet.interfaces.endpoint.RecordedSequence`.
+    """
 
     def __init__(
         self, player: "Player", assignment: "Assignment", seat: tuple[int, int],
@@ -90,10 +81,8 @@ class RecordedModel:
         return RecordedModel(self._player, self._assignment, self._seat, self.family, tools)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
-        """Open an endpoint at which an external agent sends requests to the model; see `whet.endpoint.episode`."""
-        from whet.endpoint.episode import playing
-
-        return playing(self, self._player, ignore)
+        """Open an OpenAI-compatible address at which an external agent plays the episode."""
+        return self._player.endpoints.open(self, self._player.chat, self._player.sampling, ignore)
 
     @property
     def turns(self) -> int:

@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, largest, mean, merge, total
 from whet.data.records import Group, Sampling
-from whet.endpoint.listener import Listener
 from whet.errors import CheckpointError, WhetError, WorkerError, in_words
+from whet.interfaces.chat import Chat
+from whet.interfaces.endpoint import Endpoints
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.collate import collate, rollout_metrics
-from whet.rollout.episode import Assignment, Chat, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.gate import Gate
 from whet.rollout.journal import Consumed
@@ -66,7 +68,7 @@ class RolloutStream:
         deadline_seconds: float = 3600.0,
         status: Callable[[str], None] = lambda text: None,
         loop: EpisodeLoop | None = None,
-        listener: Listener | None = None,
+        endpoints: Endpoints | None = None,
         greedy: bool = False,
     ) -> None:
         """Make a stream. It plays nothing before the first take.
@@ -97,7 +99,7 @@ class RolloutStream:
             deadline_seconds=deadline_seconds,
             infrastructure_retries=section.infrastructure_retries,
             gate=self.gate,
-            listener=listener or Listener(),
+            endpoints=endpoints or InstalledEndpoints(),
         )
         self.loop, self._own_loop = loop or EpisodeLoop(), loop is None
         # From here on, state is read and written on the loop's thread only.

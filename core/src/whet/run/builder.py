@@ -19,6 +19,7 @@ from whet.interfaces.weights import Places, TransferSpec
 from whet.interfaces.workers import Site
 from whet.plan.plan import facts_of
 from whet.plan.prepare import Prepared
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.offline import OfflineData
-    from whet.endpoint.listener import Listener
-    from whet.endpoint.run import RunEndpoint
     from whet.evaluation.evaluate import Evaluator
     from whet.interfaces.backend import Backend
     from whet.interfaces.workers import Slice
@@ -85,8 +84,8 @@ class Builder:
         self._turns = Turns((), self.spans, self._loop)
         self._episodes: EpisodeLoop | None = None
         self._cluster: Cluster | None = None
-        self._listening: Listener | None = None
-        self._endpoint: RunEndpoint | None = None
+        self._endpoints = InstalledEndpoints(self.config.endpoint, prepared.loaded.registry)
+        self._close_endpoint: Callable[[], None] = lambda: None
 
     def parts(self, again: bool = False) -> Parts:
         """Build everything. Worker processes start to import while the driver prepares data and environments.
@@ -251,13 +250,6 @@ class Builder:
             self.closers.append(self._episodes.close)
         return self._episodes
 
-    def _listener(self) -> "Listener":
-        """Give the one place at which foreign agents reach the model."""
-        from whet.endpoint.listener import Listener
-
-        self._listening = self._listening or Listener(self.config.endpoint)
-        return self._listening
-
     def _stream(
         self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
     ) -> "RolloutStream | None":
@@ -271,7 +263,7 @@ class Builder:
             routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
             group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
             filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.observers.status, loop=self._loop(), listener=self._listener(),
+            status=self.observers.status, loop=self._loop(), endpoints=self._endpoints,
             greedy=any(found.greedy_sample for found in self.prepared.facts.values()),
         )  # fmt: skip
         self.closers.append(stream.close)
@@ -286,7 +278,7 @@ class Builder:
         return Evaluator(
             routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
             seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.observers.status, loop=self._loop(), listener=self._listener(),
+            status=self.observers.status, loop=self._loop(), endpoints=self._endpoints,
         )  # fmt: skip
 
     def _evaluation(
@@ -312,21 +304,21 @@ class Builder:
         return evaluate
 
     def _serve(self, generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None") -> None:
-        """Let whoever has the key ask the model, from its first weights on."""
-        from whet.endpoint.run import serve
+        """Serve the model at the endpoint of the run, from its first weights on."""
+        from whet.rollout.gate import Gate
 
-        self._turns.generation()  # until the first step whoever asks is answered
-        self._endpoint = serve(
-            self._loop(), self._listener(), generator, chat, self.config, self.folder,
-            gate=stream.gate if stream else None, max_context=self.plan.max_context,
+        self._turns.generation()  # requests before the first step need a generator that is awake
+        self._close_endpoint = self._endpoints.serve(
+            generator, chat, self.config.rollout, max_context=self.plan.max_context, seed=self.config.run.seed,
+            gate=stream.gate if stream else Gate(), folder=self.folder, loop=self._loop(),
         )  # fmt: skip
-        self.closers.append(self._endpoint.close)
+        self.closers.append(self._close_endpoint)
 
     def _hang_up(self) -> None:
-        """Where roles take turns, end the answers under way at the endpoint, for which a save would wait."""
-        if self._endpoint is not None and self._turns.sides:
+        """Close the endpoint where roles take turns: a save would wait for its requests in flight."""
+        if self._turns.sides:
             try:
-                self._endpoint.close()
+                self._close_endpoint()
             except Exception:  # it must not cost the checkpoint
                 log.exception("the endpoint could not be closed")
 

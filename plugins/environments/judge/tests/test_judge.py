@@ -58,7 +58,8 @@ def test_the_judge_sees_the_whole_conversation(prompts):
 
 
 def test_the_judge_sees_what_a_foreign_agent_and_the_model_said():
-    http = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
+    pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
+    http = pytest.importorskip("aiohttp")
     model = Overheard(FakeModel("42"))
 
     async def asked():

@@ -7,29 +7,26 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from whet.component import Spec
 from whet.data import metrics, randomness
 from whet.data.batch import Batch
 from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Message, Tools, conversation
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop
-from whet.endpoint import told
-from whet.endpoint.asked import Asked, Rules, check_ignored
-from whet.endpoint.calls import answered
-from whet.endpoint.listener import Listener
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn
 from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.environment import Address
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
+from whet.plugins.endpoints import InstalledEndpoints
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
 """One answer for ever, one answer after another, or a rule."""
@@ -82,34 +79,55 @@ class FakeModel:
         self.forks.append(other)
         return other
 
-    @asynccontextmanager
-    async def endpoint(self, *, ignore: Collection[str] = ()) -> AsyncIterator[Address]:
-        """Give a foreign agent an address: it is answered by the script, and its last conversation is kept."""
-        line = _ScriptedLine(self, self._next, self._stop, Rules(Sampling(), True, check_ignored(ignore)))
-        async with Listener().open(line, lambda: (tuple(self.messages),) if self.messages else ()) as address:
-            yield address
+    def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
+        """Open an endpoint that responds by the script; the last conversation there is kept."""
+        sequence = _ScriptedSequence(self, self._next, self._stop, [(_NO_TOKENS, tuple(self.messages))])
+        return InstalledEndpoints().open(sequence, ByteChat(), Sampling(), ignore)
+
+
+_NO_TOKENS: IntArray = np.zeros(0, np.int64)
 
 
 @frozen(eq=False)
-class _ScriptedLine:
-    """Answers a foreign agent as a `FakeModel` does. See `whet.endpoint.listener.Line`."""
+class _ScriptedSequence:
+    """The sequences of a `FakeModel` behind an endpoint. Obeys `whet.interfaces.endpoint.RecordedSequence`."""
 
     model: FakeModel
     script: Callable[[Conversation], str]
     stop: Stop
-    rules: Rules
+    marks: list[tuple[IntArray, Conversation]]
+    """Tokens and messages in the beginning and after each response."""
+    tools: Tools = ()
 
-    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
-        chat = ByteChat().with_tools(asked.tools)
-        prompt = asked.prompt if isinstance(asked.prompt, tuple) else (Message("user", str(asked.prompt)),)
-        texts = [self.script(prompt) for _ in range(asked.count)]
-        self.model.messages = [*prompt, Message("assistant", texts[0])]
-        answers = []
-        for text in texts:
-            tokens = np.append(chat.encode(text), chat.stop_tokens)
-            made = Completion(name, tokens, np.zeros(len(tokens), np.float32), self.stop, ((0, 0),))
-            answers.append(answered(asked, chat, chat.prompt(prompt), made))
-        return told.reply(asked, name, answers, chat.pieces)
+    @property
+    def messages(self) -> Conversation:
+        return self.marks[-1][1]
+
+    @property
+    def turns(self) -> int:
+        return len(self.marks) - 1
+
+    def history(self, turns: int) -> tuple[IntArray, Conversation]:
+        return self.marks[turns]
+
+    def fork_after(self, turns: int) -> "_ScriptedSequence":
+        return evolve(self, marks=[self.marks[turns]])
+
+    def fresh(self, tools: Tools = ()) -> "_ScriptedSequence":
+        return evolve(self, marks=[(_NO_TOKENS, ())], tools=tools)
+
+    async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
+        chat, (before, said) = ByteChat().with_tools(self.tools), self.marks[-1]
+        asked = (*said, *messages)
+        if tokens is None:
+            tokens = chat.continuation(said, True, messages) if len(before) else chat.prompt(asked)
+        text = self.script(asked)
+        prompt, made = np.concatenate([before, tokens]), np.append(chat.encode(text), chat.stop_tokens)
+        whole = (*asked, Message("assistant", text))
+        self.marks.append((np.concatenate([prompt, made]), whole))
+        self.model.messages = list(whole)
+        logprobs = np.zeros(len(made), np.float32)
+        return Turn(prompt, Completion("scripted", made, logprobs, self.stop, ((0, 0),)), text)
 
 
 def _asking(answers: Answers) -> Callable[[Conversation], str]:

@@ -1,6 +1,6 @@
-"""The HTTP server of an endpoint; the only module that imports aiohttp.
+"""The HTTP server of all endpoints; the only module that imports aiohttp.
 
-Nothing of a request is logged. It is read as far as the limits of the config go, and only for those who have a key.
+No content of a request is logged. A body is read only with a valid key, and up to the limits of the config.
 """
 
 import asyncio
@@ -16,31 +16,31 @@ from aiohttp import web
 
 from whet.config.sections import EndpointSection
 from whet.data.bounded import loads
-from whet.endpoint import told
-from whet.endpoint.asked import MODEL, Asked, Rules, read_chat, read_text
-from whet.endpoint.listener import OpenLine
-from whet.endpoint.refused import Refused
 from whet.errors import WhetError
+from whet_endpoint import responses
+from whet_endpoint.errors import ApiError
+from whet_endpoint.requests import MODEL, ApiRequest, Rules, read_chat, read_text
+from whet_endpoint.session import Session
 
 BODY_SECONDS = 30.0
 """How long a client may take to send a request's body."""
 IDLE_SECONDS = 75.0
 """How long a connection may be without a request."""
 CLOSE_SECONDS = 1.0
-"""How long answers may take to go out when the server closes."""
+"""How long the sending of responses may take when the server closes."""
 MOST_VALUES = 1 << 20
-"""Of a body; a prompt may be that many tokens."""
-READERS: dict[str, Callable[[Any, Rules], Asked]] = {
+"""Most JSON values in a body; a prompt may have as many tokens."""
+READERS: dict[str, Callable[[Any, Rules], ApiRequest]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_text,
 }
 
 
 class Server:
-    """Listens while it is open."""
+    """Listens from `start` to `close`."""
 
     def __init__(
-        self, section: EndpointSection, find: Callable[[str], OpenLine | None], counts: Counter[str]
+        self, section: EndpointSection, find: Callable[[str], Session | None], counts: Counter[str]
     ) -> None:  # fmt: skip
         self._section, self._find, self._counts = section, find, counts
         self._silent = logging.Logger("whet endpoint", logging.CRITICAL + 1)
@@ -50,14 +50,14 @@ class Server:
         )  # fmt: skip
         self._listening: asyncio.Server | None = None
         self.base_url = ""
-        """As clients want it, e.g. `http://127.0.0.1:41234/v1`."""
+        """The address for clients, e.g. `http://127.0.0.1:41234/v1`."""
 
     async def start(self) -> None:
-        """Listen. Raises `WhetError` where that is not possible."""
+        """Listen. Raises `WhetError` where the address cannot be listened at."""
         host, port = self._section.host, self._section.port
         try:
             self._listening = await asyncio.get_running_loop().create_server(self._connection, host, port)
-        except (OSError, UnicodeError) as error:  # a name that is none cannot be encoded
+        except (OSError, UnicodeError) as error:  # of a host that is no name
             reason = getattr(error, "strerror", None) or str(error)
             raise WhetError(
                 f"endpoint.host {host}, endpoint.port {port} cannot be listened at: {reason}; choose another, or the "
@@ -73,7 +73,7 @@ class Server:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-        self._http.pre_shutdown()  # connections without a request are not waited for
+        self._http.pre_shutdown()  # closes idle connections at once
         await self._http.shutdown(CLOSE_SECONDS)
 
     def _connection(self) -> asyncio.BaseProtocol:
@@ -86,33 +86,32 @@ class Server:
     async def _handle(self, request: Any) -> Any:
         self._counts["requests"] += 1
         try:
-            return await self._answer(request)
-        except Refused as refused:
-            self._counts[f"refused with {refused.status}"] += 1
-            return _refusal(refused)
-        except Exception:  # the edge: whoever asks learns nothing of what went wrong within
+            return await self._respond(request)
+        except ApiError as error:
+            self._counts[f"refused with {error.status}"] += 1
+            return _error(error)
+        except Exception:  # the edge: a client learns nothing of an error inside
             self._counts["failed"] += 1
-            return _refusal(Refused(500, "this cannot be answered, and should have been"))
+            return _error(ApiError(500, "the request is valid, and no response could be made"))
 
-    async def _answer(self, request: Any) -> Any:
+    async def _respond(self, request: Any) -> Any:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        open_ = self._find(key.strip()) if kind.lower() == "bearer" else None
-        if open_ is None:
-            raise Refused(401, "the key is not valid, or no longer", code="invalid_api_key")
+        session = self._find(key.strip()) if kind.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(401, "the key is not valid, or no longer", code="invalid_api_key")
         path = request.path.rstrip("/")
         wanted = "POST" if path in READERS else "GET"
         if path not in (*READERS, "/v1/models", f"/v1/models/{MODEL}"):
-            raise Refused(404, f"there are {', '.join(READERS)} and /v1/models alone", code="not_found")
+            raise ApiError(404, f"there are {', '.join(READERS)} and /v1/models alone", code="not_found")
         if request.method != wanted:
-            raise Refused(405, f"the method is {request.method:.20}, wanted {wanted}", code="method_not_allowed")
+            raise ApiError(405, f"the method is {request.method:.20}, wanted {wanted}", code="method_not_allowed")
         if path not in READERS:
-            return web.json_response(told.models() if path == "/v1/models" else told.model())
-        asked = READERS[path](await self._body(request), open_.line.rules)
-        whole = await open_.reply(asked, secrets.token_hex(12))
-        if asked.stream:
-            return web.Response(
-                body=told.events(asked, whole), content_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
+            return web.json_response(responses.models() if path == "/v1/models" else responses.model())
+        parsed = READERS[path](await self._body(request), session.responder.rules)
+        whole = await session.respond(parsed, secrets.token_hex(12))
+        if parsed.stream:
+            events = responses.events(parsed, whole)
+            return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return web.json_response(whole)
 
     async def _body(self, request: Any) -> Any:
@@ -127,28 +126,28 @@ class Server:
                     if len(read) > limit:
                         raise _too_large(limit)
         except TimeoutError:
-            raise Refused(408, f"the body was not there after {BODY_SECONDS:g} seconds") from None
+            raise ApiError(408, f"the body was not there after {BODY_SECONDS:g} seconds") from None
         try:
             return loads(read, MOST_VALUES)
         except ValueError as error:
-            raise Refused(400, f"the body cannot be read as JSON: {error}") from None
+            raise ApiError(400, f"the body cannot be read as JSON: {error}") from None
 
 
-def _refusal(refused: Refused) -> Any:
-    # Clients of OpenAI's make a request again where a server failed. Here that could only come too late.
+def _error(error: ApiError) -> Any:
+    # OpenAI's clients repeat a request after a server's error. Here a repeated request would come too late.
     headers = {"x-should-retry": "false"}
-    return web.json_response(told.error(refused), status=refused.status, headers=headers)
+    return web.json_response(responses.error(error), status=error.status, headers=headers)
 
 
-def _too_large(limit: int) -> Refused:
-    return Refused(413, f"the body is larger than {limit} bytes (endpoint.max_body)", code="body_too_large")
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes (endpoint.max_body)", code="body_too_large")
 
 
 class _Full(asyncio.Protocol):
-    """Sends whoever connects away."""
+    """Refuses a connection with status 503."""
 
     def connection_made(self, transport: Any) -> None:
-        body = json.dumps(told.error(Refused(503, "there are too many connections (endpoint.max_connections)")))
+        body = json.dumps(responses.error(ApiError(503, "there are too many connections (endpoint.max_connections)")))
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         transport.write(f"{head}Connection: close\r\n\r\n{body}".encode())
         transport.close()

@@ -1,4 +1,4 @@
-"""Reads messages and tools in the terms of OpenAI's API."""
+"""Messages and tools in the format of OpenAI's API, as core's records."""
 
 import json
 import re
@@ -8,40 +8,40 @@ from typing import Any
 from attrs import evolve
 
 from whet.data.messages import Call, Conversation, Message, Tools, conversation
-from whet.endpoint.refused import Refused, unwanted
 from whet.errors import DataError
+from whet_endpoint.errors import ApiError, unwanted
 
 MOST_TOOLS = 128
-"""Of one request."""
+"""Most tools in one request."""
 _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 def read_messages(value: Any) -> Conversation:
-    """Read messages. What a client adds to those that it was given, and is null, is nothing."""
+    """Return the messages of a request. Fields that are null count as absent. Raises `ApiError`."""
     if not isinstance(value, list) or not value:
         raise unwanted("messages", value, "a list of messages")
     try:
         messages = tuple(_message(message) for message in value)
     except DataError as error:
-        raise Refused(400, str(error), "messages") from error
+        raise ApiError(400, str(error), "messages") from error
     if not all(is_text(message.text) for message in messages):
-        raise Refused(400, "a message has half a character (a lone surrogate)", "messages")
+        raise ApiError(400, "a message has half a character (a lone surrogate)", "messages")
     if messages[-1].role == "assistant":
-        raise Refused(400, "the last message is the assistant's own: there is nothing to answer", "messages")
+        raise ApiError(400, "the last message is the assistant's own: there is nothing to answer", "messages")
     return messages
 
 
 def _message(value: Any) -> Message:
-    """Take the role `developer` for what it was called before, and null beside calls for no text."""
+    """Return a message. The role `developer` is read as `system`, and null beside calls as empty text."""
     if not isinstance(value, dict):
         return conversation([value])[0]
     for name in ("function_call", "audio"):
         if value.get(name):
-            raise Refused(400, f"a message has {name}, and messages here are text, and tool_calls", "messages")
+            raise ApiError(400, f"a message has {name}, and messages here are text, and tool_calls", "messages")
     role = "system" if value.get("role") == "developer" else value.get("role")
     calls = _calls(value.get("tool_calls") or [])
     if calls and role != "assistant":
-        raise Refused(400, f"a message of {role!r:.40} has tool_calls, and only the assistant calls tools", "messages")
+        raise ApiError(400, f"a message of {role!r:.40} has tool_calls, and only the assistant calls tools", "messages")
     content = "" if calls and value.get("content") is None else value.get("content")
     (message,) = conversation([{**value, "role": role, "content": content}])
     answers = value.get("tool_call_id") if role == "tool" else None
@@ -79,25 +79,25 @@ def _is_object(text: str) -> bool:
 
 
 def read_tools(value: Any, refuse_strict: str) -> Tools:
-    """Read the tools of a request. `refuse_strict` says what to do about `strict`; empty: it is ignored."""
+    """Return the tools of a request. `refuse_strict` is the advice in the error for `strict`; empty: it is ignored."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise unwanted("tools", value, f"a list of at most {MOST_TOOLS} tools")
     return tuple(_tool(i, tool, refuse_strict) for i, tool in enumerate(value))
 
 
 def _tool(i: int, tool: Any, refuse_strict: str) -> str:
-    """Give a tool as chat templates take it, its fields in the order in which they came."""
+    """Return a tool as JSON for chat templates, its fields in the order of the request."""
     where = f"tools[{i}]"
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise Refused(400, f"{where} is {tool!r:.80}, wanted a tool of the type function", "tools")
+        raise ApiError(400, f"{where} is {tool!r:.80}, wanted a tool of the type function", "tools")
     if not isinstance(name := function.get("name"), str) or not _NAME.fullmatch(name):
-        raise Refused(400, f"{where}.function.name is {name!r:.80}, wanted letters, digits, - and _", "tools")
+        raise ApiError(400, f"{where}.function.name is {name!r:.80}, wanted letters, digits, - and _", "tools")
     for key, kind in (("description", str), ("parameters", dict)):
         if not isinstance(function.get(key), kind | None):
-            raise Refused(400, f"{where}.function.{key} is {function[key]!r:.80}, wanted {kind.__name__}", "tools")
+            raise ApiError(400, f"{where}.function.{key} is {function[key]!r:.80}, wanted {kind.__name__}", "tools")
     if refuse_strict and function.get("strict"):
-        raise Refused(
+        raise ApiError(
             400,
             f"{where}.function.strict is set, and what the model answers is sampled freely: arguments are not held "
             f"to a schema; {refuse_strict}",
@@ -106,12 +106,12 @@ def _tool(i: int, tool: Any, refuse_strict: str) -> str:
     kept = {key: held for key, held in function.items() if key in ("name", "description", "parameters") and held}
     text = json.dumps({"type": "function", "function": kept}, ensure_ascii=False)
     if not is_text(text):
-        raise Refused(400, f"{where} has half a character (a lone surrogate)", "tools")
+        raise ApiError(400, f"{where} has half a character (a lone surrogate)", "tools")
     return text
 
 
 def is_text(value: str) -> bool:
-    """Whether text has no half characters, which no tokenizer takes."""
+    """Return whether text has no lone surrogates, which no tokenizer takes."""
     try:
         value.encode()
     except UnicodeEncodeError:

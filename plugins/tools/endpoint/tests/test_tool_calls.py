@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
 
 from whet.data.chat import ChatTokenizer  # noqa: E402
 from whet.data.messages import Call, Message  # noqa: E402

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
-
-from whet.config.sections import Config, EndpointSection, ModelSection, RolloutSection, RunSection
+from whet.config.sections import EndpointSection, RolloutSection
 from whet.data.files import read_rows
-from whet.endpoint.listener import Listener
-from whet.endpoint.run import serve
 from whet.errors import WorkerLost
+from whet.rollout.gate import Gate
 from whet.run.run_folder import RunFolder
 from whet.runtime.event_loop import EpisodeLoop
+from whet_endpoint.endpoints import OpenAIEndpoints
 from whet_testing.fakes import ByteChat, FakeGenerator
 
 
@@ -31,20 +29,19 @@ def loop() -> Iterator[EpisodeLoop]:
     loop.close()
 
 
-def config(folder: Path, **endpoint: Any) -> Config:
-    return Config(
-        run=RunSection(str(folder), steps=1), model=ModelSection("x"), algorithm=None, backend=None,
-        rollout=RolloutSection(max_tokens=8), endpoint=EndpointSection(serve=True, **endpoint),
-    )  # fmt: skip
+class Served:
+    """An endpoint of a run that is open."""
+
+    def __init__(self, loop: EpisodeLoop, folder: Path, generator: Any, max_context: int, section: EndpointSection):
+        self.close = OpenAIEndpoints(section).serve(
+            generator, ByteChat(), RolloutSection(max_tokens=8), max_context=max_context, seed=0, gate=Gate(),
+            folder=RunFolder(folder), loop=loop,
+        )  # fmt: skip
 
 
-def start(loop: EpisodeLoop, folder: Path, generator: Any, max_context: int = 0, **endpoint: Any) -> Any:
-    whole = config(folder, **endpoint)
+def start(loop: EpisodeLoop, folder: Path, generator: Any, max_context: int = 0, **endpoint: Any) -> Served:
     folder.mkdir(exist_ok=True)
-    return serve(
-        loop, Listener(whole.endpoint), generator, ByteChat(), whole, RunFolder(folder),
-        gate=None, max_context=max_context,
-    )  # fmt: skip
+    return Served(loop, folder, generator, max_context, EndpointSection(serve=True, **endpoint))
 
 
 def ask(folder: Path, **body: Any) -> tuple[int, Any]:

@@ -4,19 +4,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
-aiohttp = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
-
-from whet.data.chat import RewrittenHistory  # noqa: E402
-from whet.data.records import Completion, Episode, Request, Task  # noqa: E402
-from whet.errors import DataError, RequestLost, WorkerLost  # noqa: E402
-from whet.interfaces.environment import Address, Model  # noqa: E402
-from whet.rollout.episode import Assignment, EpisodeFailed  # noqa: E402
-from whet.rollout.routing import Route  # noqa: E402
-from whet_testing.fakes import ByteChat, FakeGenerator  # noqa: E402
-from whet_testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
+from whet.data.chat import RewrittenHistory
+from whet.data.records import Completion, Episode, Request, Task
+from whet.errors import DataError, RequestLost, WorkerLost
+from whet.interfaces.environment import Address, Model
+from whet.rollout.episode import Assignment, EpisodeFailed
+from whet.rollout.routing import Route
+from whet_testing.fakes import ByteChat, FakeGenerator
+from whet_testing.playing import AltChat, AltTokens, alt, make_player
 
 END = ByteChat.stop_tokens[0]
 Agent = Callable[["Client"], Awaitable[Any]]

@@ -9,45 +9,44 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
-aiohttp = pytest.importorskip("aiohttp", reason="whet[endpoint] is not installed")
-
-from whet.config.sections import EndpointSection  # noqa: E402
-from whet.data.records import Completion, Sampling  # noqa: E402
-from whet.endpoint.asked import Asked, Rules  # noqa: E402
-from whet.endpoint.listener import Listener  # noqa: E402
-from whet.endpoint.told import Answer, reply  # noqa: E402
-from whet.errors import WhetError  # noqa: E402
-from whet.interfaces.environment import Address  # noqa: E402
-from whet_testing.fakes import ByteChat  # noqa: E402
+from whet.config.sections import EndpointSection
+from whet.data.records import Completion, Sampling
+from whet.errors import WhetError
+from whet.interfaces.environment import Address
+from whet_endpoint.listener import Listener
+from whet_endpoint.requests import ApiRequest, Rules
+from whet_endpoint.responses import Choice, response
+from whet_testing.fakes import ByteChat
 
 
 class Says:
-    """A line that always says the same."""
+    """A responder that always says the same."""
 
     rules = Rules(Sampling(max_tokens=8), fixed=False)
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self.asked: list[Asked] = []
+        self.asked: list[ApiRequest] = []
 
-    async def reply(self, asked: Asked, name: str) -> dict[str, Any]:
-        self.asked.append(asked)
+    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+        self.asked.append(request)
         tokens = ByteChat().encode(self._text)
         made = Completion(name, tokens, -np.ones(len(tokens), np.float32), "stop", ((0, 1), (2, 2)))
-        return reply(asked, name, [Answer(np.arange(3), made, self._text)], ByteChat().pieces)
+        return response(request, name, [Choice(np.arange(3), made, self._text)], ByteChat().pieces)
 
 
 Try = Callable[[Address, Any], Awaitable[Any]]
 
 
-def with_server(check: Try, line: Any = None, **section: Any) -> Listener:
+def with_server(check: Try, responder: Any = None, **section: Any) -> Listener:
     listener = Listener(EndpointSection(**section))
 
     async def run() -> None:
-        async with listener.open(line or Says("yes"), tuple) as address, aiohttp.ClientSession() as session:
+        async with listener.open(responder or Says("yes"), tuple) as address, aiohttp.ClientSession() as session:
             await check(address, session)
 
     asyncio.run(run())
@@ -79,7 +78,7 @@ def test_it_listens_on_the_loopback_alone() -> None:
      "Bearer {key}x", "Bearer \xff"],
 )  # fmt: skip
 def test_without_the_key_nothing_is_answered_and_no_body_is_read(header: str) -> None:
-    line = Says("yes")
+    responder = Says("yes")
 
     async def check(address: Address, session: Any) -> None:
         headers = {"Authorization": header.format(key=address.api_key)} if header else {}
@@ -88,12 +87,12 @@ def test_without_the_key_nothing_is_answered_and_no_body_is_read(header: str) ->
                 assert response.status == 401
                 assert (await response.json())["error"]["code"] == "invalid_api_key"
 
-    counts = with_server(check, line).counts
-    assert (line.asked, counts) == ([], {"requests": 3, "refused with 401": 3})
+    counts = with_server(check, responder).counts
+    assert (responder.asked, counts) == ([], {"requests": 3, "refused with 401": 3})
 
 
 def test_keys_stand_for_their_own_line_and_for_nothing_once_it_is_closed() -> None:
-    listener = Listener()
+    listener = Listener(EndpointSection())
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, listener.open(Says("a"), tuple) as first:

@@ -1,6 +1,6 @@
-"""Reads requests in the terms of OpenAI's API. A parameter is understood, or known to change nothing, or refused.
+"""Requests in the format of OpenAI's API. Each parameter is understood, or known to change nothing, or refused.
 
-What would be sampled otherwise than training samples must not pass in silence: an episode's answers are trained on.
+The responses of an episode are trained on, so a request that asks for another sampling than training's is refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,18 +11,18 @@ from attrs import evolve, frozen
 
 from whet.data.messages import Conversation, Tools
 from whet.data.records import IntArray, Sampling
-from whet.endpoint.refused import Refused, unwanted
-from whet.endpoint.said import is_text, read_messages, read_tools
 from whet.errors import WhetError
+from whet_endpoint.errors import ApiError, unwanted
+from whet_endpoint.messages import is_text, read_messages, read_tools
 
 MODEL = "policy"
-"""What requests call the model: there is one."""
+"""The only name of a model in requests."""
 MOST_CHOICES = 16
-"""Answers of one request."""
+"""Most choices of one request."""
 LEAST_TEMPERATURE, MOST_K = 0.01, 2**31 - 1
-"""Beyond these engines give numbers that are none, and all that they serve at that time fails with the request."""
+"""Beyond these bounds engines compute no finite numbers, and fail all requests that they serve at the same time."""
 MOST_STOPS, LONGEST_STOP = 16, 256
-"""Stop strings of one request, and characters in each."""
+"""Most stop strings of one request, and most characters in each."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -38,56 +38,56 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
 }
-"""Parameters that are not understood, and the values with which they change nothing."""
+"""Parameters that are not supported, with the values that change nothing."""
 WITHOUT_EFFECT = (
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user",
 )  # fmt: skip
-"""Parameters that say nothing about the answer."""
+"""Parameters that do not change the response."""
 
 
 @frozen
 class Rules:
-    """What requests may say of sampling."""
+    """The sampling that requests may ask for."""
 
     sampling: Sampling
-    """Of requests that say nothing; `max_tokens` is also the most that they may ask for, and all stops are kept."""
+    """The default of requests; `max_tokens` is also the most that they may ask for, and its stops always apply."""
     fixed: bool
-    """Whether temperature, top-p and top-k must be as in `sampling`, and randomness is not for requests to choose."""
+    """Whether temperature, top-p and top-k must be as in `sampling`, and requests may not set a seed."""
     ignore: frozenset[str] = frozenset()
     """Parameters that are not read."""
 
 
 @frozen(eq=False)
-class Asked:
-    """A request that can be answered."""
+class ApiRequest:
+    """A request that the rules allow."""
 
     prompt: Conversation | str | IntArray
-    """Messages for the chat template; or text, or tokens [prompt], to be continued as they are."""
+    """Messages for the chat template; or text, or tokens [prompt], that are continued as they are."""
     sampling: Sampling
     stops: tuple[str, ...]
-    """Stop strings of this request's own: the answer is shown up to where one begins."""
+    """Stop strings of this request: the response is shown up to the first one."""
     count: int
-    """Answers wanted."""
+    """Number of choices."""
     seed: int | None
     stream: bool
     show_usage: bool
-    """Whether a stream ends with the counts of tokens."""
+    """Whether a stream ends with the numbers of tokens."""
     show_logprobs: bool
     show_tokens: bool
-    """Whether the answer has the ids of all tokens, prompt included (`return_token_ids`, as vLLM has it)."""
+    """Whether the response has the ids of all tokens, prompt included (`return_token_ids`, as in vLLM)."""
     tools: Tools = ()
-    """That the model is told of."""
+    """Tools that the prompt describes."""
     reads_calls: bool = False
-    """Whether calls that it makes are told as such, rather than as the text that they are."""
+    """Whether calls of tools are parsed, rather than shown as text."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether it has messages."""
+        """Whether the prompt is a list of messages."""
         return isinstance(self.prompt, tuple)
 
 
-def read_chat(body: Any, rules: Rules) -> Asked:
-    """Read the body of `/v1/chat/completions`. Raises `Refused`."""
+def read_chat(body: Any, rules: Rules) -> ApiRequest:
+    """Return the request in a body of `/v1/chat/completions`. Raises `ApiError`."""
     fields = _Fields(body, rules)
     fields.model()
     messages = read_messages(fields.take("messages"))
@@ -96,28 +96,28 @@ def read_chat(body: Any, rules: Rules) -> Asked:
     limit = min((n for n in limits if n is not None), default=None)
     logprobs = fields.flag("logprobs")
     fields.refuse_top_logprobs()
-    return evolve(_asked(fields, messages, limit, logprobs), tools=tools, reads_calls=called)
+    return evolve(_request(fields, messages, limit, logprobs), tools=tools, reads_calls=called)
 
 
-def read_text(body: Any, rules: Rules) -> Asked:
-    """Read the body of `/v1/completions`. Raises `Refused`."""
+def read_text(body: Any, rules: Rules) -> ApiRequest:
+    """Return the request in a body of `/v1/completions`. Raises `ApiError`."""
     fields = _Fields(body, rules)
     fields.model()
     prompt = _prompt(fields.take("prompt"))
     limit, logprobs = fields.integer("max_tokens", 1, None), fields.integer("logprobs", 0, None)
     if logprobs:
         raise unwanted("logprobs", logprobs, "0: there are those of the tokens that were sampled alone")
-    return _asked(fields, prompt, limit, logprobs is not None)
+    return _request(fields, prompt, limit, logprobs is not None)
 
 
-def _asked(fields: "_Fields", prompt: Conversation | str | IntArray, limit: int | None, logprobs: bool) -> Asked:
+def _request(fields: "_Fields", prompt: Conversation | str | IntArray, limit: int | None, logprobs: bool) -> ApiRequest:
     base, stops = fields.rules.sampling, fields.stops()
     sampling = evolve(
         fields.sampled(),
         max_tokens=base.max_tokens if limit is None else min(limit, base.max_tokens),
         stop=(*base.stop, *stops),
     )
-    asked = Asked(
+    request = ApiRequest(
         prompt=prompt,
         sampling=sampling,
         stops=stops,
@@ -129,15 +129,15 @@ def _asked(fields: "_Fields", prompt: Conversation | str | IntArray, limit: int 
         show_tokens=fields.flag("return_token_ids"),
     )
     fields.refuse_others()
-    return asked
+    return request
 
 
 class _Fields:
-    """The fields of a body that are still to be read. A field that is null is as if it were not there."""
+    """The fields of a body that are still to be read. A field that is null counts as absent."""
 
     def __init__(self, body: Any, rules: Rules) -> None:
         if not isinstance(body, dict):
-            raise Refused(400, "the body is no JSON object")
+            raise ApiError(400, "the body is no JSON object")
         self.rules = rules
         self._left = {k: v for k, v in body.items() if v is not None and k not in rules.ignore}
 
@@ -146,7 +146,7 @@ class _Fields:
 
     def model(self) -> None:
         if (name := self.take("model", MODEL)) != MODEL:
-            raise Refused(404, f"there is no model {name!r:.80}, wanted {MODEL!r}", "model", "model_not_found")
+            raise ApiError(404, f"there is no model {name!r:.80}, wanted {MODEL!r}", "model", "model_not_found")
 
     def flag(self, name: str) -> bool:
         value = self.take(name, False)
@@ -170,27 +170,27 @@ class _Fields:
         return float(value)
 
     def sampled(self) -> Sampling:
-        """Give the run's sampling with what is asked for in its place, where that is allowed."""
+        """Return the sampling of the request, where the rules allow it."""
         base, top_k = self.rules.sampling, self.integer("top_k", -1, MOST_K)
         temperature = self.number("temperature", 0, 100, base.temperature)
         if 0 < temperature < LEAST_TEMPERATURE:
             raise unwanted("temperature", temperature, f"0, or at least {LEAST_TEMPERATURE:g}")
-        asked = evolve(
+        wanted = evolve(
             base,
             temperature=temperature,
             top_p=self.number("top_p", 1e-6, 1, base.top_p),
             top_k=base.top_k if top_k is None else max(0, top_k),
         )
         for name in ("temperature", "top_p", "top_k") if self.rules.fixed else ():
-            if (found := getattr(asked, name)) != (own := getattr(base, name)):
+            if (found := getattr(wanted, name)) != (own := getattr(base, name)):
                 why = f"{name} is {found:g}, and this episode is sampled with {own:g}"
-                raise Refused(400, f"{why}; {self._way_out(name)}", name)
-        return asked
+                raise ApiError(400, f"{why}; {self._way_out(name)}", name)
+        return wanted
 
     def seed(self) -> int | None:
         seed = self.integer("seed", -(2**63), 2**63)
         if seed is not None and self.rules.fixed:
-            raise Refused(
+            raise ApiError(
                 400,
                 "seed is set, and an episode's randomness is derived from the run's, so that no two samples of a task "
                 f"are the same; {self._way_out('seed')}",
@@ -212,30 +212,30 @@ class _Fields:
         return bool(options.get("include_usage"))
 
     def tools(self) -> tuple[Tools, bool]:
-        """Give the tools, and whether calls of them are to be read."""
+        """Return the tools, and whether calls of them are parsed."""
         tools = read_tools(self.take("tools", []), "" if "strict" in self.rules.ignore else self._way_out("strict"))
         choice, parallel = self.take("tool_choice", "auto"), self.take("parallel_tool_calls", True)
         freely = "what the model answers is sampled freely"
         if choice not in ("auto", "none"):
             why = f"tool_choice is {choice!r:.80}, and {freely}: it cannot be made to call; wanted auto or none"
-            raise Refused(400, f"{why}; {self._way_out('tool_choice')}", "tool_choice")
+            raise ApiError(400, f"{why}; {self._way_out('tool_choice')}", "tool_choice")
         if tools and parallel is not True:
             why = f"parallel_tool_calls is {parallel!r:.80}, and {freely}: it may call several tools"
-            raise Refused(400, f"{why}; {self._way_out('parallel_tool_calls')}", "parallel_tool_calls")
+            raise ApiError(400, f"{why}; {self._way_out('parallel_tool_calls')}", "parallel_tool_calls")
         return tools, bool(tools) and choice == "auto"
 
     def refuse_top_logprobs(self) -> None:
-        """Raise `Refused` where the likeliest tokens are asked for: generators give the logprobs of sampled ones."""
-        if asked := self.integer("top_logprobs", 0, None):
-            why = f"top_logprobs is {asked}, and there are the logprobs of sampled tokens alone (logprobs: true)"
-            raise Refused(400, f"{why}; {self._way_out('top_logprobs')}", "top_logprobs")
+        """Raise `ApiError` for `top_logprobs`: generators return the logprobs of sampled tokens alone."""
+        if wanted := self.integer("top_logprobs", 0, None):
+            why = f"top_logprobs is {wanted}, and there are the logprobs of sampled tokens alone (logprobs: true)"
+            raise ApiError(400, f"{why}; {self._way_out('top_logprobs')}", "top_logprobs")
 
     def refuse_others(self) -> None:
-        """Raise `Refused` for a field that nobody has read and that might mean something."""
+        """Raise `ApiError` for a field that was not read and might change the response."""
         for name, value in self._left.items():
             if name in WITHOUT_EFFECT or value in NEUTRAL.get(name, ()):
                 continue
-            raise Refused(400, f"{name:.80} is not understood here; {self._way_out(name[:80])}", name[:80])
+            raise ApiError(400, f"{name:.80} is not understood here; {self._way_out(name[:80])}", name[:80])
 
     def _way_out(self, name: str) -> str:
         return "leave it out" + f", or have it ignored: model.endpoint(ignore=[{name!r}])" * self.rules.fixed
@@ -256,7 +256,7 @@ def _prompt(value: Any) -> str | IntArray:
 
 
 def check_ignored(names: Collection[str]) -> frozenset[str]:
-    """Check what an environment wants ignored. Raises `WhetError` for what no request can do without."""
+    """Return the parameters to ignore. Raises `WhetError` for parameters that every request needs."""
     if isinstance(names, str) or {"messages", "prompt"} & set(names):
         raise WhetError(
             f"model.endpoint(ignore={names!r:.80}): wanted a list of parameters, without messages and prompt"
@@ -265,5 +265,5 @@ def check_ignored(names: Collection[str]) -> frozenset[str]:
 
 
 def shown(text: str, stops: tuple[str, ...]) -> str:
-    """Cut an answer where the first of some stop strings begins, as OpenAI's API has it."""
+    """Return text up to the first stop string, as OpenAI's API shows it."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

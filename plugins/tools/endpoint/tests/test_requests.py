@@ -7,9 +7,9 @@ import pytest
 
 from whet.data.messages import Message
 from whet.data.records import Sampling
-from whet.endpoint.asked import MODEL, Rules, check_ignored, read_chat, read_text, shown
-from whet.endpoint.refused import Refused
 from whet.errors import WhetError
+from whet_endpoint.errors import ApiError
+from whet_endpoint.requests import MODEL, Rules, check_ignored, read_chat, read_text, shown
 
 BASE = Sampling(max_tokens=100, temperature=0.7, stop=("END",), stop_tokens=(2,))
 EPISODE, RUN = Rules(BASE, fixed=True), Rules(BASE, fixed=False)
@@ -70,7 +70,7 @@ def test_stop_strings_come_beside_those_of_the_run() -> None:
 def test_whoever_talks_to_a_run_may_sample_otherwise() -> None:
     asked = chat(RUN, temperature=0, top_p=0.9, top_k=40, seed=7)
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k, asked.seed) == (0, 0.9, 40, 7)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ApiError) as caught:
         chat(RUN, tools=[{}])
     assert "ignore" not in str(caught.value), "there is no environment that could ignore it"
 
@@ -114,13 +114,13 @@ def test_whoever_talks_to_a_run_may_sample_otherwise() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_the_name_of_the_parameter(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ApiError) as caught:
         chat(RUN, **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_another_model_is_not_found_unless_the_name_is_to_be_ignored() -> None:
-    with pytest.raises(Refused, match=r"'gpt-5'.*'policy'") as caught:
+    with pytest.raises(ApiError, match=r"'gpt-5'.*'policy'") as caught:
         chat(model="gpt-5")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
     assert chat(Rules(BASE, True, frozenset({"model"})), model="gpt-5").sampling == BASE
@@ -128,7 +128,7 @@ def test_another_model_is_not_found_unless_the_name_is_to_be_ignored() -> None:
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
 def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
-    with pytest.raises(Refused, match="no JSON object"):
+    with pytest.raises(ApiError, match="no JSON object"):
         read_chat(body, EPISODE)
 
 
@@ -147,7 +147,7 @@ def test_plain_completions_take_text_or_tokens() -> None:
     assert np.array_equal(read_text({"prompt": [1, 2]}, EPISODE).prompt, [1, 2])
     assert np.array_equal(read_text({"prompt": [[1, 2]], "logprobs": 0}, EPISODE).prompt, [1, 2])
     for prompt in ("", [], ["a", "b"], [1, "a"], [-1], [True], [2**40], None, {"a": 1}):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(ApiError) as caught:
             read_text({"prompt": prompt}, EPISODE)
         assert caught.value.param == "prompt"
 

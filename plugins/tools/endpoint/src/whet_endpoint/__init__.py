@@ -1,0 +1,1 @@
+"""OpenAI-compatible endpoints: external agents and people ask the model of a whet run over HTTP."""

@@ -1,0 +1,191 @@
+"""The endpoint of an episode: an external agent plays it, and its requests are turns of recorded sequences.
+
+    request   [u1]              -> a1    the first sequence            u1 a1
+              [u1 a1 u2]        -> a2    continues it                  u1 a1 u2 a2
+              [u1 a1 u3]        -> a3    a fork of it after a1         u1 a1 u3 a3
+              [u1 xx u2]        -> a4    xx was never sampled:         u1 xx u2 a4
+                                         another sequence
+
+Conversations are compared as they were shown, except for white space around the model's text and the ids of calls. A
+recorded sequence continues with its own tokens, never with tokens of the text that the agent sends back. A request with
+other tools is another conversation, because its prompt begins differently.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from whet.data.chat import RewrittenHistory
+from whet.data.messages import Conversation, Message, Tools
+from whet.data.records import IntArray, Sampling
+from whet.errors import DataError
+from whet.interfaces.chat import Chat
+from whet.interfaces.endpoint import RecordedSequence
+from whet.interfaces.environment import Address
+from whet.rollout.recorded import NoRoom
+from whet.runtime.event_loop import gather_or_cancel
+from whet_endpoint import responses
+from whet_endpoint.errors import ApiError
+from whet_endpoint.listener import Listener
+from whet_endpoint.requests import ApiRequest, Rules, check_ignored
+from whet_endpoint.responses import Choice
+from whet_endpoint.tool_calls import check_tools, read_choice
+
+
+@asynccontextmanager
+async def open_episode(
+    listener: Listener, sequence: RecordedSequence, chat: Chat, sampling: Sampling, ignore: Collection[str]
+) -> AsyncIterator[Address]:
+    """Open an endpoint for an episode until the context ends. A failure of the model ends the body and is raised."""
+    scope = FailureScope()
+    rules = Rules(sampling, fixed=True, ignore=check_ignored(ignore))
+    responder = EpisodeResponder(sequence, chat, rules, scope)
+    async with scope, listener.open(responder, responder.conversations) as address:
+        yield address
+
+
+class FailureScope(AbstractAsyncContextManager["FailureScope"]):
+    """Cancels its body when another task reports a failure, and raises the failure, as a task group does."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0
+
+    async def __aenter__(self) -> "FailureScope":
+        self._task = asyncio.current_task()
+        self._cancelling = self._task.cancelling() if self._task else 0
+        return self
+
+    def fail(self, error: BaseException) -> None:
+        """Report a failure. The first one is raised."""
+        if self.error is None:
+            self.error = error
+            if self._task is not None:
+                self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if self.error is None or task is None:
+            return
+        if task.uncancel() > self._cancelling and kind is asyncio.CancelledError:
+            return  # something else, such as a deadline, cancels the body too
+        raise self.error from value
+
+
+@frozen(eq=False)
+class _Place:
+    """A point of a sequence at which it can be continued."""
+
+    sequence: RecordedSequence
+    turns: int
+    """Responses of the sequence up to this point."""
+
+    @property
+    def tokens(self) -> IntArray:
+        return self.sequence.history(self.turns)[0]
+
+
+class EpisodeResponder:
+    """Plays requests as turns of an episode's sequences. Obeys `whet_endpoint.session.Responder`."""
+
+    def __init__(self, sequence: RecordedSequence, chat: Chat, rules: Rules, scope: FailureScope) -> None:
+        self.rules, self._chat, self._scope = rules, chat, scope
+        self._first = sequence
+        begin = _Place(sequence, sequence.turns)
+        self._places = {_chain(sequence.messages)[-1]: begin}
+        """By the digest of the conversation up to the place."""
+        self._all = [begin]
+        self._busy = set[RecordedSequence]()
+        """Sequences whose next response is being sampled."""
+        self._sequences = [sequence]
+
+    def conversations(self) -> tuple[Conversation, ...]:
+        """Return the conversation of each sequence that has a response."""
+        return tuple(sequence.messages for sequence in self._sequences if sequence.turns)
+
+    async def respond(self, request: ApiRequest, name: str) -> dict[str, Any]:
+        """Play a request as a turn. A failure that is not the request's own fails the episode."""
+        try:
+            return responses.response(request, name, await self._choices(request), self._chat.pieces)
+        except ApiError:
+            raise
+        except NoRoom as error:
+            raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
+        except Exception as error:  # the edge: any other error fails the episode, and the agent learns nothing of it
+            self._scope.fail(error)
+            raise ApiError(503, "the model cannot answer; the episode ends here", code="model_failed") from error
+
+    async def _choices(self, request: ApiRequest) -> list[Choice]:
+        check_tools(request, self._chat)
+        place, messages, tokens = self._recorded(request)
+        chosen: list[RecordedSequence] = []
+        for _ in range(request.count):
+            chosen.append(self._sequence(place, request.tools))
+            self._busy.add(chosen[-1])
+        try:
+            turns = await gather_or_cancel(one.turn(messages, request.sampling, tokens) for one in chosen)
+        except RewrittenHistory:
+            raise
+        except DataError as error:
+            raise ApiError(400, str(error), "messages") from error
+        finally:
+            self._busy.difference_update(chosen)
+        choices = [read_choice(request, self._chat, turn.prompt, turn.completion) for turn in turns]
+        for one, choice in zip(chosen, choices, strict=True):
+            self._remember(one, request, choice)
+        return choices
+
+    def _recorded(self, request: ApiRequest) -> tuple[_Place | None, Conversation, IntArray | None]:
+        """Return the place up to which a prompt is recorded, None without one, and what is to be appended there:
+        messages, and tokens where the chat template is not to be used.
+        """
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            keys = _chain(prompt, request.tools)
+            length = next((n for n in reversed(range(len(prompt))) if keys[n] in self._places), None)
+            return (None, prompt, None) if length is None else (self._places[keys[length]], prompt[length:], None)
+        if isinstance(prompt, str):
+            return None, (Message("user", prompt),), self._chat.encode(prompt)
+        within = [p for p in self._all if p.turns and np.array_equal(prompt[: len(p.tokens)], p.tokens)]
+        place = max(within, key=lambda p: len(p.tokens), default=None)
+        rest = prompt[len(place.tokens) :] if place else prompt
+        return place, (Message("user", self._chat.decode(rest)),) if len(rest) else (), rest
+
+    def _sequence(self, place: _Place | None, tools: Tools) -> RecordedSequence:
+        """Return the sequence that continues a place: its own while it still ends there, otherwise another."""
+        if place is None:
+            one = self._first.fresh(tools)
+        elif place.sequence.turns == place.turns and place.sequence not in self._busy:
+            return place.sequence
+        else:
+            one = place.sequence.fork_after(place.turns)
+        self._sequences.append(one)
+        return one
+
+    def _remember(self, sequence: RecordedSequence, request: ApiRequest, choice: Choice) -> None:
+        place = _Place(sequence, sequence.turns)
+        self._all.append(place)
+        if isinstance(request.prompt, tuple):
+            response = Message("assistant", choice.text, choice.calls)
+            self._places[_chain((*request.prompt, response), request.tools)[-1]] = place
+
+
+def _chain(messages: Conversation, tools: Tools = ()) -> list[bytes]:
+    """Return a digest of no message, of the first, of the first two, and so on: [messages + 1]."""
+    chain = [blake2b("\n".join(tools).encode()).digest() if tools else b""]
+    for message in messages:
+        text = message.text.strip() if message.role == "assistant" else message.text
+        calls = [[call.name, json.loads(call.arguments)] for call in message.calls]
+        shown = f"\n{message.role}\n{text}" + f"\n{json.dumps(calls, sort_keys=True)}" * bool(calls)
+        chain.append(blake2b(chain[-1] + shown.encode(errors="surrogatepass")).digest())
+    return chain
