@@ -13,7 +13,7 @@ from whet.errors import ConfigError, DataError, EpisodeError, Undecided
 from whet.plugins.registry import load_plugins
 from whet.rollout.episode import total_reward
 from whet_env_judge.config import JudgeConfig, judge_facts
-from whet_env_judge.judge import Judge, Overheard
+from whet_env_judge.judge import Judge, Recorder
 from whet_testing.fakes import FakeModel
 
 MODEL = ModelInfo("", {})
@@ -60,7 +60,7 @@ def test_the_judge_sees_the_whole_conversation(prompts):
 def test_the_judge_sees_what_a_foreign_agent_and_the_model_said():
     pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
     http = pytest.importorskip("aiohttp")
-    model = Overheard(FakeModel("42"))
+    model = Recorder(FakeModel("42"))
 
     async def asked():
         async with model.endpoint() as address, http.ClientSession() as session:
@@ -85,7 +85,7 @@ def test_the_judge_sees_all_turns_and_no_other_sequence():
 
 def test_sequences_that_are_started_beside_are_not_judged(prompts):
     async def talk():
-        first = Overheard(FakeModel(["one", "aside", "two"]))
+        first = Recorder(FakeModel(["one", "aside", "two"]))
         await first.reply("a")
         await first.fork().reply("b")
         await first.reply("c")

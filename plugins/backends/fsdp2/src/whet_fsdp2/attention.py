@@ -1,8 +1,8 @@
 """Attention over packed segments, some of which also attend to a shared prefix.
 
 A packed row is cut into *blocks* that dense kernels can compute. Every segment attends to itself in an `own` block,
-causally. All segments with one prefix attend to it in one `prefix` block, so that a prompt's keys are read once for its
-whole group. A token that takes part in both has its two softmaxes joined by their normalisers:
+causally. All segments with the same prefix attend to that prefix in one `prefix` block, so the keys of a prompt are
+read once for the whole group. For a token in both blocks, the two softmaxes are joined by their normalisers:
 
     o = w o_own + (1 - w) o_prefix        w = exp(lse_own) / (exp(lse_own) + exp(lse_prefix))
 
@@ -10,8 +10,8 @@ The backward pass needs no more than w: in each block, with P the softmax of the
 
     dV = P' (f dO)      dS = P * (f dO V' - f delta)      delta = rowsum(dO * o)
 
-Small blocks are products of matrices with P kept; large ones go through PyTorch's flash kernels. All of that is for the
-CPU; other devices use `whet_fsdp2.portable`.
+Small blocks are matrix products that keep P for the backward pass. Large blocks use PyTorch's flash kernels. This
+module computes on the CPU only; other devices use `whet_fsdp2.portable`.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ NAME = "whet_packed"
 
 
 Three = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+"""Queries, keys and values."""
 
 
 class UnsupportedAttentionError(WhetError):
-    """The model asks for a kind of attention that packed rows do not have."""
+    """The model needs a kind of attention that packed rows do not support."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -52,7 +52,7 @@ def packed_attention(
     whet_plan: AttentionPlan | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within the segments of a packed row; the function that transformers calls.
+    """Return attention within the segments of a packed row. `transformers` calls this function.
 
     query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
     """
@@ -73,7 +73,7 @@ def packed_attention(
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """[1, heads, T, d] -> [T * heads, d]."""
+    """Return the heads as rows: [1, heads, T, d] -> [T * heads, d]."""
     return x[0].transpose(0, 1).reshape(-1, x.shape[3])
 
 
@@ -91,7 +91,7 @@ def _refuse_unsupported(
 
 
 def register() -> None:
-    """Make the function known to transformers, in this process."""
+    """Register `packed_attention` with transformers, in this process."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -147,7 +147,7 @@ class _SegmentAttention(torch.autograd.Function):
 
 @frozen(eq=False)
 class _Run:
-    """The blocks of a part, forward and backward."""
+    """The forward and backward pass over the blocks of a part."""
 
     dim: int
     heads: int
@@ -155,7 +155,7 @@ class _Run:
     scale: float
 
     def forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Give gathered outputs, their log normalisers, and what `backward` needs."""
+        """Return the gathered outputs, their log normalisers, and the tensors that `backward` needs."""
         q, k, v = q.index_select(0, part.query_rows), k.index_select(0, part.key_rows), v.index_select(0, part.key_rows)
         out = torch.empty_like(q)
         normaliser = q.new_empty(len(q))
@@ -166,7 +166,7 @@ class _Run:
         return out, normaliser, (q, k, v, *kept)
 
     def views(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Three:
-        """Give the block's queries [R*kv_heads, repeat*Q, d] and keys and values [R*kv_heads, K, d]."""
+        """Return the block's queries [R*kv_heads, repeat*Q, d], and its keys and values [R*kv_heads, K, d]."""
         pairs = block.rows * self.kv_heads
         return (
             q[block.query_slice].view(pairs, -1, self.dim),
@@ -200,7 +200,7 @@ class _Run:
         return lse.reshape(-1)  # type: ignore[no-any-return]  # an operator found by name
 
     def four(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Three:
-        """Give [R, heads, Q, d] and, keys repeated for the queries that share them, [R, heads, K, d]."""
+        """Return queries [R, heads, Q, d], and keys and values repeated for every query head [R, heads, K, d]."""
         shape = (block.rows, self.kv_heads, self.heads // self.kv_heads, block.keys, self.dim)
         return (
             q.view(block.rows, self.heads, block.queries, self.dim),
@@ -217,7 +217,7 @@ class _Run:
     def backward(
         self, part: Part, kept: list[Tensor], out: Tensor, upstream: Tensor, delta: Tensor, share: Tensor | None
     ) -> Three:
-        """Give gradients of the gathered q, k and v. `share` is the weight of this part's softmax in each row."""
+        """Return the gradients of the gathered q, k and v. `share` is the weight of this part's softmax in each row."""
         q, k, v, *blocks = kept
         factor = part.real if share is None else share.index_select(0, part.query_rows).mul_(part.real)
         g = upstream.index_select(0, part.query_rows).mul_(factor)
@@ -242,7 +242,7 @@ class _Run:
         torch.baddbmm(dk, slope.transpose(1, 2), q, beta=0, alpha=self.scale, out=dk)
 
     def flash_back(self, block: Block, lse: Tensor, out: Tensor, g: Tensor, views: Three, targets: Three) -> None:
-        # Given the joined output and normaliser, the kernel's own formula gives this block's part of the gradients.
+        # With the joined output and normaliser, the kernel's own formula computes this block's part of the gradients.
         queries, keys, values = self.four(block, *views)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g.view_as(queries), queries, keys, values, out.view_as(queries), lse.view(queries.shape[:3]), 0.0,

@@ -1,4 +1,4 @@
-"""The handle on the driver: shares a batch out over ranks, and puts what they give together again."""
+"""The backend on the driver: splits a batch over the ranks and joins their results."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +21,7 @@ _ROW = "whet_fsdp2_row"
 
 
 class Fsdp2Backend:
-    """A Hugging Face model on the ranks of a slice. Keeps `whet.interfaces.backend.Backend`."""
+    """A Hugging Face model on a group of ranks. Implements `whet.interfaces.backend.Backend`."""
 
     def __init__(self, config: Fsdp2Config, site: Site) -> None:
         site.status("loading the model to train")
@@ -41,25 +41,25 @@ class Fsdp2Backend:
 
     @property
     def _awake(self) -> Workers:
-        """The workers, which may be asked."""
+        """The workers. Raises `WhetError` while the backend sleeps."""
         if self._asleep:
             raise WhetError("the backend sleeps; wake it first")
         return self._workers
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
-        """Take one optimizer step; counts are those of `count_over` where given."""
+        """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
         ranks = self._workers.size
         whole = None if count_over is None or count_over is batch else count_over.shard(ranks)
         arguments = RankArguments((batch.shard(ranks), loss, whole))
         return self._awake.scatter_metrics("train", arguments, phase="train")
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
-        """Compute the loss and its metrics without gradient."""
+        """Return the loss and its metrics, computed without gradient."""
         arguments = RankArguments((batch.shard(self._workers.size), loss))
         return self._awake.scatter_metrics("evaluate", arguments, phase="evaluate")
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Compute outputs without gradient: NumPy, [N] or [N, K] each, in the batch's order."""
+        """Return outputs computed without gradient: NumPy, [N] or [N, K] each, in the order of the batch."""
         shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._workers.size)
         found = self._awake.scatter("score", RankArguments((shards, outputs, weights)), phase="score")
         columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
@@ -68,23 +68,23 @@ class Fsdp2Backend:
         return {name: restored[f"output:{name}"] for name in outputs}
 
     def send_weights(self, link: TransferSpec) -> Pending:
-        """Start to send the policy's weights over a link."""
+        """Start to send the policy's weights over a link. Returns the pending call."""
         return self._awake.start("send_weights", link, phase="weight_sync", timeout_seconds=link.timeout_seconds)
 
     def save(self, folder: Path) -> Pending:
-        """Start to save weights, optimizer and schedule; done when durable."""
+        """Start to save weights, optimizer and schedule. The returned call is done when the files are durable."""
         return self._awake.start("save", str(folder), phase="save")
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, on any number of ranks."""
+        """Load a checkpoint that `save` wrote, on any number of ranks."""
         self._awake.call("load", str(folder), phase="load")
 
     def export(self, folder: Path) -> None:
-        """Write a folder that `transformers` loads: weights, config, tokenizer."""
+        """Write a model folder that `transformers` can load: weights, config, tokenizer."""
         self._awake.call("export", str(folder), phase="export")
 
     def sleep(self) -> int:
-        """Give the memory of weights and optimizer back: to the host, or, of CPUs, to files. How many bytes."""
+        """Move weights and optimizer to host memory, or to files on a CPU. Returns the number of bytes freed."""
         try:
             given: int = sum(self._workers.call("sleep", phase="sleep"))
         except WhetError:  # of several ranks some may sleep
@@ -95,10 +95,10 @@ class Fsdp2Backend:
         return given
 
     def wake(self) -> None:
-        """Take it again."""
+        """Bring weights and optimizer back."""
         self._workers.call("wake", phase="wake")
         self._asleep = False
 
     def close(self) -> None:
-        """End the workers. Safe to call twice."""
+        """Stop the workers. Safe to call twice."""
         self._workers.close()

@@ -1,8 +1,8 @@
-"""Cut a packed row into blocks that dense kernels can compute, and build the gathers around them.
+"""Cut a packed row into blocks that dense kernels can compute, and build the gathers around the blocks.
 
-Every segment attends to itself in an `own` block, causally; all segments with one prefix attend to it in one `prefix`
-block. Segments of similar length are padded to one size and share a block. Built with NumPy, once for each
-micro-batch; every layer uses the same index tensors.
+Every segment attends to itself in an `own` block, causally. All segments with the same prefix attend to that prefix in
+one `prefix` block. Segments of similar length are padded to one size and share a block. NumPy builds the index tensors
+once for each micro-batch; every layer uses the same ones.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from whet_fsdp2.layout import Ints, bins, ranges
 from whet_fsdp2.portable import RowPlan, plan_rows
 
 SMALL = 160 * 160
-"""Scores of a block, queries x keys of one head, up to which it is computed by plain matrix products."""
+"""A block with at most this many scores (queries x keys of one head) is computed by plain matrix products."""
 
 
 @frozen(eq=False)
 class Block:
-    """R segments by `heads` pairs of query rows [queries, d] and key rows [keys, d], slices of gathered arrays."""
+    """R segments x `heads` pairs of query rows [queries, d] and key rows [keys, d]: slices of the gathered arrays."""
 
     rows: int
     queries: int
@@ -30,71 +30,71 @@ class Block:
     key_slice: slice
     causal: bool
     mask: Tensor | None
-    """[1 or R*kv_heads, 1 or queries, keys] added to the scores."""
+    """[1 or R*kv_heads, 1 or queries, keys] is added to the scores."""
     merged: bool
-    """Whether its softmax is joined with another's."""
+    """Whether the block's softmax is joined with the softmax of another block."""
 
     @property
     def large(self) -> bool:
-        """Whether it goes through a flash kernel."""
+        """Return whether a flash kernel computes the block."""
         return self.queries * self.keys > SMALL
 
 
 @frozen(eq=False)
 class Part:
-    """Blocks with the gathers around them. Rows are (token, head) pairs: x [T, heads, d] seen as [T * heads, d]."""
+    """Blocks with the gathers around them. Rows are (token, head) pairs: x [T, heads, d] as [T * heads, d]."""
 
     query_rows: Tensor
-    """Row of q that each gathered query comes from; padding repeats a row of its own segment."""
+    """The row of q that each gathered query comes from. Padding repeats a row of the same segment."""
     real: Tensor
-    """[gathered queries, 1] 1.0, and 0.0 where it is padding."""
+    """[gathered queries, 1] 1.0 for a real query, 0.0 for padding."""
     query_back: Tensor
-    """Where each row's query went: rows in order, of all tokens or of those that have a prefix."""
+    """The index of each row's gathered query. Rows are in order: all tokens, or the tokens with a prefix."""
     key_rows: Tensor
-    """Row of k and v that each gathered key comes from; padding as above."""
+    """The row of k and v that each gathered key comes from. Padding repeats a row of the same segment."""
     key_back: Tensor
-    """Where each key row went: of all tokens, or of the prefixes."""
+    """The index of each key row's gathered key: for all tokens, or for the prefixes."""
     key_target: Tensor | None
-    """Rows of k and v that `key_back` speaks of; None: all of them, in order."""
+    """The rows of k and v that `key_back` lists. None: all rows, in order."""
     blocks: tuple[Block, ...]
 
 
 @frozen(eq=False)
 class HeadPlan:
-    """What the attention of one row needs, for given numbers of heads."""
+    """The gathers and blocks of one packed row, for given numbers of heads."""
 
     own: Part
     prefix: Part | None
     tail: int
-    """First query row whose token has a prefix."""
+    """The first query row whose token has a prefix."""
 
 
 @frozen(eq=False)
 class AttentionPlan:
-    """The segments of a packed row; index tensors are made once and used by every layer."""
+    """The segments of a packed row. Index tensors are made once, and every layer uses them."""
 
     lengths: Ints
-    """[S]"""
+    """[S] tokens of each segment."""
     prefix: Ints
-    """[S] the segment each attends to, or -1; segments with a prefix come last."""
+    """[S] the prefix segment of each segment, or -1. Segments with a prefix come last."""
     reach: int = 0
-    """A longer distance to reckon with, while a model is tried."""
+    """A minimum for `longest`. Set while a model is probed, to stand for longer sequences than the probe has."""
     _made: dict[tuple[int, int, torch.device], HeadPlan] = field(factory=dict, init=False)
     _rows: dict[torch.device, RowPlan] = field(factory=dict, init=False)
 
     def longest(self) -> int:
-        """Give the longest distance, in tokens, over which a token attends."""
+        """Return the longest distance, in tokens, over which a token attends."""
         behind = np.where(self.prefix >= 0, self.lengths[self.prefix], 0)
         return max(self.reach, int((self.lengths + behind).max()))
 
     def for_rows(self, device: torch.device) -> RowPlan:
-        """Give the blocks that `attend_rows` needs."""
+        """Return the blocks that `attend_rows` needs."""
         if device not in self._rows:
             self._rows[device] = plan_rows(self.lengths, self.prefix, device)
         return self._rows[device]
 
     def for_heads(self, heads: int, kv_heads: int, device: torch.device) -> HeadPlan:
-        """Give the gathers and blocks for a number of query and key heads."""
+        """Return the gathers and blocks for a number of query heads and key heads."""
         key = (heads, kv_heads, device)
         if key not in self._made:
             self._made[key] = _Builder(self, heads, kv_heads, device).build()
@@ -133,7 +133,7 @@ class _Builder:
         order = np.argsort(self.prefix[self.first_behind :], kind="stable") + self.first_behind
         prefixes, first = np.unique(self.prefix[order], return_index=True)
         queries = np.add.reduceat(self.lengths[order], first)
-        tokens = ranges(self.place[order], self.lengths[order])  # of all completions, those of one prefix together
+        tokens = ranges(self.place[order], self.lengths[order])  # tokens of all completions, grouped by prefix
         start = np.cumsum(queries) - queries
         grids = []
         for found in bins(queries):
@@ -187,7 +187,7 @@ class _Builder:
         )
 
     def mask(self, grid: "_Grid") -> Tensor | None:
-        """Give what is added to the scores; a large causal block leaves it to the flash kernel."""
+        """Return the mask that is added to the scores. None for a large causal block: the flash kernel masks it."""
         queries, keys = grid.token.shape[1], grid.keys.shape[1]
         if grid.causal:
             if queries * keys > SMALL or queries == 1:
@@ -205,7 +205,7 @@ class _Builder:
 
 @frozen(eq=False)
 class _Grid:
-    """The tokens of a block: queries [R, Q] and keys [R, K], and which are no padding."""
+    """The tokens of a block: queries [R, Q] and keys [R, K], with flags that are true where a token is not padding."""
 
     token: Ints
     real: Any

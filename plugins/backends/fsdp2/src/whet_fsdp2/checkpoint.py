@@ -1,9 +1,10 @@
-"""A policy's weights and optimizer as safetensors with a JSON index: readable by anything, and no pickle.
+"""A policy's weights and optimizer state as safetensors with a JSON index. No pickle; any tool can read the files.
 
-    backend.json             what there is: name -> shape, dtype, file; steps; what wrote it
+    backend.json             index: name -> shape, dtype, file; optimizer steps; the backend that wrote it
     tensors-00001.safetensors ...
 
-Tensors are whole, so that a checkpoint loads on any number of ranks. Every rank takes part in gathering; rank 0 writes.
+Each tensor is stored whole, so a checkpoint loads on any number of ranks. Every rank takes part in the gathering;
+rank 0 writes.
 """
 
 import json
@@ -22,14 +23,14 @@ from whet_fsdp2.optimizer import MOMENTS
 
 FORMAT = 1
 _FINITE = ("weights", *MOMENTS)
-"""What has no value that is not finite; a buffer may be a mask of infinities."""
+"""Prefixes of the tensors whose values must be finite. A buffer may be a mask of infinities."""
 INDEX = "backend.json"
 FILE_BYTES = 2 << 30
-"""Tensors are collected up to this size before a file is written."""
+"""A file is written as soon as the collected tensors reach this size."""
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], extra: Mapping[str, Any], writes: bool) -> None:
-    """Write tensors and what else is to be known, durably. Ranks that do not write take part in the gathering."""
+    """Write tensors, and `extra` into the index, durably. Ranks that do not write still take part in the gathering."""
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class Saved:
-    """What `write` left in a folder. Raises `CheckpointError` where it is damaged."""
+    """A checkpoint folder that `write` made. Raises `CheckpointError` if the checkpoint is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +90,7 @@ class Saved:
             self.tensors: dict[str, Any] = document["tensors"]
             format_ = document["format"]
             self.steps: dict[str, float] = {name: float(step) for name, step in document["steps"].items()}
-            """Optimizer steps of each weight that has been stepped."""
+            """Optimizer steps of each weight that the optimizer has updated."""
             self.optimizer_steps = int(document["optimizer_steps"])
             if not all(0 <= step < math.inf for step in (*self.steps.values(), self.optimizer_steps)):
                 raise ValueError("its numbers of optimizer steps must be finite and not negative")
@@ -105,7 +106,7 @@ class Saved:
             )
 
     def refuse_others(self, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Check that the tensors of this prefix are those wanted, by name and shape; show the first differences."""
+        """Raise `CheckpointError`, with the first differences, unless the weights have the wanted names and shapes."""
         found = {name: list(entry["shape"]) for name, entry in self.tensors.items() if name.startswith("weights/")}
         expected = {name: list(shape) for name, shape in wanted.items()}
         problems = [f"{n} is missing" for n in expected if n not in found]
@@ -120,7 +121,7 @@ class Saved:
             raise CheckpointError(f"{self.folder} is of another model: {'; '.join(problems[:4])}{more}")
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors, file by file."""
+        """Yield the named tensors, file by file."""
         from safetensors import SafetensorError, safe_open
 
         by_file: dict[str, list[str]] = {}

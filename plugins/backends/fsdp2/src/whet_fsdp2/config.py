@@ -1,4 +1,4 @@
-"""The section `backend:` with `use: fsdp2`, and what planning may know of it. Imports no torch."""
+"""The section `backend:` with `use: fsdp2`, and its facts for planning. Imports no torch."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,27 +23,28 @@ class OptimizerConfig:
     lr: float = field(default=1.0e-5, validator=above(0, 10))
     """Peak learning rate."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(below(0, 1)))
-    """Decay of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: float = field(default=1.0e-8, validator=above(0, 1))
-    """Added to the root of the mean square."""
+    """A small number that is added to the root of the mean square."""
     weight_decay: float = field(default=0.0, validator=between(0, 100))
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."""
 
 
 @frozen
 class ScheduleConfig:
-    """The learning rate over optimizer steps: a linear warm-up, then the chosen kind."""
+    """The learning rate over optimizer steps: a linear warm-up, then the chosen kind of decay."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up."""
+    """The schedule after the warm-up."""
     warmup_steps: int = field(default=0, validator=between(0, STEPS))
     """Optimizer steps over which the rate rises to its peak."""
     warmup_ratio: float = field(default=0.0, validator=between(0, 1))
-    """Instead of `warmup_steps`: share of all optimizer steps, as `total_steps` has them, over which the rate rises."""
+    """Length of the warm-up as a share of `total_steps`. Set this or `warmup_steps`."""
     min_ratio: float = field(default=0.0, validator=between(0, 1))
-    """Where `linear` and `cosine` end, as a share of the peak."""
+    """The final learning rate of `linear` and `cosine`, as a share of the peak."""
     total_steps: int = field(default=0, validator=between(0, STEPS))
-    """Optimizer steps at which they end; 0: all steps of the run, which is right where a step takes one."""
+    """Optimizer steps at which `linear` and `cosine` end. 0: the number of steps of the run, which is right where each
+    step of the run takes one optimizer step."""
 
 
 @frozen
@@ -53,34 +54,34 @@ class Fsdp2Config:
     optimizer: OptimizerConfig = attrs.Factory(OptimizerConfig)
     """The optimizer."""
     schedule: ScheduleConfig = attrs.Factory(ScheduleConfig)
-    """Its learning rate over time."""
+    """The learning rate over optimizer steps."""
     max_grad_norm: float | None = field(default=1.0, validator=_NORM)
-    """Gradients are scaled down to this global norm; 0 or null: never."""
+    """Gradients are scaled down to this global norm. 0 or null: no clipping."""
     micro_batch_tokens: int = field(default=8192, validator=between(1, TOKENS))
-    """Tokens of one forward and backward pass on one rank, as laid out: with padding, shared prompts once."""
+    """Tokens of one forward and backward pass on one rank. Padding counts; a shared prompt counts once."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
-    """`shared`: no padding, and a prompt that several samples of a group have in common is computed once. `packed`: no
-    padding. `padded`: the model's own attention. All three give the same numbers. `auto` is `shared` where the model
-    can do it, which is tried when it is loaded, else `padded`."""
+    """`packed`: no padding. `shared`: no padding, and the common prompt of a group is computed once. `padded`: padded
+    rows and the model's own attention. All three compute the same numbers. `auto`: `shared` if the model supports it,
+    else `padded`; the backend tests this when it loads the model."""
     logprob_chunk: int = field(default=0, validator=between(0, TOKENS))
-    """Tokens whose logits are held at a time; 0: as many as fill 128 MiB."""
+    """Tokens whose logits are in memory at a time. 0: as many as fill 128 MiB."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, a third slower."""
+    """Keep only the inputs of layers for the backward pass and recompute the rest: less memory, a third slower."""
     reshard_after_forward: bool = True
-    """With several ranks: free a layer's gathered weights between its forward and backward pass."""
+    """With several ranks: free the gathered weights of a layer between its forward and backward pass."""
     reference: bool = attrs.field(default=False, metadata={"policy": True})
-    """Hold a frozen copy of the weights that the run started from, for algorithms that compare the policy with it."""
+    """Hold a frozen copy of the run's first weights, for algorithms that compare the policy with a reference."""
     teacher: str = attrs.field(default="", metadata={"path": True, "policy": True})
-    """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary, which
-    it must share."""
+    """Folder of a second, frozen model that the same workers hold, for distillation over the whole vocabulary. Both
+    models must have the same vocabulary."""
     head: Literal["lm", "value"] = "lm"
-    """`lm`: a distribution over tokens. `value`: one number for each place, as critics and reward models give; it is
-    exported as a sequence classifier of one label. A model folder without such a head gets a new one, drawn from
+    """`lm`: a distribution over tokens. `value`: one number for each token, for critics and reward models; the export
+    is a sequence classifier with one label. If the model folder has no value head, a new one is drawn from
     N(0, 1/(hidden size + 1)) (Stiennon et al. 2020, arXiv:2009.01325)."""
 
 
 def outputs(config: Fsdp2Config) -> frozenset[str]:
-    """Give the outputs that a model with this config has."""
+    """Return the names of the outputs of a model with this config."""
     if config.head == "value":
         return frozenset({"values"})
     divergences = {"kl_forward", "kl_reverse", "jensen_shannon"} if config.teacher else set()
@@ -88,7 +89,7 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
 
 
 def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
-    """Say what the backend gives, and the memory of weights, gradients and optimizer on one rank."""
+    """Return the backend's outputs, transports, and the memory of weights, gradients and optimizer on one rank."""
     return Facts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
@@ -101,12 +102,12 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
 
 
 def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Return what one rank holds: its shares of what FSDP2 shards, and what it holds whole, but no activations."""
+    """Yield the memory of one rank: its shards, and the tensors that it holds whole. Activations are not counted."""
     count, low = model.parameters, model.dtype == "bfloat16"
-    number = 2 if low else 4  # bytes that compute
+    number = 2 if low else 4  # bytes of a number in the forward pass
     over = f", shared out over {ranks} ranks" if ranks > 1 else ""
     spread = "let more ranks share them out (cluster.ranks, cluster.gpus), each where it has memory of its own"
-    if model.stored_dtype in ("bfloat16", "float16"):  # others are mapped from the file
+    if model.stored_dtype in ("bfloat16", "float16"):  # other dtypes are mapped from the file
         yield MemoryTerm("the model as it is loaded, whole and in float32", 4 * count, "loading", "host")
     if trained:
         yield MemoryTerm(f"weights in float32{over}", 4 * count // ranks, change=spread)
@@ -127,7 +128,7 @@ def memory(config: Fsdp2Config, model: ModelInfo, ranks: int, trained: bool) -> 
 
 
 def _frozen(config: Fsdp2Config, model: ModelInfo) -> Iterator[tuple[str, ModelInfo]]:
-    """Return the frozen models that a rank holds beside its own; a teacher that is not here counts as large."""
+    """Yield the frozen models of a rank. A teacher whose folder is not here counts as large as the trained model."""
     if config.reference:
         yield "reference", model
     if config.teacher:

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a model folder."""
+"""The files beside the weights in a model folder."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ COMPANIONS = (
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, generation config and model code, unchanged."""
+    """Copy tokenizer, chat template, generation config and model code without changes."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in COMPANIONS:
         for file in sorted(source.glob(pattern)):
@@ -25,10 +25,10 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def set_padding(config: Any, folder: Path) -> None:
-    """Let a sequence classifier's config and its tokenizer in `folder` agree on the token that fills up rows.
+    """Write one padding token into a sequence classifier's config and into its tokenizer in `folder`.
 
-    `transformers` reads the score at the last token that is no padding, so a token that conversations end with will not
-    do. Where the tokenizer has none, or such a one, another special token takes its place.
+    `transformers` reads the score at the last token that is not padding, so the padding token must differ from the
+    token that ends a conversation. If the tokenizer has no such padding token, another special token is used.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -49,9 +49,9 @@ def set_padding(config: Any, folder: Path) -> None:
 
 
 def _last_token(folder: Path, tokenizer: Any) -> int | None:
-    """Give the token that ends a conversation."""
+    """Return the token that ends a conversation."""
     try:
         return int(ChatTokenizer(folder).training((Message("user", "?"), Message("assistant", "!"))).tokens[-1])
-    except DataError:  # without a chat template texts end as the tokenizer has them end
+    except DataError:  # without a chat template, a text ends with eos_token
         end: int | None = tokenizer.eos_token_id
         return end

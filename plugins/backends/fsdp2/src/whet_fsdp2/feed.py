@@ -18,32 +18,32 @@ from whet_fsdp2.narrowed import Narrowed, read_only_at
 
 @frozen(eq=False)
 class Feed:
-    """One forward pass: what the model gets, and which logprobs are wanted of it."""
+    """The inputs of one forward pass, and the tokens whose logprobs are computed."""
 
     arguments: Mapping[str, Any]
-    """Of the model without its head."""
+    """Arguments of the model without its head."""
     source: Tensor
-    """[M] rows of the flattened hidden states."""
+    """[M] rows of the flattened hidden states from which the targets are predicted."""
     rows: Tensor
-    """[R] the same, each once."""
+    """[R] the distinct values of `source`."""
     targets: Tensor
-    """[M] tokens."""
+    """[M] the target tokens."""
     where: Tensor
-    """[M] their places among the N tokens of the micro-batch."""
+    """[M] positions of the targets among the N tokens of the micro-batch."""
     temperature: Tensor | None
-    """[M] float32; None: 1 everywhere."""
+    """[M] float32. None: 1 everywhere."""
     count: int
-    """N"""
+    """N, the number of tokens of the micro-batch."""
     ids: Tensor | None
-    """[M, K] further tokens at each place, of the column `topk_ids`."""
+    """[M, K] further tokens at each target position, from the column `topk_ids`."""
     passed: int
-    """Tokens that go through the model, padding not counted."""
+    """Tokens that go through the model, without padding."""
     empty: bool = field(default=False)
-    """Whether there is nothing to compute and the pass only keeps the ranks in step."""
+    """Whether the pass has no targets and only keeps this rank in step with the others."""
 
 
 def feed(batch: Batch, layout: Layout, device: torch.device) -> Feed:
-    """Lay out a NumPy micro-batch and bring it to the device."""
+    """Return the inputs of the forward pass for a NumPy micro-batch, on the device."""
     used = used_lengths(batch)
     if not used.any():
         return nothing(batch, layout, device)
@@ -82,7 +82,7 @@ def feed(batch: Batch, layout: Layout, device: torch.device) -> Feed:
 
 
 def nothing(batch: Batch, layout: Layout, device: torch.device) -> Feed:
-    """Make the smallest forward pass, whose outputs go nowhere, for a batch without targets."""
+    """Return the inputs of the smallest forward pass, for a batch without targets. Its outputs are not used."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     arguments: dict[str, Any] = {"input_ids": zero[None], "position_ids": zero[None], "use_cache": False}
     if layout != "padded":
@@ -108,25 +108,25 @@ def _temperature(batch: Batch, targets: Targets, device: torch.device) -> Tensor
 
 
 class Root(nn.Module):
-    """A Hugging Face causal model whose forward pass ends in logprobs, so that logits never leave it."""
+    """A Hugging Face causal model whose forward pass returns logprobs, so logits never leave the module."""
 
     probe = "logprobs"
-    """An output that it always has."""
+    """An output that this module always has."""
 
     def __init__(self, model: Any, chunk: int) -> None:
         super().__init__()
         self.model = model
         self.chunk = chunk
         self.narrowed: tuple[Narrowed, ...] = ()
-        """What of the last layer is computed only where it is read."""
+        """Modules of the last layer that are computed only at the positions that are read."""
         self.teacher: tuple[Root, ...] = ()
-        """The frozen model that divergences are taken to, in a tuple so that it is no part of this one."""
+        """The frozen model of the divergences, in a tuple so that it is not a submodule."""
 
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Give the outputs that are wanted, `logprobs` always: [M] or [M, K] each; see `whet.interfaces.backend`."""
+        """Return the wanted outputs and always `logprobs`: [M] or [M, K] each. See `whet.interfaces.backend`."""
         hidden, head = self._hidden(feed), self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        if "logits" in outputs:  # what makes them: of a teacher, whose logits no one process of many tokens can hold
+        if "logits" in outputs:  # of a teacher: hidden states and head, as all logits at once need too much memory
             return {"hidden": hidden, "weight": head.weight, **({} if bias is None else {"bias": bias})}
         terms: dict[str, Any] = {"bias": bias, "temperature": feed.temperature}
         found = self._at_tokens(feed, outputs, hidden, head.weight, terms)
@@ -140,7 +140,7 @@ class Root(nn.Module):
     def _divergences(
         self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Give those to the teacher that these workers hold."""
+        """Return the wanted divergences between this model and the teacher that the same workers hold."""
         both = ("kl_forward", "kl_reverse") if {"kl_forward", "kl_reverse"} & set(outputs) else ()
         mixtures = [name for name in outputs if name.startswith("jensen_shannon:")]
         if not both and not mixtures:
@@ -163,7 +163,7 @@ class Root(nn.Module):
     def _at_tokens(
         self, feed: Feed, outputs: Sequence[str], hidden: Tensor, weight: Tensor, terms: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Give `logprobs` and, in the same pass over the logits, `logprobs_at` and `entropy`."""
+        """Return `logprobs` and, from the same pass over the logits, `logprobs_at` and `entropy` if they are wanted."""
         targets = feed.targets
         if "logprobs_at" in outputs:
             if feed.ids is None:
@@ -179,7 +179,7 @@ class Root(nn.Module):
 
 
 class ValueRoot(nn.Module):
-    """A Hugging Face sequence classifier of one label, whose head is applied at every place that is asked for."""
+    """A Hugging Face sequence classifier with one label. Its head is applied at every target position."""
 
     probe = "values"
 
@@ -187,10 +187,10 @@ class ValueRoot(nn.Module):
         super().__init__()
         self.model = model
         self.narrowed: tuple[Narrowed, ...] = ()
-        """What of the last layer is computed only where it is read."""
+        """Modules of the last layer that are computed only at the positions that are read."""
 
     def forward(self, feed: Feed, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Give `values` [M] float32."""
+        """Return `values` [M] float32."""
         return {"values": self.model.score(read_hidden(self, feed))[:, 0].float()}
 
 
@@ -198,7 +198,7 @@ AnyRoot = Root | ValueRoot
 
 
 def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
-    """Give the last hidden states where they are read: [M, hidden size]."""
+    """Return the last hidden states at the positions that are read: [M, hidden size]."""
     read_only_at(root.narrowed, feed.rows, feed.arguments["input_ids"].numel())
     hidden = root.model.base_model(**feed.arguments).last_hidden_state
     rows: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, feed.source)
@@ -206,7 +206,7 @@ def read_hidden(root: AnyRoot, feed: Feed) -> Tensor:
 
 
 def spread(feed: Feed, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put outputs [M] or [M, K] of a pass into the micro-batch's order [N] or [N, K], 0 elsewhere."""
+    """Return the outputs of a pass, [M] or [M, K], in the order of the micro-batch: [N] or [N, K], 0 elsewhere."""
     return {name: _spread(feed, values) for name, values in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""What this plugin offers to whet."""
+"""The hooks of this plugin."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ def whet_backends() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: Config) -> Iterable[Problem]:
-    """Refuse a warm-up that is stated twice, of the backend and of every role that is one."""
+    """Yield a problem for each fsdp2 section, of the backend or of a role, that sets the warm-up twice."""
     sections = {"backend": config.backend, **{f"roles.{name}": role.component for name, role in config.roles.items()}}
     for path, section in sections.items():
         backend = section.config

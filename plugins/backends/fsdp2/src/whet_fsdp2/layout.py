@@ -1,17 +1,18 @@
-"""How the sequences of a micro-batch are laid out for one forward pass. NumPy only.
+"""The layout of a micro-batch's sequences in one forward pass. NumPy only.
 
-A *segment* is a run of tokens that attend to each other causally, and to the whole of its prefix segment if it has one.
+A *segment* is a run of tokens. They attend to each other causally, and to the whole prefix segment if there is one.
 
-    padded   a row for each sequence, padded to the longest
-    packed   each sequence is a segment; segments lie one after another in one row
-    shared   packed, and a prompt that several sequences of a group have in common is a segment of its own,
-             the prefix of their completions:
+    padded   one row for each sequence, padded to the longest sequence
+    packed   each sequence is a segment; all segments follow each other in one row
+    shared   packed, and the prompt that several sequences of a group share is one segment, the prefix of their
+             completions:
 
         sequences   [p p p a a] [p p p b] [q q c c]        (p: the prompt of a group of two)
         row          p p p | q q c | a a | b               (segments; those with a prefix come last)
 
-A completion that begins another one of its group, or equals it, is not laid out again either: its hidden states are the
-other's. Nothing after the last trained token enters the forward pass, nor does that token itself: it is only a target.
+If a completion equals another completion of its group, or is the beginning of one, its hidden states are the same, so
+it is not laid out again. The last trained token is only a target: neither it nor any token after it enters the forward
+pass.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,16 @@ Ints = NDArray[np.int64]
 
 @frozen(eq=False)
 class Targets:
-    """The logprobs that a forward pass computes, M of them."""
+    """The M target tokens of a forward pass."""
 
     source: Ints
-    """[M] where in the (flattened) forward pass the hidden state before the token lies."""
+    """[M] index, in the flattened forward pass, of the hidden state that predicts the token."""
     tokens: Ints
-    """[M] the tokens themselves."""
+    """[M] the target tokens."""
     where: Ints
-    """[M] their positions among the N tokens of the micro-batch."""
+    """[M] positions of the targets among the N tokens of the micro-batch."""
     sequence: Ints
-    """[M] the sequence of each."""
+    """[M] the sequence of each target."""
 
 
 @frozen(eq=False)
@@ -46,13 +47,13 @@ class Row:
     """A packed forward pass of T tokens."""
 
     tokens: Ints
-    """[T]"""
+    """[T] the tokens of the row."""
     positions: Ints
     """[T] position of each token in its own sequence."""
     lengths: Ints
-    """[S] of the segments; those without prefix come first."""
+    """[S] tokens of each segment. Segments without a prefix come first."""
     prefix: Ints
-    """[S] the segment that each attends to beside itself, or -1."""
+    """[S] the prefix segment of each segment, or -1."""
     targets: Targets
 
 
@@ -61,14 +62,14 @@ class Rows:
     """A padded forward pass of R sequences of up to W tokens."""
 
     tokens: Ints
-    """[R, W]"""
+    """[R, W] the tokens, padded with 0."""
     mask: NDArray[np.bool_]
-    """[R, W] true where there is a token."""
+    """[R, W] true at tokens, false at padding."""
     targets: Targets
 
 
 def used_lengths(batch: Batch) -> Ints:
-    """Count the tokens of each sequence that must enter the forward pass: those before its last target. -> [B]."""
+    """Return the number of tokens of each sequence that enter the forward pass: all before its last target. -> [B]."""
     lengths, mask = np.asarray(batch["lengths"]), np.asarray(batch["loss_mask"])
     hits = np.flatnonzero(mask)
     owner = np.searchsorted(np.cumsum(lengths), hits, side="right")
@@ -78,10 +79,10 @@ def used_lengths(batch: Batch) -> Ints:
 
 
 def plan(batch: Batch, layout: Layout, budget: int) -> list[Ints]:
-    """Split into micro-batches of whole units of about `budget` tokens; gives the sequences of each.
+    """Return the sequences of each micro-batch: whole units of up to `budget` tokens.
 
-    Units stay in order of group, so that a group's prompt is computed once; for `padded` they go by length.
-    Units larger than the budget get a micro-batch of their own.
+    Units are sorted by group, so that the prompt of a group is computed once; for `padded` they are sorted by length.
+    A unit larger than the budget gets a micro-batch of its own.
     """
     used = used_lengths(batch)
     units = [unit for unit in batch.units() if used[unit].any()]
@@ -101,7 +102,7 @@ def plan(batch: Batch, layout: Layout, budget: int) -> list[Ints]:
 
 
 class _PackedCost:
-    """Tokens of a packed micro-batch, a shared prompt counted once."""
+    """Counts the tokens of a packed micro-batch. A shared prompt counts once."""
 
     def __init__(self, prompts: Ints, owner: Ints) -> None:
         self._prompts, self._owner = prompts, owner
@@ -123,7 +124,7 @@ class _PackedCost:
 
 
 class _PaddedCost:
-    """Tokens of a padded micro-batch, padding counted."""
+    """Counts the tokens of a padded micro-batch, with padding."""
 
     def __init__(self) -> None:
         self._rows, self._width = 0, 0
@@ -139,9 +140,9 @@ class _PaddedCost:
 
 
 def shared_prompts(batch: Batch, used: Ints) -> Ints:
-    """Find prompts that several sequences of a group have in common.
+    """Return, for each sequence, the first sequence of its group with the same prompt -> [B].
 
-    Gives for each sequence the first one with its prompt, or -1 where no other has it. [B].
+    The value is -1 where no other sequence of the group has the prompt.
     """
     lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
     starts = np.cumsum(lengths) - lengths
@@ -158,10 +159,13 @@ def shared_prompts(batch: Batch, used: Ints) -> Ints:
 
 
 def covering(batch: Batch, used: Ints, owner: Ints) -> Ints:
-    """Find for each sequence with a shared prompt one whose used tokens begin with its own; often itself. -> [B]."""
+    """Return, for each sequence with a shared prompt, a sequence whose used tokens begin with its own -> [B].
+
+    Often this is the sequence itself.
+    """
     lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
     starts = np.cumsum(lengths) - lengths
-    # Big-endian, so that bytes sort as tokens do: what begins others comes right before one of them.
+    # Big-endian bytes sort in the order of the tokens, so a prefix comes right before a sequence that begins with it.
     tokens = np.ascontiguousarray(batch["tokens"], ">i8")
     found = np.arange(len(lengths))
     rows = np.flatnonzero(owner >= 0).tolist()
@@ -174,7 +178,7 @@ def covering(batch: Batch, used: Ints, owner: Ints) -> Ints:
 
 
 def pack(batch: Batch, layout: Layout) -> Row | Rows:
-    """Lay out a micro-batch. At least one of its sequences must have a target."""
+    """Return the layout of a micro-batch. At least one of its sequences must have a target."""
     used = used_lengths(batch)
     if layout == "padded":
         return _padded(batch, used)
@@ -232,16 +236,16 @@ def _padded(batch: Batch, used: Ints) -> Rows:
 
 
 def _targets(batch: Batch, lengths: Ints, starts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Give for each target its position among the N tokens, its sequence, and the position before it there."""
+    """Return, for each target: its position among the N tokens, its sequence, and the position before it there."""
     where = np.flatnonzero(np.asarray(batch["loss_mask"]))
     sequence = np.searchsorted(np.cumsum(lengths), where, side="right")
     before = where - starts[sequence] - 1
-    keep = before >= 0  # the first token of a sequence has nothing before it
+    keep = before >= 0  # no hidden state predicts the first token of a sequence
     return where[keep], sequence[keep], before[keep]
 
 
 def ranges(begin: Any, size: Any) -> Ints:
-    """Join the ranges begin[i] .. begin[i] + size[i]."""
+    """Return the ranges begin[i] .. begin[i] + size[i], joined."""
     begin, size = np.asarray(begin, np.int64), np.asarray(size, np.int64)
     shift = np.repeat(begin - (np.cumsum(size) - size), size)
     joined: Ints = np.arange(int(size.sum()), dtype=np.int64) + shift
@@ -250,15 +254,15 @@ def ranges(begin: Any, size: Any) -> Ints:
 
 @frozen(eq=False)
 class Bin:
-    """Segments of similar length that are computed together, padded to the longest."""
+    """Segments of similar length that are computed together, padded to the longest of them."""
 
     members: Ints
-    """[R]"""
+    """[R] indices of the segments."""
     width: int
 
 
 def bins(lengths: Sequence[int] | Ints, slack: float = 1.25, allowance: int = 4) -> list[Bin]:
-    """Group lengths so that little is padded: none is padded to more than slack x its length + allowance."""
+    """Return groups of similar lengths. No segment is padded to more than slack x its length + allowance."""
     lengths = np.asarray(lengths, np.int64)
     order = np.argsort(-lengths, kind="stable")
     found: list[Bin] = []

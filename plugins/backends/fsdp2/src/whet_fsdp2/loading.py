@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal model from a folder, and find out what it can do before it trains."""
+"""Load a Hugging Face causal model from a folder, and test which layout and shortcuts it supports."""
 
 import logging
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ from whet_fsdp2.norms import hasten_norms
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
-"""Largest difference of logprobs between two ways that must agree, relative to their size."""
+"""Largest difference of logprobs between two computations that must agree, relative to the size of the logprobs."""
 
 
 NEW_HEAD = "score.weight"
 
 
 def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
-    """Load float32 weights from a local folder. Raises `WhetError` where weights are missing, odd or damaged.
+    """Return the model of a local folder, in float32. Raises `WhetError` if weights are missing, odd or damaged.
 
-    A `value` head that the folder does not have is drawn from the seed.
+    If the folder has no `value` head, a new head is drawn from the seed.
     """
     import transformers
 
@@ -48,7 +48,7 @@ def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
                 local_files_only=True,
                 trust_remote_code=info.trust_remote_code,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported, and refused below with their names
+                ignore_mismatched_sizes=True,  # reported, and refused below by name
                 output_loading_info=True,
             )
     except Exception as error:  # safetensors, transformers and remote code each raise their own
@@ -68,14 +68,14 @@ def load_model(info: ModelInfo, head: str = "lm", seed: int = 0) -> Any:
 
 @torch.no_grad()
 def _draw_head(weight: torch.Tensor, seed: int) -> None:
-    """Draw a value head from N(0, 1/(hidden size + 1)): Stiennon et al. 2020 (arXiv:2009.01325), appendix B.1."""
+    """Fill a value head from N(0, 1/(hidden size + 1)): Stiennon et al. 2020 (arXiv:2009.01325), appendix B.1."""
     draw = randomness.generator(seed, "value head").standard_normal(tuple(weight.shape), np.float32)
     weight.copy_(torch.from_numpy(draw / np.float32(np.sqrt(weight.shape[1] + 1))))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep progress bars of transformers out of a worker's log, and what it says of weights: we say so ourselves."""
+    """Switch off progress bars and warnings of transformers. This module reports odd weights itself."""
     from transformers.utils import logging as their_logging
 
     shown, level = their_logging.is_progress_bar_enabled(), their_logging.get_verbosity()
@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Let layers keep only their inputs for the backward pass. There is no dropout, so no random state to keep."""
+    """Turn gradient checkpointing on. There is no dropout, so no random state has to be kept."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -116,10 +116,10 @@ def _refuse_incomplete(path: str, report: Any) -> None:
 
 
 def prepare(model: Any, wanted: str, chunk: int, longest: int, head: str = "lm") -> tuple[AnyRoot, Layout]:
-    """Check that the model's outputs can be computed here, and choose the layout for sequences up to `longest`.
+    """Return the model as a `Root` or `ValueRoot`, and the layout for sequences up to `longest`.
 
-    Tries every shortcut on a few tokens against the model's own logits. Raises `ConfigError` where the head is
-    more than a matrix, or a layout that was asked for by name is not exact for this model.
+    Every shortcut is compared with the model's own logits on a few tokens. Raises `ConfigError` if the head is more
+    than a matrix, or if a layout that the config names is not exact for this model.
     """
     root: AnyRoot = ValueRoot(model) if head == "value" else Root(model, chunk)
     batch = _probe(model)
@@ -143,7 +143,7 @@ def prepare(model: Any, wanted: str, chunk: int, longest: int, head: str = "lm")
 
 
 def _probe(model: Any) -> Batch:
-    """Make three short sequences, two of which share a prompt."""
+    """Return three short sequences, two of which share a prompt."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     draw = np.random.Generator(np.random.Philox(0))
     prompt = draw.integers(vocabulary, size=5)
@@ -158,7 +158,7 @@ def _probe(model: Any) -> Batch:
 
 
 def _plain_outputs(model: Any, batch: Batch, head: str) -> np.ndarray[Any, Any]:
-    """Compute logprobs or values [N] from the model's own forward pass, a sequence at a time."""
+    """Return logprobs or values [N] of the model's own forward pass, one sequence at a time."""
     device = model.get_input_embeddings().weight.device
     found = []
     for one in range(batch.sequences):
@@ -187,11 +187,11 @@ def _differ(found: Any, expected: Any) -> float:
 
 
 def _narrow(root: AnyRoot, batch: Batch, expected: Any) -> None:
-    """Compute the last layer only where it is read, if that gives the same here."""
+    """Restrict the last layer to the positions that are read, if the outputs stay the same."""
     root.narrowed = narrow(root.model)
     try:
         _check_head(root, batch, expected)
-    except (ConfigError, TypeError, ValueError, RuntimeError) as error:  # from the model's own code
+    except (ConfigError, TypeError, ValueError, RuntimeError) as error:  # raised by the model's own code
         log.warning("the last layer of %s is computed at all places: %s", type(root.model).__name__, error)
         for one in root.narrowed:
             one.undo()
@@ -208,7 +208,7 @@ def _check_head(root: AnyRoot, batch: Batch, expected: Any) -> None:
 
 
 def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expected: Any) -> str | None:
-    """Switch to packed attention. Gives what stands in its way, and then switches back."""
+    """Switch the model to packed attention. If that fails, switch back and return the reason."""
     attention.register()
     before = root.model.config._attn_implementation
     try:
@@ -219,7 +219,7 @@ def _try_packed(root: AnyRoot, batch: Batch, layout: Layout, longest: int, expec
         problem = None if off <= TOLERANCE else f"its {root.probe} differ by {off:.2g} from those of padded rows"
     except attention.UnsupportedAttentionError as error:
         problem = error.reason
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:  # from the model's own code
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:  # raised by the model's own code
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         root.model.set_attn_implementation(before)

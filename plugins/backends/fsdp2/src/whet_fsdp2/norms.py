@@ -1,7 +1,8 @@
-"""RMS norms in a few passes over memory instead of some twenty.
+"""RMS norms in a few passes over memory instead of about twenty.
 
-Small models on a CPU spend more time in element-wise operations than in what they are made of. Autograd's backward pass
-of a norm written out in single operations is the largest of those; the formula by hand takes a third of the time.
+Small models on a CPU spend more time in element-wise operations than in matrix products. The largest of these costs is
+autograd's backward pass of a norm that is written in single operations. The gradient written by hand takes a third of
+the time.
 """
 
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 
 def hasten_norms(model: nn.Module) -> int:
-    """Replace the forward pass of RMS norms by one that is the same to rounding; gives how many there were.
+    """Replace the forward pass of RMS norms by a faster one, equal up to rounding. Returns the number of norms.
 
-    A module counts as one if its class is named so and it gives what the formula gives. On float32 on a CPU only:
-    other inputs go through the module's own forward pass.
+    A module counts as an RMS norm if its class has that name and its output equals the formula. The faster pass is used
+    for float32 on a CPU only; other inputs use the module's own forward pass.
     """
     found = 0
     for module in model.modules():
@@ -38,7 +39,7 @@ def _is_plain(module: Any) -> bool:
 
 
 class _Hastened:
-    """The forward pass of one module."""
+    """The faster forward pass of one RMS norm."""
 
     def __init__(self, module: Any, slow: Any) -> None:
         self._module, self._slow = module, slow

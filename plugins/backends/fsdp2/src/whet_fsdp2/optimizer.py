@@ -13,7 +13,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Stepper:
-    """AdamW over the masters of a policy. Its state is addressed by the names of the weights."""
+    """AdamW over the float32 master weights of a policy. Its state is indexed by the names of the weights."""
 
     def __init__(
         self, weights: PolicyWeights, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int
@@ -36,7 +36,7 @@ class Stepper:
         )
 
     def square_of_norm(self) -> Tensor:
-        """Sum the squares of this rank's gradients: a 0-d float64 tensor."""
+        """Return the sum of squares of this rank's gradients: a 0-d float64 tensor."""
         gradients = self._weights.gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
@@ -44,7 +44,7 @@ class Stepper:
         return torch.stack(norms).square().sum()
 
     def step(self, norm: float, max_norm: float | None) -> float:
-        """Clip by the global norm, take a step, and give its learning rate."""
+        """Clip by the global norm and take a step. Returns its learning rate."""
         if max_norm and norm > max_norm:
             torch._foreach_mul_(self._weights.gradients(), max_norm / norm)
         rate = learning_rate(self._schedule, self._peak, self.steps + 1, self._total_steps)
@@ -56,11 +56,11 @@ class Stepper:
         return rate
 
     def next_rate(self) -> float:
-        """Give the learning rate that the next step would take."""
+        """Return the learning rate of the next step."""
         return learning_rate(self._schedule, self._peak, self.steps + 1, self._total_steps)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Give the moments of each weight that has been stepped, as they are sharded, and its step count."""
+        """Return the moments (this rank's shards) and the step count of each weight that has been updated."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, master in self._weights.trained.items():
             state = self._adam.state.get(master)
@@ -72,7 +72,7 @@ class Stepper:
         """Set the state of one weight from full moments."""
         master = self._weights.trained[name]
         state = {key: shard_like(value, master) for key, value in moments.items()}
-        # Each weight gets a step of its own: a shared one would be counted up once for each weight.
+        # Each weight has a step counter of its own: AdamW would count a shared one up once for each weight.
         count = torch.tensor(step, dtype=torch.float32, device=local(master).device)
         self._adam.state[master] = {"step": count, **state}
 
@@ -82,5 +82,5 @@ class Stepper:
 
 
 def is_finite(*numbers: float) -> bool:
-    """Whether all are."""
+    """Return whether all numbers are finite."""
     return all(math.isfinite(number) for number in numbers)

@@ -1,11 +1,11 @@
-"""Packed attention through PyTorch's public attention function alone: what runs on devices that are no CPU.
+"""Packed attention with PyTorch's public attention function only. Devices other than the CPU use it.
 
-Here a completion's prefix stands before it once more, in the keys of its own row, with a mask:
+The keys of a completion's row begin with a copy of its prefix, and a mask hides the padding:
 
     queries      a a a          keys      p p p . | a a a       (`.`: padding, hidden by the mask)
 
-That reads a prompt's keys once for each completion instead of once for each group, but everything dense layers do is
-still done once. It follows autograd, and so any kernel that `scaled_dot_product_attention` chooses.
+So the keys of a prompt are read once for each completion, not once for each group. The dense layers still compute each
+prompt once. Autograd computes the backward pass, with any kernel that `scaled_dot_product_attention` chooses.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ from whet_fsdp2.layout import Ints, bins
 
 @frozen(eq=False)
 class RowBlock:
-    """R segments of one forward pass of the attention function."""
+    """R segments that one call of the attention function computes."""
 
     queries: Tensor
-    """[R, Q] tokens; padding repeats one of the same segment."""
+    """[R, Q] tokens. Padding repeats a token of the same segment."""
     keys: Tensor
-    """[R, P + Q] tokens of the prefix, then of the segment itself."""
+    """[R, P + Q] tokens of the prefix, then tokens of the segment."""
     mask: Tensor | None
-    """[R, 1, Q, P + Q] true where a query sees a key; None: causal."""
+    """[R, 1, Q, P + Q] true where a query sees a key. None: causal attention."""
     real: Tensor
-    """Positions among the R * Q queries that are no padding."""
+    """Positions among the R * Q queries that are not padding."""
 
 
 @frozen(eq=False)
@@ -39,11 +39,11 @@ class RowPlan:
 
     blocks: tuple[RowBlock, ...]
     back: Tensor
-    """[T] where each token went among the real queries of all blocks."""
+    """[T] the index of each token among the real queries of all blocks."""
 
 
 def plan_rows(lengths: Ints, prefix: Ints, device: torch.device) -> RowPlan:
-    """Build the blocks for segments of these lengths [S], each with its prefix segment or -1 [S]."""
+    """Return the blocks for segments of these lengths [S]. prefix [S]: the prefix segment of each segment, or -1."""
     place = np.cumsum(lengths) - lengths
     blocks, order = [], []
     for members in (np.flatnonzero(prefix < 0), np.flatnonzero(prefix >= 0)):
@@ -79,7 +79,10 @@ def _block(
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, scale: float) -> Tensor:
-    """Attend within the segments of a row. query [T, heads, d], key, value [T, kv_heads, d] -> [T, heads, d]."""
+    """Return attention within the segments of a row.
+
+    query [T, heads, d], key and value [T, kv_heads, d] -> [T, heads, d].
+    """
     found = []
     for block in plan.blocks:
         out = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The few collectives that the ranks of a backend need beside FSDP2's own, and a watch over phases."""
+"""The collectives that the ranks of a backend need besides FSDP2's own, and a stopwatch for phases."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from whet.runtime.ports import shortage
 
 
 class Ranks:
-    """Joins the process group where there is more than one rank."""
+    """The ranks of the backend. Joins the process group if there is more than one rank."""
 
     def __init__(self, rank: WorkerRank) -> None:
         self.rank, self.size, self.role = rank.rank, rank.size, rank.role
@@ -43,11 +43,11 @@ class Ranks:
             ) from error
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Add numbers over all ranks, in float64."""
+        """Return the sums of numbers over all ranks, in float64."""
         return self._reduce(numbers, "SUM")
 
     def max(self, number: int) -> int:
-        """Find the largest over all ranks."""
+        """Return the largest number over all ranks."""
         return int(self._reduce([float(number)], "MAX")[0])
 
     def _reduce(self, numbers: Sequence[float], operation: str) -> list[float]:
@@ -61,7 +61,7 @@ class Ranks:
         return result
 
     def leave(self) -> None:
-        """Leave the process group, if this joined it."""
+        """Leave the process group, if this object joined it."""
         if self._joined:
             import torch.distributed as dist
 
@@ -70,7 +70,7 @@ class Ranks:
 
 
 def clock(device: torch.device) -> float:
-    """Read the clock after the device has done what it was given."""
+    """Return the time in seconds, after the device has finished its queued work."""
     import time
 
     if device.type == "cuda":
@@ -82,17 +82,17 @@ class Watch:
     """Adds up the seconds of each phase."""
 
     def __init__(self, device: torch.device, role: str) -> None:
-        """Take the role under whose name the phases are told, e.g. `seconds/critic.forward`."""
+        """Start the stopwatch. `role` is part of the metric names, e.g. `seconds/critic.forward`."""
         self._device, self._role = device, role
         self._last = clock(device)
         self._seconds: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap to a phase."""
+        """Add the time since the last lap to a phase."""
         now = clock(self._device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def metrics(self) -> dict[str, Metric]:
-        """Give the seconds of each phase."""
+        """Return the seconds of each phase as metrics."""
         return {f"seconds/{self._role}.{phase}": metrics.total(seconds) for phase, seconds in self._seconds.items()}

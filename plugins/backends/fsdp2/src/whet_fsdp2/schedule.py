@@ -6,7 +6,7 @@ from whet_fsdp2.config import ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
-    """Give the rate of an optimizer step, counted from 1; after `total_steps` it stays where it ended."""
+    """Return the learning rate of an optimizer step, counted from 1. After `total_steps` the rate stays constant."""
     warmup = schedule.warmup_steps or round(schedule.warmup_ratio * total_steps)
     if step <= warmup:
         return peak * step / warmup

@@ -1,4 +1,4 @@
-"""The weights of a policy on one rank: float32 masters, the copies that compute, and how both are sharded."""
+"""The weights of a policy on one rank: float32 masters, the copies for the forward pass, and their sharding."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from whet_fsdp2.feed import AnyRoot
 
 
 class PolicyWeights:
-    """Float32 masters that the optimizer steps, by their names in `transformers`.
+    """Float32 master weights that the optimizer updates, by their names in `transformers`.
 
-    On one rank in float32, and on several ranks, the masters are the module's own parameters (FSDP2 casts them as it
-    gathers them). On one rank in bfloat16 the module holds a bfloat16 copy; its gradients are added to those of the
-    masters in float32 as soon as they are complete.
+    On several ranks, and on one rank in float32, the masters are the module's own parameters (FSDP2 casts them when it
+    gathers them). On one rank in bfloat16 the module holds a bfloat16 copy. Its gradients are added to the float32
+    gradients of the masters as soon as they are complete.
     """
 
     def __init__(self, root: AnyRoot, low_precision: bool) -> None:
@@ -38,17 +38,17 @@ class PolicyWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Bring the masters' values to the copies that compute."""
+        """Copy the values of the masters to the bfloat16 copies."""
         for parameter, master in self._low:
             parameter.copy_(master)
 
     def drop_gradients(self) -> None:
-        """Forget gradients and their memory."""
+        """Free the gradients."""
         for master in self.masters.values():
             master.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Give this rank's shards of all gradients."""
+        """Return this rank's shards of all gradients."""
         return [local(master.grad) for master in self.trained.values() if master.grad is not None]
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def computing(self) -> Iterator[tuple[str, Tensor]]:
-        """Give (name, full tensor) of the weights as the forward pass uses them; every rank must run through it."""
+        """Yield (name, full tensor) of the weights that the forward pass uses. Every rank must iterate to the end."""
         copies = {id(master): parameter for parameter, master in self._low}
         for name, master in self.masters.items():
             yield name, full(copies.get(id(master), master)).detach()
@@ -80,17 +80,17 @@ def _add_into(master: Tensor) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Give this rank's shard; a plain tensor is its own."""
+    """Return this rank's shard. A plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor; every rank must take part."""
+    """Return the full tensor of a sharded one. Every rank must take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Cut a full tensor as another one is sharded, without communication."""
+    """Return a full tensor, sharded like `like`. No communication."""
     value = value.to(local(like).device)
     if not isinstance(like, DTensor):
         return value
@@ -98,7 +98,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Give the buffers that belong to a saved model."""
+    """Yield the buffers that a saved model contains."""
     kept = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in kept:
@@ -122,7 +122,7 @@ def shard(root: AnyRoot, *, ranks: int, device: torch.device, low_precision: boo
 
 
 def reshard(root: AnyRoot) -> None:
-    """Let go of weights that are gathered, as after a forward pass without a backward one."""
+    """Free gathered weights. Needed after a forward pass that has no backward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -131,6 +131,6 @@ def reshard(root: AnyRoot) -> None:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Find the modules that are gathered and freed one by one."""
+    """Return the modules that FSDP2 gathers and frees one by one."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

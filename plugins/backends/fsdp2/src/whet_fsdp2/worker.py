@@ -3,10 +3,10 @@
 One call of `train`:
 
     counts of the loss  -> summed over ranks, before anything else
-    live sequences      -> the others cannot move the loss and are left out of the forward pass
-    micro-batches       -> whole units, up to a budget of tokens; every rank runs as many
+    live sequences      -> sequences that cannot change the loss are left out of the forward pass
+    micro-batches       -> whole units, up to a budget of tokens; every rank runs the same number of micro-batches
         forward         -> logprobs -> loss -> weight x sum / global count -> backward
-    gradient norm       -> over all ranks; not finite: no step
+    gradient norm       -> over all ranks; if it is not finite, no step is taken
     clip, AdamW
 """
 
@@ -63,7 +63,7 @@ def _leaving_room(method: Callable[Concatenate["Worker", P], T]) -> Callable[Con
 
 
 class Worker:
-    """The public methods are those that the driver calls by name, on every rank."""
+    """A rank of the backend. The driver calls the public methods by name, on every rank."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Worker:
     def _accumulate(
         self, batch: Batch, loss: Loss, counts: Mapping[str, float], watch: "Watch"
     ) -> tuple[float, dict[str, Metric]]:
-        """Add up gradients over micro-batches. Gives this rank's part of the objective, and the loss's metrics."""
+        """Add up gradients over micro-batches. Returns this rank's part of the objective, and the loss's metrics."""
         values, found = [], []
         for part in self._micro_batches(batch):
             one = self._feed(part, batch)
@@ -212,7 +212,7 @@ class Worker:
     def _objective(
         self, one: Feed, outputs: Mapping[str, Tensor], part: Batch | None, loss: Loss, counts: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Give weight x sum / count, summed over terms, of a micro-batch."""
+        """Return weight x sum / global count of a micro-batch, summed over terms, and the loss's metrics."""
         zero = torch.zeros((), device=self._device)
         if part is None:
             return zero, {}
@@ -227,7 +227,7 @@ class Worker:
     @_leaving_room
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Spec) -> dict[str, Metric]:
-        """Compute the loss of this rank's share, and its metrics."""
+        """Return the metrics of the loss on this rank's share; rank 0 adds the loss over all ranks."""
         made = self._loss(loss)
         counts = self._counts(made, batch)
         total, found = 0.0, []
@@ -245,7 +245,7 @@ class Worker:
     @_leaving_room
     @torch.no_grad()
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: str = "policy") -> dict[str, Any]:
-        """Compute outputs of this rank's share: NumPy, [N] or [N, K] each."""
+        """Return outputs of this rank's share: NumPy, [N] or [N, K] each."""
         root = self._root if weights == "policy" else self._frozen.get(weights)
         if root is None:
             raise WhetError(f"no {weights} weights are held; set backend.{weights}")
@@ -283,13 +283,13 @@ class Worker:
             raise WhetError(f"{who} needs {words}")
 
     def _counts(self, loss: Loss, batch: Batch) -> dict[str, float]:
-        """Give each term's count over all ranks."""
+        """Return the count of each term over all ranks."""
         names = list(loss.weights)
         mine = loss.counts(self._tensors(batch)) if batch.sequences else {}
         return dict(zip(names, self._ranks.sum([float(mine.get(name, 0.0)) for name in names]), strict=True))
 
     def _live(self, batch: Batch, loss: Loss) -> Batch:
-        """Leave out units that cannot move the loss; keep one, so that its metrics exist."""
+        """Return the batch without units that cannot change the loss. One unit stays, so that the metrics exist."""
         if not batch.sequences:
             return batch
         live = np.asarray(torch.as_tensor(loss.live(self._tensors(batch))).cpu()).astype(bool)
@@ -300,7 +300,7 @@ class Worker:
         return batch.take(np.concatenate(kept))
 
     def _plan(self, batch: Batch) -> list[Any]:
-        """Give the sequences of each micro-batch; None where only other ranks have one left."""
+        """Return the sequences of each micro-batch. None: only other ranks still have a micro-batch."""
         parts = plan(batch, self._layout, self._config.micro_batch_tokens) if batch.sequences else []
         return [*parts, *[None] * (self._ranks.max(len(parts)) - len(parts))]
 
@@ -323,7 +323,7 @@ class Worker:
     # Weights
 
     def send_weights(self, link: TransferSpec) -> None:
-        """Send the weights as the forward pass uses them; rank 0 sends, or every rank to its GPU; all gather."""
+        """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
         stream = self._weights.computing()
         if not self._first and link.transport != "cuda-ipc":
             for _ in stream:
@@ -359,7 +359,7 @@ class Worker:
     @torch.no_grad()
     @_leaving_room
     def load(self, folder: str) -> None:
-        """Read what `save` wrote, on any number of ranks."""
+        """Load a checkpoint that `save` wrote, on any number of ranks."""
         saved = checkpoint.Saved(Path(folder))
         saved.refuse_others({f"weights/{name}": master.shape for name, master in self._weights.masters.items()})
         buffers = dict(persistent_buffers(self._root.model))
@@ -381,7 +381,7 @@ class Worker:
             self._stepper.put(name, float(step), moments)
 
     def export(self, folder: str) -> None:
-        """Write a folder that `transformers` loads, with the weights as the forward pass uses them."""
+        """Write a model folder that `transformers` can load, with the weights that the forward pass uses."""
         state = {name: tensor.cpu() for name, tensor in self._weights.computing() if self._first}
         if self._first:
             model = self._root.model
@@ -398,12 +398,12 @@ class Worker:
     # Life
 
     def sleep(self) -> int:
-        """Give the memory of all weights and of the optimizer back; how many bytes."""
+        """Free the memory of all weights and of the optimizer. Returns the number of bytes."""
         self._weights.drop_gradients()
         return self._offload.sleep(self._held())
 
     def wake(self) -> None:
-        """Take it again."""
+        """Bring weights and optimizer back."""
         self._offload.wake()
 
     def let_go(self) -> None:

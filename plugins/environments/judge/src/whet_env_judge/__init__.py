@@ -1,1 +1,1 @@
-"""Rewards from a model that judges answers."""
+"""Rewards from a judge model, for example a reward model."""

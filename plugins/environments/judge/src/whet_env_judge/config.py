@@ -1,4 +1,4 @@
-"""The config of the environment `judge`, and what planning needs to know of it."""
+"""The config of the environment `judge`, and its facts for planning."""
 
 from typing import Any, Literal
 
@@ -28,44 +28,45 @@ _CLIP: Any = validators.optional(validators.deep_iterable(_WEIGHT))
 
 @frozen
 class JudgeConfig:
-    """Rewards an answer by what a further model, a role of the run, says it is worth; e.g. a reward model."""
+    """Rewards a response by the value that a further model of the run (a role) computes, e.g. a reward model."""
 
     role: str = field(default="judge", validator=validators.min_len(1))
-    """The role that judges; its reward has the same name."""
+    """The role of the judge model. The judge's reward has the same name."""
     environment: Selection | None = optional_selection("environments")
-    """An environment whose tasks are played and judged, e.g. `{use: arithmetic}`; its own rewards stand beside."""
+    """An environment whose episodes are judged, e.g. `{use: arithmetic}`. Its own rewards are recorded, too."""
     dataset: str | dict[str, str] = field(default="", validator=_one_source, metadata={"path": True})
-    """Instead of an environment: a file of prompts, a folder with a file for each split, or a name on the Hugging Face
-    hub; or a file for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file makes up whatever split is
-    asked for."""
+    """Instead of an environment: a file of prompts, a folder with one file for each split, or a name on the Hugging
+    Face hub; or one file for each split, e.g. `{train: a.jsonl, test: b.jsonl}`. A single file is used for every
+    split."""
     subset: str = ""
-    """Of a hub data set that has several."""
+    """The subset of a hub data set that has several subsets."""
     question: str = "prompt"
-    """Name of the field with the prompt: a string, or a list of messages."""
+    """The field with the prompt: a string, or a list of messages."""
     system: str = ""
-    """A system message before it; empty: none."""
+    """A system message before the prompt. Empty: none."""
     max_records: int = field(default=0, validator=between(0, RECORDS))
-    """Use only the first so many records of a split; 0: all."""
+    """Use only the first records of a split, at most this many. 0: all."""
     max_bad_records: float = field(default=0.0, validator=[validators.ge(0), validators.le(1)])
-    """Share of records that may be left out because they have no prompt."""
+    """Largest share of records that may be left out because they have no prompt."""
     mean: float = field(default=0.0, validator=_WEIGHT)
-    """Is taken from the judge's value, e.g. its mean on a held-out set."""
+    """Subtracted from the judge's value. E.g. the mean of the values on a held-out set."""
     scale: float = field(default=1.0, validator=above(0, FACTOR))
-    """The rest is divided by this, e.g. its deviation there."""
+    """The difference is divided by this. E.g. the standard deviation of the values on a held-out set."""
     clip: tuple[float, float] | None = field(default=None, validator=[_bounds, _CLIP])
-    """Bounds of the reward after that, e.g. `[-5, 5]`; null: none."""
+    """Bounds of the scaled reward, e.g. `[-5, 5]`. null: none."""
     too_long: Literal["refuse", "cut"] = "refuse"
-    """What happens to a conversation for which the judge has too few positions. `refuse`: the run, where
-    `rollout.max_context` allows for such a one; and where it has more tokens for the judge than for the policy, the
-    group is dropped with an error. `cut`: the judge reads its end alone, and a warning says how often."""
+    """What to do with a conversation that has more tokens than the judge has positions. `refuse`: a run is refused if
+    `rollout.max_context` allows such a conversation. If a conversation has more tokens for the judge's tokenizer than
+    for the policy's, its group is dropped with an error. `cut`: the judge reads only the end of the conversation, and
+    a warning counts such conversations."""
     judge_weight: float = field(default=1.0, validator=_WEIGHT)
-    """Weight of the judge's reward in the sum that is learned from."""
+    """Weight of the judge's reward in the training reward."""
     environment_weight: float = field(default=0.0, validator=_WEIGHT)
-    """Factor on the weights of the environment's own rewards. 0: they are recorded, and not learned from."""
+    """Factor on the weights of the environment's own rewards. 0: these rewards are recorded, but not trained on."""
 
 
 def judge_facts(config: JudgeConfig, model: ModelInfo) -> Facts:
-    """Ask for the judge, and for what the environment within asks for."""
+    """Return the roles that are needed: the judge, and the roles of the wrapped environment."""
     within = facts_of(config.environment, model) if config.environment else Facts(states_answers=False)
     need = within.roles.get(config.role, RoleNeed())
     whole = need.conversations or config.too_long == "refuse"

@@ -1,4 +1,4 @@
-"""What this plugin offers: the environment `judge`."""
+"""The hooks of this plugin: the environment `judge`."""
 
 from collections.abc import Iterable
 
@@ -9,5 +9,5 @@ from whet_env_judge.config import JudgeConfig
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer `judge`."""
+    """Offer the environment `judge`."""
     return [Component("judge", JudgeConfig, "whet_env_judge.judge:Judge", "whet_env_judge.config:judge_facts")]

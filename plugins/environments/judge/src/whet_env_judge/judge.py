@@ -1,9 +1,10 @@
-"""The environment `judge`: plays the tasks of a data set or of another environment, and has what came of it judged.
+"""The environment `judge`: plays the tasks of a data set or of another environment, and lets a model judge the episode.
 
-    task -> episode, overheard -> (value of the conversation - mean) / scale, clipped -> reward of the role's name
-                               -> the environment's own rewards, beside it
+    task -> episode, recorded -> (value of the conversation - mean) / scale, clipped -> reward with the role's name
+                              -> the environment's own rewards
 
-Judged is the first sequence of an episode, up to the model's last words; one that was cut is judged as if it had ended.
+The judge reads the first sequence of an episode, up to the model's last response. A response that was cut by its length
+is judged as if it had ended there.
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -23,7 +24,7 @@ from whet_env_judge.prompts import Prompts
 
 
 class Judge:
-    """The environment `judge`."""
+    """The environment `judge`, around a data set of prompts or another environment."""
 
     final_answer: Callable[[Conversation], str | None] | None = None
 
@@ -35,71 +36,73 @@ class Judge:
             self.final_answer = cast(Answering, self._environment).final_answer
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of a split."""
+        """Return the tasks of a split."""
         return self._environment.tasks(split)
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """The judge's, and those of the environment's own rewards that were seen, times `environment_weight`."""
+        """The weight of the judge's reward, and the weights of the environment's rewards times `environment_weight`."""
         weights, factor = self._environment.reward_weights, self._config.environment_weight
         own = {name: factor * weights.get(name, 1.0) for name in sorted(self._own)}
         return {**own, self._config.role: self._config.judge_weight}
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play the episode, then ask the judge. Raises `DataError` where it cannot read the conversation.
+        """Play the episode, then ask the judge. Returns all rewards.
 
-        Where the environment's grader cannot decide, its own rewards are 0 and the judge's stands.
+        Raises `DataError` if the conversation has more tokens than the judge has positions.
+
+        If the environment's grader cannot decide, the environment's rewards are 0 and the judge's reward stays.
         """
-        overheard, role = Overheard(model), self._config.role
+        recorder, role = Recorder(model), self._config.role
         try:
-            own = await self._environment.run(task, overheard)
+            own = await self._environment.run(task, recorder)
         except Undecided:
             own = dict.fromkeys(self._environment.reward_weights, 0.0)
         if role in own:
             raise EpisodeError(f"the environment has a reward {role!r}, too; give the role another name")
         self._own |= own.keys()
-        value = await self._scorer.value(overheard.messages, cut=self._config.too_long == "cut")
+        value = await self._scorer.value(recorder.messages, cut=self._config.too_long == "cut")
         return {**own, role: self.reward(value)}
 
     def reward(self, value: float) -> float:
-        """Turn what the judge said into a reward."""
+        """Return the reward for a value of the judge: shifted, scaled, clipped."""
         reward = (value - self._config.mean) / self._config.scale
         low, high = self._config.clip or (reward, reward)
         return min(max(reward, low), high)
 
     def close(self) -> None:
-        """Close the environment within."""
+        """Close the wrapped environment."""
         self._environment.close()
 
 
-class Overheard:
-    """A model whose conversation is kept."""
+class Recorder:
+    """A model that records its conversation."""
 
     def __init__(self, model: Model, messages: Sequence[Message] = ()) -> None:
         self._model = model
         self.messages = list(messages)
-        """The conversation so far, which ends with the model's words."""
+        """The conversation so far. It ends with a response of the model."""
 
     async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Ask, and keep both."""
+        """Return the model's reply, and record the messages and the reply."""
         reply = await self._model.reply(messages)
         self.messages += [*conversation(messages), Message("assistant", reply.text)]
         return reply
 
-    def fork(self) -> "Overheard":
-        """Start another sequence, which is not judged."""
-        return Overheard(self._model.fork(), self.messages)
+    def fork(self) -> "Recorder":
+        """Return a model for another sequence, which is not judged."""
+        return Recorder(self._model.fork(), self.messages)
 
     @asynccontextmanager
     async def endpoint(self, *, ignore: Collection[str] = ()) -> AsyncIterator[Address]:
-        """Give a foreign agent an address; its first conversation is the one that is judged."""
+        """Yield an address for an external agent. The agent's first conversation is judged."""
         async with self._model.endpoint(ignore=ignore) as address:
             yield address
             self.messages = list(next(iter(address.conversations()), self.messages))
 
 
 def _within(config: JudgeConfig, roles: Mapping[str, Scorer]) -> Environment:
-    """Build the environment that is judged, with the roles where it asks for some."""
+    """Return the wrapped environment, built with the roles that it needs."""
     if config.environment is None:
         return Prompts(config)
     needs = facts_of(config.environment, ModelInfo("", {})).roles

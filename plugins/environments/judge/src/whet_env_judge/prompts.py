@@ -1,4 +1,4 @@
-"""Prompts from a data set, and no rewards: what a judge says is all there is."""
+"""An environment of prompts from a data set. It has no rewards of its own; the judge gives the only one."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from whet_env_judge.config import JudgeConfig
 logger = logging.getLogger(__name__)
 
 QUOTED = 20
-"""Records left out that a report quotes; all of them are counted."""
+"""Most left-out records that a warning quotes. The warning counts all of them."""
 
 
 class Prompts:
-    """An environment of one prompt and one answer; splits are loaded when they are first asked for."""
+    """An environment with one prompt and one response. A split is loaded when it is first used."""
 
     reward_weights: Mapping[str, float] = {}
 
@@ -27,18 +27,18 @@ class Prompts:
         self._splits: dict[str, Sequence[Task]] = {}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of a split. Raises `DataError` with file and line."""
+        """Return the tasks of a split. Raises `DataError` with file and line."""
         if split not in self._splits:
             self._splits[split] = self._load(split)
         return self._splits[split]
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask."""
+        """Send the prompt to the model. Returns no rewards."""
         await model.reply(task.prompt)
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _load(self, split: str) -> Sequence[Task]:
         tasks, bad = list[Task](), list[str]()

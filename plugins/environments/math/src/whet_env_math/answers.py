@@ -1,9 +1,9 @@
-r"""Find answers in text, and compare those that are plain numbers; what is left over needs math-verify.
+r"""Find answers in text, and compare plain numbers. Other answers need math-verify.
 
-What a model wrote is hostile: everything here reads a short piece of it, or is linear in its length, and only a short
-piece is handed on.
+The text of a model is hostile input. Every function here reads a short piece of it, or is linear in its length, and
+passes on only a short piece.
 
-    **Answer:** she pays $5 and $13,      Answer: she pays 5 and 13,      markdown and currency are no mathematics:
+    **Answer:** she pays $5 and $13,      Answer: she pays 5 and 13,      remove markdown and currency;
     so **18**.                        ->  so 18.                          `**` is a power only between two operands
 """
 
@@ -13,9 +13,9 @@ from fractions import Fraction
 from whet.data.boxed import last_boxed
 
 LONGEST = 1000
-"""Characters of an answer that is handed on."""
+"""Most characters of an answer that is passed on to a grader."""
 TAIL = 500
-"""Characters from the end in which an answer without a box is looked for."""
+"""An answer without a box is searched in this many characters at the end of the text."""
 MARK = "####"
 PLAIN = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d{1,30})(\.\d{1,30})?", re.ASCII)
 BOMB = re.compile(
@@ -30,27 +30,27 @@ PAINT = re.compile(
     r"|(?<![\w)\]}\\])(?P<lines>_{1,3})(?=[^\s_])(?P<lined>[^\n]*?)(?<=[^\s_])(?P=lines)(?!\w)"  # __42__
     r"|(?P<ticks>`{1,3})(?P<code>[^`\n]+)(?P=ticks)",
 )
-"""Emphasis and code of markdown. A power such as `2**10` has an operand on both sides, emphasis has not."""
+"""Emphasis and code of markdown. A power such as `2**10` has operands on both sides; emphasis has none."""
 ITEM = re.compile(r"^[ \t]*(?:#{1,6}|[-*\u2022>])[ \t]+", re.MULTILINE)
-"""What stands before a heading, an item of a list or a quotation."""
+"""The marks before a heading, a list item or a quotation."""
 LINES = re.compile(r"(?<=\d)\s*\n\s*(?=\d)")
-"""The end of a line between two numbers, which are not one number."""
+"""A line end between two numbers. The numbers on both sides are separate."""
 DOLLARS = re.compile(
     r"\$\$.*?\$\$|\\\(.*?\\\)|\\\[.*?\\\]"
-    r"|\$(?=[^\s$])[^$\n]*(?<=[^\s\\])\$(?!\d)"  # as in pandoc: `$5 and $13` is no formula
+    r"|\$(?=[^\s$])[^$\n]*(?<=[^\s\\])\$(?!\d)"  # as in pandoc: `$5 and $13` is not a formula
     r"|(?P<currency>\\?\$(?=\.?\d))",
     re.DOTALL,
 )
-"""Formulas, and dollars that are money."""
+"""Formulas, and dollar signs of amounts of money."""
 
 SPELLING = re.compile(r"\\[dt]frac(?![a-zA-Z])|\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]+")
-"""What may differ between two spellings of one answer."""
+"""Characters that may differ between two spellings of the same answer."""
 
 
 def gold_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
-    r"""Find the right answer in its field: by the pattern's first group, or after `####`, in `\boxed{}`, or all of it.
+    r"""Return the right answer of a field: the pattern's first group, or the text after `####`, in `\boxed{}`, or all.
 
-    None where there is none.
+    None if there is no answer.
     """
     if pattern is not None:
         found = pattern.search(text)
@@ -61,9 +61,9 @@ def gold_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None
 
 
 def given_answer(text: str, boxed_only: bool) -> str | None:
-    r"""Find what a model answered: the last `\boxed{...}` with its box, else the end of the text as plain text.
+    r"""Return the answer in a model's text: the last `\boxed{...}` with its box, else the end as plain text.
 
-    None where there is nothing. Markdown is taken away in both.
+    None if there is no answer. Markdown is removed in both cases.
     """
     boxed = last_boxed(text)
     if boxed is not None:
@@ -72,23 +72,23 @@ def given_answer(text: str, boxed_only: bool) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """Return a short text on one line, without the marks of markdown and without the dollars of amounts of money."""
+    """Return a short text on one line, without markdown and without the dollar signs of amounts of money."""
     text = LINES.sub(" ; ", ITEM.sub("", _unpainted(text)))
     return " ".join(DOLLARS.sub(lambda found: "" if found["currency"] else found[0], text).split())
 
 
 def _unpainted(text: str) -> str:
-    for _ in range(3):  # bold within a list in italics: hardly anybody goes deeper
+    for _ in range(3):  # emphasis is rarely nested deeper than three levels
         text = PAINT.sub(lambda found: found["starred"] or found["lined"] or found["code"], text)
     return text
 
 
 def normal_answer(text: str, boxed_only: bool) -> str | None:
-    r"""Find what a model answered, in a form in which equal answers are equal text as far as that can be read.
+    r"""Return the answer in a model's text in a normal form, so that equal answers are mostly equal strings.
 
-    Plain numbers are equal by value: `1,450.0` is `1450`. Of anything else in a box only white space and sizes are
-    taken away, and `\dfrac` and `\tfrac` are `\frac`: `\frac{1}{2}` and `1/2` are two answers. Without a box it is the
-    last plain number near the end, unless `boxed_only`. None: no answer.
+    Plain numbers are normalised by value: `1,450.0` becomes `1450`. In other boxes only white space and size commands
+    are removed, and `\dfrac` and `\tfrac` become `\frac`; `\frac{1}{2}` and `1/2` stay two answers. Without a box the
+    answer is the last plain number near the end, unless `boxed_only`. None: no answer.
     """
     boxed = last_boxed(text)
     if boxed is None:
@@ -105,12 +105,12 @@ def _respelt(found: re.Match[str]) -> str:
 
 
 def is_bomb(answer: str) -> bool:
-    """Return whether a formula is a number that nobody can write down, such as `9^{9^{9}}`. Not for text around one."""
+    """Return whether a formula is too large to evaluate, such as `9^{9^{9}}`. Expects a formula, not text around it."""
     return BOMB.search(answer) is not None
 
 
 def plain_number(answer: str) -> Fraction | None:
-    r"""Read `18`, `-3.50`, `1,450`, `$18` or `\$18`; None where it is anything else, and has to be parsed."""
+    r"""Return the value of `18`, `-3.50`, `1,450`, `$18` or `\$18`. None: not a plain number."""
     text = answer.strip().removeprefix("\\").removeprefix("$").removesuffix(".").strip()
     found = PLAIN.fullmatch(text)
     if found is None:

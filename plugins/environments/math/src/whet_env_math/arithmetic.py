@@ -1,7 +1,7 @@
 r"""Generated arithmetic: `Compute 7+8-3+6-1+2.`, answered in `\boxed{19}` and graded exactly.
 
-Every task is computed from its position. One expression in ten is held out by its hash: those make up the split
-`test`, and neither tasks of `train` nor demonstrations ever show one.
+Every task is computed from its position. One expression in ten is held out by its hash for the split `test`. No task of
+`train` and no demonstration contains a held-out expression.
 """
 
 import random
@@ -21,12 +21,12 @@ from whet_env_math.config import ArithmeticConfig
 
 PHRASINGS = ("Compute {}.", "What is {}?")
 MOST_DRAWS = 20_000
-"""With the defaults four chains in ten are in bounds, and of those one in ten is held out."""
+"""Most draws for one problem. With the defaults 4 chains in 10 are in bounds, and 1 in 10 of these is held out."""
 
 
 @frozen
 class Problem:
-    """One chain: its expression and the sums on the way."""
+    """One chain: its expression and its intermediate sums."""
 
     expression: str
     sums: tuple[tuple[int, str, int, int], ...]
@@ -35,20 +35,20 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The last total."""
+        """The last total, as text."""
         return str(self.sums[-1][3])
 
     def stated(self) -> str:
-        """Answer at once."""
+        """Return a response that only states the answer."""
         return f"\\boxed{{{self.answer}}}"
 
     def worked(self) -> str:
-        """Answer after every sum on the way."""
+        """Return a response that shows every intermediate sum and then the answer."""
         return ", ".join(f"{a}{op}{b}={c}" for a, op, b, c in self.sums) + f". {self.stated()}"
 
 
 class Arithmetic(SingleTurn):
-    """The environment `arithmetic`."""
+    """The environment `arithmetic`: one turn, reward `correct`."""
 
     def __init__(self, config: ArithmeticConfig) -> None:
         splits = {
@@ -59,7 +59,7 @@ class Arithmetic(SingleTurn):
 
 
 class Problems(Sequence[Task]):
-    """The tasks of a split, each made when it is asked for."""
+    """The tasks of a split. Each task is made on access."""
 
     def __init__(self, config: ArithmeticConfig, split: str, length: int) -> None:
         self._config, self._split, self._length = config, split, length
@@ -78,13 +78,13 @@ class Problems(Sequence[Task]):
         return Task(problem.question, {"answer": problem.answer}, id=problem.expression)
 
     def problem(self, index: int) -> Problem:
-        """Give the problem at a position."""
+        """Return the problem at a position."""
         purpose = f"arithmetic-{self._split}"
         return make_problem(random.Random(derive_seed(self._config.seed, purpose, index)), self._split, self._config)
 
 
 def make_problem(draw: random.Random, split: str, config: ArithmeticConfig) -> Problem:
-    """Draw chains until one stays in bounds and belongs to the split. Raises `DataError` where none seems to."""
+    """Return the first drawn chain that is in bounds and belongs to the split. Raises `DataError` if none is found."""
     for _ in range(MOST_DRAWS):
         total = draw.randint(1, config.largest_operand)
         expression, sums = str(total), []
@@ -104,12 +104,12 @@ def make_problem(draw: random.Random, split: str, config: ArithmeticConfig) -> P
 
 
 def held_out(expression: str) -> bool:
-    """Say whether an expression is kept for the split `test`; one in ten is."""
+    """Return whether an expression is held out for the split `test`. One in ten is."""
     return blake2b(expression.encode(), digest_size=2).digest()[0] % 10 == 0
 
 
 def correct(text: str, data: Mapping[str, Any]) -> float:
-    """1 where the last boxed number is the answer, else 0."""
+    """Return 1 if the last boxed number is the answer, else 0."""
     boxed = last_boxed(text)
     return float(boxed is not None and is_integer(boxed, data["answer"]))
 
@@ -117,8 +117,9 @@ def correct(text: str, data: Mapping[str, Any]) -> float:
 def demonstrations(
     count: int, seed: int = 0, direct_share: float = 0.5, config: ArithmeticConfig | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Give records for supervised fine-tuning, `{"messages": [...]}`: a share that only states the answer, and a rest
-    that shows its work.
+    """Yield records for supervised fine-tuning, `{"messages": [...]}`.
+
+    A share of `direct_share` only states the answer; the other records show the intermediate sums.
     """
     draw, config = random.Random(derive_seed(seed, "arithmetic-demonstrations")), config or ArithmeticConfig()
     for _ in range(count):

@@ -1,8 +1,9 @@
-r"""The environment `math`: questions from a data set, answers compared by math-verify outside of this process.
+r"""The environment `math`: questions from a data set; math-verify compares the answers in other processes.
 
-A record's right answer is proved when the split is loaded: one that does not equal itself could never be rewarded.
-Model output is read in linear time here; what is more than a plain number goes to a grader with limits. An answer that
-cannot be parsed is wrong, and so is one that the grader cannot decide about: that one is counted as `grader/undecided`.
+The right answer of a record is checked when the split is loaded: it must equal itself, or no response could be correct.
+This process reads model output in linear time. Answers that are not plain numbers go to a grader process with limits.
+An answer that cannot be parsed is wrong. An answer that the grader cannot decide about is wrong, too, and is counted in
+`grader/undecided`.
 """
 
 import asyncio
@@ -29,11 +30,11 @@ from whet_env_math.config import MathConfig
 logger = logging.getLogger(__name__)
 
 QUOTED = 20
-"""Records left out that a report quotes; all of them are counted."""
+"""Most left-out records that a warning quotes. The warning counts all of them."""
 
 
 class MathDataset:
-    """The environment `math`."""
+    """The environment `math`: rewards `correct` and, with a weight, `format`."""
 
     def __init__(self, config: MathConfig) -> None:
         self._config = config
@@ -44,19 +45,19 @@ class MathDataset:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """`correct` counts 1, `format` what the config says."""
+        """Weight 1 for `correct`, and `format_weight` for `format`."""
         weight = self._config.format_weight
         return {"correct": 1.0, "format": weight} if weight else {"correct": 1.0}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of a split, loading it when it is first asked for. Raises `DataError` with file and line."""
+        """Return the tasks of a split, which is loaded on first use. Raises `DataError` with file and line."""
         with self._lock:
             if split not in self._splits:
                 self._splits[split] = self._load(split)
             return self._splits[split]
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask, and compare. Raises `GraderCrash` where the graders do not work."""
+        """Send the question and return the rewards of the response. Raises `GraderCrash` if the graders do not work."""
         answer = await model.reply(task.prompt)
         rewards = {"correct": float(await self._is_correct(answer.text, task.data["answer"]))}
         if self._config.format_weight:
@@ -64,11 +65,11 @@ class MathDataset:
         return rewards
 
     def final_answer(self, messages: Conversation) -> str | None:
-        """Give the model's answer for a vote. See `normal_answer`."""
+        """Return the model's answer for majority voting. See `normal_answer`."""
         return normal_answer(messages[-1].text, self._config.boxed_only)
 
     def close(self) -> None:
-        """End the graders."""
+        """Stop the graders."""
         self._pool.close()
 
     async def _is_correct(self, text: str, gold: str) -> bool:
@@ -85,9 +86,7 @@ class MathDataset:
             return bool(await self._pool.call(answer, gold))
         except Undecided:
             return False
-        except (
-            GraderRaised
-        ) as error:  # the right answer was proved, so it is the model's that math-verify stumbles over
+        except GraderRaised as error:  # the right answer was checked before, so the model's answer is the cause
             note(str(error))
             return False
 
@@ -135,7 +134,7 @@ class MathDataset:
         return Task((*system, Message("user", asked)), {"answer": record.gold}, id=record.where)
 
     def _proved(self, records: Sequence["_Record"]) -> list[str]:
-        """Grade every right answer against itself, and say which are not equal."""
+        """Grade every right answer against itself. Returns a message for each answer that is not equal to itself."""
         doubtful = [record for record in records if plain_number(record.gold) is None]
 
         async def prove(record: "_Record") -> str:
@@ -150,7 +149,7 @@ class MathDataset:
 
         if not doubtful:
             return []
-        # a thread of its own, since an event loop may be running in this one
+        # a thread of its own, because an event loop may be running in this thread
         with ThreadPoolExecutor(1) as thread:
             return [problem for problem in thread.submit(asyncio.run, prove_all()).result() if problem]
 

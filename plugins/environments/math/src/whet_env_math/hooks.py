@@ -1,4 +1,4 @@
-"""What this plugin offers: the environments `arithmetic` and `math`."""
+"""The hooks of this plugin: the environments `arithmetic` and `math`."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from whet_env_math.config import ArithmeticConfig, MathConfig
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer generated arithmetic, and data sets."""
+    """Offer the environments `arithmetic` and `math`."""
     return [
         Component("arithmetic", ArithmeticConfig, "whet_env_math.arithmetic:Arithmetic", "whet_env_math.config:facts"),
         Component("math", MathConfig, "whet_env_math.dataset:MathDataset", "whet_env_math.config:facts"),

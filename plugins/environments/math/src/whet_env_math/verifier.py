@@ -1,7 +1,7 @@
-"""Compare answers with math-verify. Imported by grader processes alone: what it parses may hang or crash it.
+"""Compare answers with math-verify. Only grader processes import this module, because parsing may hang or crash.
 
-`math_verify.parse` finds a formula in a text and evaluates it at once. `_parsed_answer` is the same search with its
-own functions, and looks at each formula before it is evaluated: the text around it says nothing about its cost.
+`math_verify.parse` finds a formula in a text and evaluates it at once. `_parsed_answer` does the same search with
+math-verify's own functions, but checks each formula before it is evaluated.
 """
 
 import logging
@@ -15,7 +15,7 @@ from math_verify.parser import extract_match, get_extraction_regexes
 
 from whet_env_math.answers import is_bomb
 
-# It warns that its own timeouts are off; the pool's limits hold instead, also against what ignores signals.
+# math-verify warns that its own timeouts are off. The pool's limits apply instead, even if code ignores signals.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _SAMPLES = (("\\boxed{\\frac{2}{4}}", "0.5", True), ("so it is 1/2", "\\frac{1}{2}", True), ("\\boxed{2x}", "x", False))
@@ -23,9 +23,9 @@ _SAMPLES = (("\\boxed{\\frac{2}{4}}", "0.5", True), ("so it is 1/2", "\\frac{1}{
 
 
 def verifier() -> Callable[[str, str], bool]:
-    """Return `equal`, after it has graded samples: the time that its first call takes counts for no answer.
+    """Return `equal`, after it has graded samples, so that the slow first call is not charged to an answer.
 
-    Raises `RuntimeError` where it grades them wrongly, as with a release of math-verify that it does not fit.
+    Raises `RuntimeError` if a sample is graded wrongly, for example with an incompatible release of math-verify.
     """
     for answer, gold, expected in _SAMPLES:
         if equal(answer, gold) is not expected:
@@ -37,8 +37,10 @@ def verifier() -> Callable[[str, str], bool]:
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Return whether an answer, as `given_answer` returns it, is worth the same as the right one. One that cannot be
-    parsed is not, and neither is a number that nobody can write down, where the right one is none.
+    """Return whether an answer from `given_answer` has the same value as the right answer.
+
+    An answer that cannot be parsed is not equal. An answer that is too large to evaluate is not equal either, unless
+    the right answer is as large.
     """
     parsed = _parsed(answer) if is_bomb(gold) else _parsed_answer(answer)
     return bool(math_verify.verify(_parsed_gold(gold), parsed, timeout_seconds=None))
@@ -50,13 +52,13 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    # its fallback would compare what cannot be parsed as text
+    # the fallback would compare unparsable answers as text
     return list(math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=None))
 
 
 @lru_cache(maxsize=1)
 def _patterns() -> list[tuple[int, list[tuple[Any, Any]]]]:
-    """Return the patterns by which math-verify finds formulas, each with its target, by priority."""
+    """Return the patterns with which math-verify finds formulas, each with its target, by priority."""
     targets = (math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig())
     found = [
         (rank, pattern, target) for patterns, target in get_extraction_regexes(targets) for pattern, rank in patterns
@@ -66,7 +68,7 @@ def _patterns() -> list[tuple[int, list[tuple[Any, Any]]]]:
 
 
 def _parsed_answer(text: str) -> list[Any]:
-    """Return what `_parsed` does, or nothing where the formula that would be evaluated is a bomb."""
+    """Return the result of `_parsed`, or [] if the formula would be too large to evaluate."""
     for _, patterns in _patterns():
         found = [(match, target) for pattern, target in patterns for match in pattern.finditer(text)]
         # rightmost first, then the longest: the order of math-verify

@@ -1,1 +1,1 @@
-"""Tools: a calculator that is called over two turns."""
+"""Tools: a calculator that the model calls in an episode of two turns."""

@@ -1,4 +1,4 @@
-"""What a calculator call is, and what it gives. The text comes from a model: it is parsed, never evaluated."""
+"""Parse and compute calculator calls. The text comes from a model, so it is parsed and never evaluated as code."""
 
 OPERATORS = "*+-"
 MOST_DIGITS = 12
@@ -6,7 +6,7 @@ CALL = "calc "
 
 
 def called(text: str) -> str | None:
-    """Give the result of the call with which a text ends, `calc INT*INT` on a line of its own; None: it is no call."""
+    """Return the result of the call at the end of a text, `calc INT*INT` on a line of its own. None: no call."""
     last = text[-(len(CALL) + 2 * MOST_DIGITS + 8) :].rstrip().rpartition("\n")[2].strip()
     if not last.startswith(CALL):
         return None
@@ -14,7 +14,7 @@ def called(text: str) -> str | None:
 
 
 def calculate(expression: str) -> str | None:
-    """Work out INT op INT, with `*`, `+` or `-` and at most 12 digits each; None where it is anything else."""
+    """Return the value of INT op INT, with `*`, `+` or `-` and at most 12 digits each. None for any other text."""
     for operator in OPERATORS:
         left, found, right = expression.partition(operator)
         if found:

@@ -1,11 +1,11 @@
-r"""The environment `calculator`: the model may call it in one turn and must box the product in a later one.
+r"""The environment `calculator`: the model may call it in one turn and must box the product in a later turn.
 
     user       Compute 47*83.
     assistant  calc 47*83
-    user       3901                 the environment's text: in the sequence, but never trained on
+    user       3901                 the environment's text: part of the sequence, but never trained on
     assistant  \boxed{3901}
 
-The reward is for the product alone; that calling pays is for the model to find out. One product in ten is held out
+Only the product is rewarded. The model has to learn that calling the calculator helps. One product in ten is held out
 by its hash for the split `test`.
 """
 
@@ -30,7 +30,7 @@ FEW_FACTORS = 200
 
 
 class Calculator:
-    """The environment `calculator`."""
+    """The environment `calculator`: rewards `correct` and `calls`."""
 
     def __init__(self, config: CalculatorConfig) -> None:
         self._config = config
@@ -38,17 +38,17 @@ class Calculator:
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """`correct` is the reward; `calls` is only recorded."""
+        """Weight 1 for `correct`. `calls` has weight 0: it is only recorded."""
         return {"correct": 1.0, "calls": 0.0}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Give the tasks of `train` or `test`."""
+        """Return the tasks of `train` or `test`."""
         if split not in self._splits:
             raise DataError(f"there is no split {split!r}; there are {', '.join(self._splits)}")
         return self._splits[split]
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Ask; answer calls until there is none, or no turn is left; grade the last answer."""
+        """Play an episode: compute calls until a response has none or no turn is left. Returns the rewards."""
         answer, calls = await model.reply(task.prompt), 0
         while calls + 1 < self._config.turns and (result := called(answer.text)) is not None:
             answer, calls = await model.reply(Message(self._config.reply_role, result)), calls + 1
@@ -57,15 +57,15 @@ class Calculator:
         return {"correct": float(correct), "calls": float(calls)}
 
     def final_answer(self, messages: Conversation) -> str | None:
-        """Give the product that was boxed in the end."""
+        """Return the boxed product of the last response."""
         return boxed_integer(messages[-1].text)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class TrainProducts(Sequence[Task]):
-    """The tasks of `train`, each made when it is asked for."""
+    """The tasks of `train`. Each task is made on access."""
 
     def __init__(self, config: CalculatorConfig) -> None:
         self._config = config
@@ -85,7 +85,7 @@ class TrainProducts(Sequence[Task]):
 
 
 def draw_factors(draw: random.Random, config: CalculatorConfig) -> tuple[int, int]:
-    """Draw two factors whose product is not held out. Raises `DataError` where there seems to be none."""
+    """Return two drawn factors whose product is not held out. Raises `DataError` if none are found."""
     for _ in range(MOST_DRAWS):
         a, b = (draw.randint(config.smallest, config.largest) for _ in range(2))
         if not held_out(a, b):
@@ -94,15 +94,16 @@ def draw_factors(draw: random.Random, config: CalculatorConfig) -> tuple[int, in
 
 
 def held_out(a: int, b: int) -> bool:
-    """Say whether a product is kept for the split `test`; one in ten is."""
+    """Return whether a product is held out for the split `test`. One in ten is."""
     return blake2b(f"{a}*{b}".encode(), digest_size=2).digest()[0] % 10 == 0
 
 
 def demonstrations(
     count: int, seed: int = 0, direct_share: float = 0.5, config: CalculatorConfig | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Give records for supervised fine-tuning, `{"messages": [...]}`: a share that states the product at once, and a
-    rest that calls the calculator.
+    """Yield records for supervised fine-tuning, `{"messages": [...]}`.
+
+    A share of `direct_share` states the product directly; the other records call the calculator.
     """
     draw, config = random.Random(derive_seed(seed, "calculator-demonstrations")), config or CalculatorConfig()
     for _ in range(count):
@@ -120,7 +121,7 @@ def _task(a: int, b: int, config: CalculatorConfig) -> Task:
 
 
 def _test_products(config: CalculatorConfig) -> Sequence[Task]:
-    """Draw different products that are held out; from all there are where the factors are few."""
+    """Return tasks of distinct held-out products. If there are few factors, they are drawn from all such products."""
     factors = range(config.smallest, config.largest + 1)
     draw = random.Random(derive_seed(config.seed, "calculator-test"))
     if len(factors) <= FEW_FACTORS:

@@ -11,26 +11,26 @@ from whet.data.model_info import ModelInfo
 
 @frozen
 class CalculatorConfig:
-    """Products such as `Compute 47*83.`, with a calculator that is called by writing `calc 47*83`."""
+    """Products such as `Compute 47*83.`, and a calculator that the model calls by writing `calc 47*83`."""
 
     smallest: int = field(default=11, validator=between(0, 999_999))
     """Smallest factor."""
     largest: int = field(default=99, validator=between(0, 999_999))
     """Largest factor."""
     turns: int = field(default=2, validator=between(1, GROUP))
-    """Most answers of the model in an episode; the last one is the final answer whatever it says."""
+    """Most responses of the model in an episode. The last response is graded, even if it is a call."""
     reply_role: Literal["user", "tool"] = "user"
-    """Role of the calculator's messages; `tool` needs a chat template that knows it."""
+    """Role of the calculator's messages. `tool` needs a chat template that supports this role."""
     system: str = ""
-    """A system message that explains the calculator; empty: none."""
+    """A system message that explains the calculator. Empty: none."""
     train_tasks: int = field(default=1_000_000, validator=between(1, RECORDS))
     """Tasks in the split `train`."""
     test_tasks: int = field(default=256, validator=between(1, RECORDS))
-    """Most tasks in the split `test`: of the tenth of all products that `train` never shows."""
+    """Most tasks in the split `test`. They come from the tenth of all products that `train` does not contain."""
     seed: int = field(default=0, validator=between(0, SEED))
-    """Another seed gives other tasks."""
+    """Seed of the tasks. Another seed gives other tasks."""
 
 
 def facts(config: CalculatorConfig, model: ModelInfo) -> Facts:
-    """Say what planning needs to know: answers can be voted on."""
+    """Return the facts for planning: the environment states final answers, so majority voting works."""
     return Facts(states_answers=True)

@@ -1,4 +1,4 @@
-"""What this plugin offers: the environment `calculator`."""
+"""The hooks of this plugin: the environment `calculator`."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_environments() -> Iterable[Component]:
-    """Offer `calculator`."""
+    """Offer the environment `calculator`."""
     target = "whet_env_tools.calculator:Calculator"
     return [Component("calculator", CalculatorConfig, target, "whet_env_tools.config:facts")]
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Refuse factors that cannot be drawn."""
+    """Yield a problem for each `calculator` section whose `largest` is below `smallest`."""
     for path, sections in (
         ("environments", config.environments),
         ("evaluation.environments", config.evaluation.environments),

@@ -9,14 +9,14 @@ from whet.config.bounds import GIB, RETRIES, above, between
 
 @frozen
 class HfConfig:
-    """Decodes with a plain `transformers` model, on any device, without an engine."""
+    """Generates with a plain `transformers` model, on any device, without an inference engine."""
 
     max_batch: int = field(default=256, validator=between(1, RETRIES))
-    """Sequences decoded together, for each rank. Requests that come while a batch runs wait for the next."""
+    """Most sequences that one rank decodes together. Requests that arrive during a batch wait for the next one."""
     cache_gib: float = field(default=4.0, validator=above(0, GIB))
-    """Memory for keys and values, for each rank. Fewer sequences are decoded together where they would need more."""
+    """Memory for keys and values on each rank, in GiB. If a batch needs more, fewer sequences are decoded together."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
-    """Of the weights and the forward pass; `model`: as `model.dtype` says."""
+    """Dtype of the weights and the forward pass. `model`: the value of `model.dtype`."""
     decoder: Literal["auto", "plain"] = "auto"
-    """`auto`: the fused decoder for models that it knows, if a check at load finds it equal to the model. `plain`:
-    always the model's own code."""
+    """`auto`: the fused decoder, if it supports the model and a check at load finds equal logits. `plain`: always the
+    model's own code."""

@@ -16,11 +16,11 @@ from whet_hf.stopping import Stops, StopStrings
 from whet_hf.swap import Weights
 
 COMPACT_BELOW = 0.8
-"""Finished rows are dropped once less than this share of the rows still runs."""
+"""Finished rows are dropped when less than this share of the rows is still running."""
 
 
 class Session(Protocol):
-    """A batch under way in a decoder."""
+    """A running batch in a decoder."""
 
     logits: Tensor  # [B, V], of the next token
 
@@ -29,53 +29,56 @@ class Session(Protocol):
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order."""
+        """Keep only these rows, in this order."""
         ...
 
 
 class Decoder(Protocol):
-    """Computes logits; `lane` tells sessions apart that run at one time."""
+    """Computes logits. `lane` numbers the sessions that run at the same time."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """The width of the logits."""
         ...
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> Session:
-        """Compute the prompts (ascending by length); owner [B], ascending: the prompt of each row."""
+        """Return a session whose prompts are computed.
+
+        prompts: ascending by length; owner [B], ascending: the prompt of each row; room: tokens after each prompt.
+        """
         ...
 
     def refresh(self) -> None:
-        """Follow new weights."""
+        """Update what is derived from the weights, after the weights have changed."""
         ...
 
     def free(self) -> int:
-        """Give memory back that is kept between batches; how many bytes."""
+        """Free the memory that is kept between batches. Returns the number of bytes."""
         ...
 
 
 @define(eq=False)
 class Aborts:
-    """Requests to end early; written by one thread, read by those that decode."""
+    """Ids of requests that must end early. One thread writes them; decoding threads read them."""
 
     _ids: set[str] = field(factory=set)
     _everything: threading.Event = field(factory=threading.Event)
 
     def add(self, ids: Sequence[str]) -> None:
-        """End these at their next token."""
+        """End these requests at their next token."""
         self._ids.update(ids)
 
     def add_running(self) -> None:
-        """End all of the batch at their next token."""
+        """End all requests of the batch at their next token."""
         self._everything.set()
 
     def clear(self) -> None:
-        """Begin another batch."""
+        """Forget all ids, before the next batch."""
         self._ids.clear()
         self._everything.clear()
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Return whether any request must end early."""
         return bool(self._ids) or self._everything.is_set()
 
     def __contains__(self, id_: str) -> bool:
@@ -84,15 +87,15 @@ class Aborts:
 
 @frozen(eq=False)
 class Job:
-    """A request, and how long its completion may be."""
+    """A request and the longest completion that it may get."""
 
     request: Request
     limit: int
-    """In tokens: what it asks for, cut to the model's positions."""
+    """In tokens: the request's `max_tokens`, at most the model's remaining positions."""
 
     @property
     def place(self) -> tuple[int, bytes, int, str]:
-        """Sorts jobs of a batch: lengths ascend, equal prompts are neighbours, and when they came plays no part."""
+        """The sort key of a batch: by length, then by prompt. The order of arrival does not matter."""
         return len(self.request.tokens), self.request.tokens.tobytes(), self.limit, self.request.id
 
 
@@ -106,9 +109,9 @@ def decode(
     device: torch.device,
     lane: int = 0,
 ) -> list[Completion]:
-    """Decode jobs, sorted by their place, to their ends; completions in the same order.
+    """Decode jobs, sorted by `place`, to their ends. Returns the completions in the same order.
 
-    Where new weights come between two tokens, keys and values of the tokens before stay those of the old ones.
+    If new weights arrive between two tokens, earlier tokens keep the keys and values of the old weights.
     """
     versions = [(0, weights.between_tokens())]
     requests, samplings = [job.request for job in jobs], [job.request.sampling for job in jobs]
@@ -123,8 +126,8 @@ def decode(
     logprobs = np.zeros(history.shape, np.float32)
     lengths = np.zeros(len(requests), np.int64)
     endings: list[Stop] = ["length"] * len(requests)
-    rows = np.arange(len(requests))  # of what still runs
-    alive = np.ones(len(requests), np.bool_)  # of `rows`
+    rows = np.arange(len(requests))  # the job of each row
+    alive = np.ones(len(requests), np.bool_)  # for each of `rows`: still running
     tokens = torch.empty(0, dtype=torch.int64)
     for step in range(int(limits.max())):
         if step:
@@ -170,14 +173,14 @@ def decode(
 def distinct(
     prompts: Sequence[np.ndarray[tuple[int], np.dtype[np.int64]]],
 ) -> tuple[list[np.ndarray[tuple[int], np.dtype[np.int64]]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Find the distinct ones of sorted prompts -> (prompts, owner [B]: which of them each row has)."""
+    """Return the distinct prompts of sorted prompts, and owner [B]: the distinct prompt of each row."""
     found: dict[bytes, int] = {}
     owner = np.array([found.setdefault(np.asarray(p, np.int64).tobytes(), len(found)) for p in prompts])
     return [np.frombuffer(data, np.int64).copy() for data in found], owner
 
 
 def compacted(alive: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Order the living rows so that few move: the gaps among the first are filled with the last."""
+    """Return the running rows in an order that moves few of them: the last rows fill the gaps among the first."""
     left = int(alive.sum())
     order = np.arange(left)
     order[~alive[:left]] = left + np.flatnonzero(alive[left:])

@@ -1,4 +1,4 @@
-"""What planning may know of the generator, found without torch."""
+"""The facts of the generator for planning. Imports no torch."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from whet_hf.config import HfConfig
 
 
 def facts(config: HfConfig, model: ModelInfo) -> Facts:
-    """Say how weights can come in, and how much memory weights and cache take at most."""
+    """Return the transports of weights, and the most memory that weights and cache need."""
     return Facts(
         transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
         on_weight_update=("drain", "continue", "abort"),
@@ -22,7 +22,7 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
 
 
 def memory(config: HfConfig, model: ModelInfo, ranks: int, trained: bool) -> Iterator[MemoryTerm]:
-    """Return what one rank holds: the whole model, and at most so many keys and values."""
+    """Yield the memory of one rank: the whole model, and the most keys and values."""
     dtype = model.dtype_for(config.dtype)
     each = " on each rank" if ranks > 1 else ""
     yield MemoryTerm(f"weights in {dtype}, whole{each}", model.weight_bytes(config.dtype), change=_SMALLER)

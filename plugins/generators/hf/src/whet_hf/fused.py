@@ -1,8 +1,8 @@
 """A decoder for models of the Llama shape (Llama, Mistral, Qwen2, Qwen3), more than twice as fast as their own code.
 
-Matrices that share an input are one, the cache is written in place, and the layers run as one function. The fused
-matrices are the storage of the model's own parameters: new weights written into the model are seen here, and memory
-is spent once.
+Matrices with the same input are joined into one, the cache is written in place, and all layers run as one function. The
+joined matrices are the storage of the model's own parameters. So new weights that are written into the model are used
+here, too, and no memory is needed twice.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from whet_hf.layers import Cache, Layer, Shape, compiled
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PREFILL_TOKENS = 8192
-"""Prompts are computed in chunks of at most so many tokens, padding included,"""
+"""Most tokens of a chunk of prompts that is computed at once, with padding."""
 PREFILL_PADDING = 256
-"""of which so many may be padding, or a quarter where that is more."""
+"""Most padding tokens of a chunk; a quarter of the chunk if that is more."""
 
 
 def unsupported(config: Any) -> str:
-    """Say what of a model's config the fused decoder does not know; empty: nothing."""
+    """Return the part of a model's config that the fused decoder does not support. Empty: the model is supported."""
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type}"
     if config.hidden_act not in ("silu", "swish"):
@@ -55,32 +55,32 @@ class FusedDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """The width of the logits."""
         return int(self.model.lm_head.weight.shape[0])
 
     def refresh(self) -> None:
-        """Follow new weights of the model: only the scales of heads are not its own storage."""
+        """Copy the norm scales of the heads, the only weights that do not share the model's own storage."""
         self.layers = [
             fused._replace(head_norm=self._head_norm(layer.self_attn))
             for fused, layer in zip(self._fused, self.model.model.layers, strict=True)
         ]
 
     def free(self) -> int:
-        """Give the cache's memory back; how many bytes."""
+        """Free the memory of the cache. Returns the number of bytes."""
         size = sum(buffer.nbytes for buffer in self._buffers.values())
         self._buffers.clear()
         return size
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "FusedSession":
-        """Compute the prompts, with room for so many tokens after each.
+        """Return a session whose prompts are computed, with room for `room` tokens after each prompt.
 
         prompts: [length] each, ascending by length; owner [B], ascending: the prompt of each row. Sessions of
-        different lanes may run at one time, and a session ends when its lane begins another.
+        different lanes may run at the same time. A session ends when its lane begins another session.
         """
         return FusedSession(self, prompts, owner, room, lane)
 
     def buffer(self, lane: int, *shape: int) -> Tensor:
-        """Give the lane's cache memory in a shape; kept between batches, for fresh pages are dear."""
+        """Return the lane's cache memory in a shape. It is kept between batches, because fresh pages are slow."""
         size = torch.Size(shape).numel()
         if lane not in self._buffers or self._buffers[lane].numel() < size:
             self._buffers.pop(lane, None)
@@ -88,7 +88,7 @@ class FusedDecoder:
         return self._buffers[lane][:size].view(shape)
 
     def reserve(self, positions: int) -> None:
-        """Make the rotary tables long enough."""
+        """Extend the rotary tables to at least this many positions."""
         if len(self._tables) < positions:
             size = max(256, 1 << (positions - 1).bit_length())
             like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -97,13 +97,13 @@ class FusedDecoder:
             self._tables = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)], 1)
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Run all layers on tokens at positions. tokens, positions [N] -> hidden [N, H]."""
+        """Return the hidden states after all layers. tokens, positions [N] -> hidden [N, H]."""
         both = self._tables[positions]
         hidden = F.embedding(tokens, self.model.model.embed_tokens.weight)
         return self.run_layers(hidden, both[:, :1], both[:, 1:], self.layers, cache, self.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Give the logits. hidden [B, H] -> [B, V]."""
+        """Return the logits. hidden [B, H] -> [B, V]."""
         final = F.rms_norm(hidden, hidden.shape[-1:], self.model.model.norm.weight, self.shape.epsilon)
         return F.linear(final, self.model.lm_head.weight)
 
@@ -134,7 +134,7 @@ def _fuse(layer: Any) -> Layer:
 
 
 def _joined(*linears: Any) -> tuple[Tensor, Tensor | None]:
-    """Join matrices into one, and make the linears' parameters views of it."""
+    """Return the joined weights and biases, and make the parameters of the linears views of them."""
     biased = linears[0].bias is not None
     return _views([x.weight for x in linears]), _views([x.bias for x in linears]) if biased else None
 
@@ -148,7 +148,7 @@ def _views(parameters: list[Tensor]) -> Tensor:
 
 
 class FusedSession:
-    """A batch under way. Prompts stand right-aligned in the cache, so that every row writes the same column."""
+    """A running batch. Prompts are right-aligned in the cache, so every row writes the same column."""
 
     def __init__(self, decoder: FusedDecoder, prompts: list[Tensor], owner: Tensor, room: int, lane: int) -> None:
         self._decoder, self._rows = decoder, len(owner)
@@ -175,7 +175,7 @@ class FusedSession:
         self._position = self._position + 1
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; cheap where most of them stay where they are."""
+        """Keep only these rows, in this order. Cheap if most rows keep their place."""
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
         self._cache[:, :, moved, :, : self._filled] = self._cache[:, :, rows[moved], :, : self._filled]
         self._rows = len(rows)
@@ -189,7 +189,7 @@ class FusedSession:
         self._keys, self._values = list(live[:, 0]), list(live[:, 1])
 
     def _prefill(self, prompts: list[Tensor], owner: Tensor) -> Tensor:
-        """Compute each prompt once, fill the cache of its rows, give the last hidden states [prompts, H]."""
+        """Compute each prompt once and fill the cache of its rows. Returns the last hidden states [prompts, H]."""
         hidden = []
         for first, last in _chunks([len(p) for p in prompts]):
             rows = ((owner >= first) & (owner < last)).nonzero()[:, 0]
@@ -206,15 +206,15 @@ class FusedSession:
         if len(prompts[0]) < width:
             real = torch.arange(width, device=device) >= pads[:, None]
             mask = real[:, None] & real.new_ones(width, width).tril()
-            # Padding sees itself, for attention without any weight is not a number.
+            # Padding attends to itself, because attention without any key would be NaN.
             mask = (mask | torch.eye(width, dtype=torch.bool, device=device))[:, None]
-        cache[..., : self._filled - width, :] = 0  # never attended to, but 0 times garbage may be NaN
+        cache[..., : self._filled - width, :] = 0  # masked, but 0 times an uninitialised number may be NaN
         view = Cache(list(cache[:, 0]), list(cache[:, 1]), self._filled, None, owner, width, mask)
         return self._decoder.run(tokens.flatten(), positions.flatten(), view).view(count, width, -1)[:, -1]
 
 
 def _chunks(lengths: list[int]) -> list[tuple[int, int]]:
-    """Cut prompts, ascending by length, where a chunk would get too large or hold too much padding."""
+    """Return chunks (first, end) of prompts, ascending by length, that are neither too large nor too much padding."""
     chunks, first, real = [], 0, 0
     for i, length in enumerate(lengths):
         padded = (i - first + 1) * length

@@ -1,4 +1,4 @@
-"""The generator on the driver: spreads requests over the workers that hold the model."""
+"""The generator on the driver: distributes requests over the workers that hold the model."""
 
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class HfGenerator(ReplicatedGenerator):
-    """One replica of the model for each rank of the slice; see `whet.interfaces.generator.Generator`.
+    """One replica of the model on each rank; see `whet.interfaces.generator.Generator`.
 
-    Logprobs are of `log_softmax(logits / temperature)` of the whole vocabulary, also where top-p or top-k restrict
-    what is drawn. A completion ends at the model's last position even if it may be longer. With `continue`, requests
-    that run when weights come go on with the keys and values that the old ones made. While it
-    sleeps its weights wait in the host's memory, or in a file where it runs on a CPU, and it has no cache.
+    Logprobs are of `log_softmax(logits / temperature)` over the whole vocabulary, even if top-p or top-k restricts the
+    sampling. A completion ends at the model's last position, even if `max_tokens` is larger. With `continue`, requests
+    that run during a weight sync keep the keys and values of the old weights for earlier tokens. While the generator
+    sleeps, its weights are in host memory, or in a file on a CPU, and it has no cache.
     """
 
     def __init__(self, config: HfConfig, site: "Site") -> None:

@@ -1,4 +1,4 @@
-"""What this plugin offers."""
+"""The hooks of this plugin."""
 
 from collections.abc import Iterable
 
@@ -9,5 +9,5 @@ from whet_hf.config import HfConfig
 
 @hookimpl
 def whet_generators() -> Iterable[Component]:
-    """Offer the generator that decodes with a `transformers` model."""
+    """Offer the generator `hf`, which decodes with a `transformers` model."""
     return [Component("hf", HfConfig, "whet_hf.generator:HfGenerator", facts="whet_hf.facts:facts")]

@@ -1,8 +1,8 @@
-"""The layers of a model of the Llama shape as one function of tensors, in the part of Python that TorchScript knows.
+"""The layers of a model of the Llama shape as one function of tensors, in the part of Python that TorchScript supports.
 
-As TorchScript it runs without the interpreter's lock, so that threads decode parts of a batch side by side, and each
-operation costs less to start: on two cores a step takes 0.7 of the time. TorchScript is deprecated, but what is to
-replace it wants a compiler on the user's machine; where it is gone, the same functions run as Python.
+As TorchScript, the function runs without the interpreter's lock. Threads can decode parts of a batch at the same time,
+and each operation starts faster: on two cores a step takes 0.7 of the time. TorchScript is deprecated. Its successor
+needs a compiler on the user's machine. If a release of torch has no TorchScript, the same functions run as Python.
 """
 
 import warnings
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class Layer(NamedTuple):
-    """The weights of one layer; heads of queries, then of keys, then of values stand in one matrix."""
+    """The weights of one layer. `qkv` holds the heads of queries, then of keys, then of values."""
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
     head_norm: Tensor | None
-    """Scales of the norm of queries and keys [heads + kv_heads, head_dim]."""
+    """Scales of the norms of queries and keys [heads + kv_heads, head_dim]."""
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
@@ -32,35 +32,38 @@ class Layer(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What all layers have in common."""
+    """The sizes that all layers share."""
 
     heads: int
     kv_heads: int
     head_dim: int
     epsilon: float
-    """Of the norms."""
+    """Added to the mean square in the norms."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of a batch, and what its tokens attend to."""
+    """Keys and values of a batch, and the masks of its attention."""
 
     keys: list[Tensor]
-    """Of each layer [B * kv_heads, columns, head_dim]; of prompts [B, kv_heads, columns, head_dim]."""
+    """One tensor for each layer [B * kv_heads, columns, head_dim]; for prompts [B, kv_heads, columns, head_dim]."""
     values: list[Tensor]
     filled: int
-    """Columns that are filled once this call is over."""
+    """Columns that are filled when this call ends."""
     bias: Tensor | None
-    """Added to scores [B * kv_heads, 1, filled]: minus infinity for padding."""
+    """[B * kv_heads, 1, filled] is added to scores: minus infinity for padding."""
     owner: Tensor | None
-    """Of prompts: which of them each row has [B]."""
+    """For prompts: [B] the prompt of each row. None: one token of each row is computed."""
     width: int
-    """Of prompts: tokens of each, padding included."""
+    """For prompts: tokens of each prompt, with padding."""
     mask: Tensor | None
-    """Of prompts with padding: what may be attended to [prompts, 1, width, width]."""
+    """For prompts with padding: [prompts, 1, width, width] true where a query sees a key."""
 
 
 def run_layers(hidden: Tensor, cos: Tensor, sin: Tensor, layers: list[Layer], cache: Cache, shape: Shape) -> Tensor:
-    """Run all layers and fill the cache. hidden [N, H]; cos, signed sin [N, 1, head_dim] -> [N, H]."""
+    """Run all layers and fill the cache. Returns the hidden states.
+
+    hidden [N, H]; cos, signed sin [N, 1, head_dim] -> [N, H].
+    """
     rotated = shape.heads + shape.kv_heads
     for i, layer in enumerate(layers):
         x = F.linear(norm(hidden, layer.input_norm, shape.epsilon), layer.qkv, layer.qkv_bias)
@@ -85,10 +88,10 @@ def run_layers(hidden: Tensor, cos: Tensor, sin: Tensor, layers: list[Layer], ca
 def attend_to_cache(
     queries: Tensor, keys: Tensor, values: Tensor, all_keys: Tensor, all_values: Tensor, cache: Cache
 ) -> Tensor:
-    """Append one token of each row and attend to all. queries, keys, values [B, (kv_)heads, D] -> [B, heads * D].
+    """Append one token of each row to the cache. Returns its attention to all filled columns.
 
-    Two batched products: on a CPU faster than the fused attention for a single query, and as fast as any way to
-    share the prompt's part among the rows of a group.
+    queries, keys, values [B, (kv_)heads, D] -> [B, heads * D]. Two batched products are faster on a CPU than the fused
+    attention for a single query, and as fast as sharing the prompt's part among the rows of a group.
     """
     batch, size = all_keys.shape[0], queries.shape[2]
     all_keys[:, cache.filled - 1] = keys.reshape(batch, size)
@@ -106,7 +109,7 @@ def attend_to_cache(
 def attend_to_prompt(
     queries: Tensor, keys: Tensor, values: Tensor, all_keys: Tensor, all_values: Tensor, cache: Cache
 ) -> Tensor:
-    """Attend within prompts, and fill the cache of the rows that have them.
+    """Fill the cache of the rows of each prompt. Returns the attention within the prompts.
 
     queries, keys, values [prompts * width, (kv_)heads, D] -> [prompts * width, heads * D].
     """
@@ -124,12 +127,12 @@ def attend_to_prompt(
 
 
 def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """Normalise the last dimension by its root mean square."""
+    """Return x divided by its root mean square over the last dimension, times the weight."""
     return F.rms_norm(x, [x.shape[-1]], weight, epsilon)
 
 
 def compiled() -> Callable[[Tensor, Tensor, Tensor, list[Layer], Cache, Shape], Tensor]:
-    """Give `run_layers`, as TorchScript where there is one."""
+    """Return `run_layers`, as TorchScript if this torch has it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

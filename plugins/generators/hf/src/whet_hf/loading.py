@@ -1,4 +1,4 @@
-"""Loading a model for decoding, choosing its decoder, and putting new weights into it."""
+"""Load a model for decoding, choose its decoder, and copy new weights into it."""
 
 import logging
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from whet_hf.plain import PlainDecoder
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest difference of a decoder's logits from the model's own, relative to the largest logit."""
+"""Largest difference between a decoder's logits and the model's own, relative to the largest logit."""
 
 
 def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> Any:
-    """Load a causal language model for inference. Raises `WhetError` where weights are missing."""
+    """Return a causal language model for inference. Raises `WhetError` if weights are missing."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -46,9 +46,9 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool) -> A
 
 
 def choose_decoder(model: Any, *, fused: bool) -> Decoder:
-    """Choose the fastest decoder that gives the model's own logits, checked on random tokens.
+    """Return the fastest decoder whose logits equal the model's own on random tokens.
 
-    Raises `WhetError` if none does.
+    Raises `WhetError` if no decoder's logits do.
     """
     if fused:
         reason = unsupported(model.config)
@@ -71,7 +71,10 @@ def choose_decoder(model: Any, *, fused: bool) -> Decoder:
 
 @torch.inference_mode()
 def decoding_error(decoder: Decoder, model: Any) -> float:
-    """Compare decoding with whole forward passes on random prompts of two lengths, relative to the largest logit."""
+    """Return the largest difference between decoding and full forward passes, relative to the largest logit.
+
+    Random prompts of two lengths are decoded.
+    """
     draw = torch.Generator().manual_seed(0)
     short, long = (torch.randint(decoder.vocab_size, (n,), generator=draw).to(model.device) for n in (5, 9))
     new = torch.randint(decoder.vocab_size, (3, 3), generator=draw).to(model.device)
@@ -91,9 +94,9 @@ def decoding_error(decoder: Decoder, model: Any) -> float:
 
 
 def take_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy new weights into the model. Raises `WeightSyncError` unless each parameter comes, and no name twice.
+    """Copy new weights into the model. Raises `WeightSyncError` if a parameter is missing or a name comes twice.
 
-    Of tied parameters any one name is enough. After an error the weights are a mixture and must not be used.
+    For tied parameters one of the names is enough. After an error the weights are a mixture and must not be used.
     """
     targets = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in targets}

@@ -1,4 +1,4 @@
-"""Decoding with the model's own code and `transformers`' cache: for every model that generates at all."""
+"""Decode with the model's own code and `transformers`' cache. Works for every model that can generate."""
 
 import inspect
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PlainDecoder:
-    """Decodes with a `transformers` causal language model as it is."""
+    """Decodes with an unchanged `transformers` causal language model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -18,27 +18,27 @@ class PlainDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """The width of the logits."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def refresh(self) -> None:
-        """Follow new weights: there is nothing derived from them."""
+        """Do nothing: no tensor is derived from the weights."""
 
     def free(self) -> int:
-        """Give memory back: none is kept between batches."""
+        """Return 0: no memory is kept between batches."""
         return 0
 
     def begin(self, prompts: list[Tensor], owner: Tensor, room: int, lane: int = 0) -> "PlainSession":
-        """Compute the prompts. prompts: [length] each; owner [B], ascending: the prompt of each row."""
+        """Return a session whose prompts are computed. owner [B], ascending: the prompt of each row."""
         return PlainSession(self, prompts, owner)
 
     def forward(self, **arguments: Any) -> Any:
-        """Call the model for the logits of the last position."""
+        """Return the model's output, with the logits of the last position if the model can restrict them."""
         return self.model(**arguments, **self._last_only, use_cache=True, return_dict=True)
 
 
 class PlainSession:
-    """A batch under way."""
+    """A running batch."""
 
     def __init__(self, decoder: PlainDecoder, prompts: list[Tensor], owner: Tensor) -> None:
         from transformers import DynamicCache
@@ -74,6 +74,6 @@ class PlainSession:
         self.logits = output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order; a row may be taken more than once."""
+        """Keep only these rows, in this order. A row may appear more than once."""
         self._cache.batch_select_indices(rows)
         self._mask, self._position, self.logits = self._mask[rows], self._position[rows], self.logits[rows]

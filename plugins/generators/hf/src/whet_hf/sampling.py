@@ -1,7 +1,7 @@
-"""Sampling, row by row: what a request gets does not depend on what it is batched with.
+"""Sampling, row by row: the tokens of a request do not depend on the other requests of its batch.
 
-Draw t of a request is a hash of (its seed, t), and a token is found by inverting the cumulative distribution in
-vocabulary order, so a request's tokens are a function of its own logits alone.
+Draw t of a request is a hash of (its seed, t). A token is found by inverting the cumulative distribution in vocabulary
+order, so a request's tokens are a function of its own logits alone.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from torch import Tensor
 from whet.data.records import Sampling
 
 BLOCK = 64
-"""Draws are made for so many steps at a time."""
+"""Number of steps whose draws are made at a time."""
 
 
 def uniforms(seeds: NDArray[np.uint64], first: int, count: int) -> NDArray[np.float64]:
-    """Give draws first .. first + count of each seed. seeds [B] -> [B, count] in [0, 1 - 2^-52].
+    """Return draws first .. first + count of each seed. seeds [B] -> [B, count] in [0, 1 - 2^-52].
 
     SplitMix64 (Steele, Lea and Flood 2014), counting from the hashed seed.
     """
     step = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = _mix(_mix(seeds)[:, None] + step)
-    # 52 bits: times a total, the largest is still below the total after rounding.
+    # 52 bits: the largest draw times a total is still below the total after rounding.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -35,7 +35,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """Draws one token for every row of a batch, which shrinks as rows are dropped."""
+    """Draws one token for every row of a batch. The batch shrinks when rows are dropped."""
 
     def __init__(self, samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device) -> None:
         self._seeds = np.array([seed & (2**64 - 1) for seed in seeds], np.uint64)
@@ -52,7 +52,7 @@ class Sampler:
         self._block = -1
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order."""
+        """Keep only these rows, in this order."""
         self._seeds = self._seeds[rows.cpu().numpy()]
         self._greedy, self._temperature = self._greedy[rows], self._temperature[rows]
         self._top_k, self._top_p = self._top_k[rows], self._top_p[rows]
@@ -61,8 +61,8 @@ class Sampler:
     def draw(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Draw a token for each row. logits [B, V] -> tokens [B], logprobs [B] float32.
 
-        Logprobs are of log_softmax(logits / temperature) of the whole vocabulary, at temperature 0 of
-        log_softmax(logits). Logits that are not finite give a logprob that is not.
+        Logprobs are of log_softmax(logits / temperature) over the whole vocabulary; at temperature 0 they are of
+        log_softmax(logits). If the logits are not finite, the logprob is not finite either.
         """
         logits = logits.float()
         if self._any_scaled:
@@ -70,10 +70,10 @@ class Sampler:
         shifted = logits - logits.amax(-1, keepdim=True)
         weights = shifted.exp()
         drawn = self._truncate(weights) if self._any_truncated else weights
-        # Sums of a large vocabulary need float64: a likely token must not swallow the unlikely ones after it.
+        # Sums over a large vocabulary need float64: after a likely token, unlikely ones must not vanish in rounding.
         cumulative = drawn.cumsum(-1, dtype=torch.float64)
         point = self._draw(step) * cumulative[:, -1:]
-        # The first sum above the point: its own weight is above 0, and there is one, as the point is below the total.
+        # The first sum above the point. It exists, as the point is below the total; its token has a weight above 0.
         tokens = torch.searchsorted(cumulative, point, right=True).clamp_(max=logits.shape[-1] - 1)
         if self._any_greedy:
             tokens = torch.where(self._greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
@@ -88,7 +88,7 @@ class Sampler:
         return self._draws[:, step % BLOCK, None]
 
     def _truncate(self, weights: Tensor) -> Tensor:
-        """Set to 0 what top-k, then top-p of the rest, leave out; the likeliest token always stays."""
+        """Return the weights with 0 for tokens outside top-k, then outside top-p. The likeliest token always stays."""
         ordered, order = weights.sort(stable=True, dim=-1, descending=True)
         rank = torch.arange(weights.shape[-1], device=weights.device)
         ordered = ordered.where((self._top_k == 0) | (rank < self._top_k), 0.0)

@@ -1,7 +1,7 @@
-"""When a completion ends: stop tokens, stop strings and limits.
+"""The ends of completions: stop tokens and stop strings.
 
-A stop string is looked for in decoded text, but only after tokens that can complete it: those that hold it, or begin
-with its end. Which they are is found once for each string, over the whole vocabulary.
+A stop string is searched for in decoded text, but only after a token that can complete the string. Such a token
+contains the string, or begins with an end of it. These tokens are found once for each string, over the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BoolArray = NDArray[np.bool_]
 REPLACEMENT = "\ufffd"
-"""What bytes that are no whole character decode to."""
+"""The character to which incomplete bytes decode."""
 
 
 class StopStrings:
@@ -32,7 +32,7 @@ class StopStrings:
         self._enders: dict[str, BoolArray] = {}
 
     def enders(self, stops: Sequence[str], vocab_size: int) -> BoolArray:
-        """Say which tokens may complete one of the strings. -> [vocab_size]."""
+        """Return which tokens may complete one of the strings -> [vocab_size]."""
         found = np.zeros(vocab_size, np.bool_)
         for stop in stops:
             known = self._enders.get(stop)
@@ -43,9 +43,9 @@ class StopStrings:
         return found
 
     def completed(self, tokens: NDArray[np.int64], stops: Sequence[str]) -> bool:
-        """Whether the last token completes one of the strings. tokens: the completion so far."""
-        # A token is at least a byte, and the string ends in the last one: no more can take part. One more on the
-        # left, as some tokenizers drop a space before the first.
+        """Return whether the last token completes one of the strings. tokens: the completion so far."""
+        # A token is at least one byte and the string ends in the last token, so no more tokens than bytes take part.
+        # One more on the left, because some tokenizers drop a space before the first token.
         window = max(len(stop.encode()) for stop in stops) + 1
         text = self._load().decode(tokens[-window:].tolist(), skip_special_tokens=False)
         return any(stop in text for stop in stops)
@@ -56,7 +56,7 @@ class StopStrings:
             size = tokenizer.get_vocab_size(with_added_tokens=True)
             self._texts = tokenizer.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
             for i in range(size):
-                if (tokenizer.id_to_token(i) or "").startswith("\u2581"):  # a space that decoding alone drops
+                if (tokenizer.id_to_token(i) or "").startswith("\u2581"):  # a space, dropped when decoded alone
                     self._texts[i] = " " + self._texts[i].removeprefix(" ")
         return self._texts
 
@@ -78,7 +78,7 @@ def _may_complete(text: str, stop: str) -> bool:
 
 
 class Stops:
-    """The stop conditions of the rows of a batch; rows keep their numbers when others are dropped."""
+    """The stop conditions of the rows of a batch. Rows keep their numbers when other rows are dropped."""
 
     def __init__(self, samplings: Sequence[Sampling], strings: StopStrings, vocab_size: int) -> None:
         self._samplings, self._strings = samplings, strings
@@ -93,7 +93,7 @@ class Stops:
                 self._enders[kind] = strings.enders(stop, vocab_size)
 
     def stopped(self, rows: NDArray[np.int64], history: NDArray[np.int64], step: int) -> BoolArray:
-        """Say which rows end with the token just drawn. rows [K], history [B, steps] -> [K]."""
+        """Return which rows end with the token of this step. rows [K], history [B, steps] -> [K]."""
         tokens, kind = history[rows, step], self._kind[rows]
         ended: BoolArray = self._stops[kind, tokens]
         if self._any_strings:

@@ -1,9 +1,10 @@
-"""The version of the weights, and the moment between two tokens of a running batch at which it may change.
+"""The version of the weights, and the point between two tokens of a running batch at which it may change.
 
     lane 0   token token token |--------- waits ---------| token token
     lane 1   token token token token |-- takes weights --| token token
 
-Threads that decode parts of one batch meet there: the last to come does the work, and the others go on after it.
+The threads (lanes) that decode parts of one batch meet at this point. The last thread to arrive takes the weights; then
+all threads continue.
 """
 
 import threading
@@ -18,11 +19,11 @@ from whet.errors import WeightSyncError
 
 @define(eq=False)
 class Weights:
-    """What is known of the weights in use."""
+    """The state of the weights in use."""
 
     version: int = 0
     broken: str = ""
-    """Why they are a mixture that must not be used; empty: they are whole."""
+    """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
     _running: bool = False
     _lanes: int = 0
     _standing: int = 0
@@ -30,18 +31,18 @@ class Weights:
     _changed: threading.Condition = field(factory=threading.Condition)
 
     def begin(self) -> None:
-        """A batch is about to be decoded; `end` follows for certain."""
+        """Mark that a batch starts. The caller must call `end` afterwards."""
         self._running = True
 
     def end(self) -> None:
-        """The batch is over; what was to happen between its tokens happens now."""
+        """Mark that the batch is over, and do the work that still waits for a point between two tokens."""
         with self._changed:
             self._running = False
             self._do()
 
     @contextmanager
     def lane(self) -> Iterator[None]:
-        """Decode a part of the batch on this thread."""
+        """Register this thread as one that decodes a part of the batch."""
         with self._changed:
             self._lanes += 1
         try:
@@ -53,7 +54,7 @@ class Weights:
                     self._do()
 
     def between_tokens(self) -> int:
-        """Let new weights in if there are any, and give the version of the next token. Raises `WeightSyncError`."""
+        """Take new weights if there are any. Returns the version for the next token. Raises `WeightSyncError`."""
         if self._work is not None:
             with self._changed:
                 self._meet()
@@ -62,7 +63,10 @@ class Weights:
         return self.version
 
     def in_running_batch(self, work: Callable[[], None]) -> "Future[None] | None":
-        """Have work done between two tokens of the batch that runs; None where none does, or it has some already."""
+        """Do work between two tokens of the running batch. Returns its future.
+
+        None: no batch runs, or the batch has other work already.
+        """
         with self._changed:
             if not self._running or self._work is not None:
                 return None

@@ -1,4 +1,4 @@
-"""The worker: holds the model, collects requests into batches, and takes new weights between batches or tokens."""
+"""The worker: holds the model, groups requests into batches, and takes new weights between batches or tokens."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ Outcome = Completion | tuple[str, str]
 """A completion, or (id, why the request cannot be served)."""
 
 LOWEST_TEMPERATURE = 1e-3
-"""But for 0. One request whose logprobs overflow would end all that are decoded with it."""
+"""The lowest temperature above 0. A request whose logprobs overflow would end its whole batch."""
 LANE_PARAMETERS = 30_000_000
-"""Up to this size of model, threads decode a part of the batch each; of larger models they share each operation."""
+"""For models up to this size, each thread decodes a part of the batch; for larger models threads share operations."""
 LANE_ROWS = 16
-"""The smallest part of a batch for a thread."""
+"""The smallest part of a batch that a thread gets."""
 
 
 @define(eq=False)
@@ -51,7 +51,7 @@ class _Queued:
 
 
 class Worker:
-    """One replica of the model. What is asked while it decodes runs on an event loop, all else on another thread."""
+    """One replica of the model. Coroutine methods run on an event loop, also while another thread decodes."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Worker:
         self._lanes = _lanes(rank.threads) if rank.threads > 1 and small and rank.device == "cpu" else None
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
-        """Queue requests; yield the outcomes of a batch's requests together when the batch ends."""
+        """Queue requests. Yields the outcomes of each batch together, when the batch ends."""
         outcomes: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         refused: list[Outcome] = []
         mine: list[_Queued] = []
@@ -111,7 +111,7 @@ class Worker:
             self._aborts.add([q.id for q in self._running if q.outcomes is outcomes])
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
-        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
+        """End requests early with `stop="abort"`: waiting requests at once, running requests at their next token."""
         chosen = set(ids)
         for queued in [q for q in self._queue if q.id in chosen]:
             self._queue.remove(queued)
@@ -122,9 +122,10 @@ class Worker:
         yield None
 
     async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
-        """Take the weights of a hand-over. Until one is complete after a failed one, nothing is generated.
+        """Take the weights of a weight sync. After a failed sync nothing is generated until a sync is complete.
 
-        The batch that runs is drained, goes on with the new weights, or is aborted; what waits gets them in any case.
+        The running batch is drained, continues with the new weights, or is aborted. Waiting requests always get the
+        new weights.
         """
         if on_weight_update == "continue":
             taken = self._weights.in_running_batch(lambda: self._take(link, version))
@@ -153,23 +154,23 @@ class Worker:
         self._weights.version, self._weights.broken = version, ""
 
     def sleep(self) -> int:
-        """Give the memory of cache and weights back; how many bytes."""
+        """Free the memory of cache and weights. Returns the number of bytes."""
         with self._busy:
             return self._decoder.free() + self._offload.sleep(self._model.parameters())
 
     def wake(self) -> None:
-        """Bring the weights back; the cache comes with the next batch."""
+        """Bring the weights back. The next batch makes the cache."""
         with self._busy:
             self._offload.wake()
 
     def close(self) -> None:
-        """End the threads."""
+        """Release the offloaded weights and stop the threads."""
         self._offload.close()
         if self._lanes is not None:
             self._lanes.shutdown(wait=False)
 
     def _limit(self, request: Request) -> int:
-        """Say how many tokens the completion may have. Raises `WhetError` for a request that cannot be served."""
+        """Return the most tokens of the completion. Raises `WhetError` for a request that cannot be served."""
         length, limit = len(request.tokens), request.sampling.max_tokens
         if length == 0:
             raise WhetError(f"request {request.id} has an empty prompt; there is nothing to continue")
@@ -190,7 +191,7 @@ class Worker:
         return min(limit, self._max_positions - length) if self._max_positions else limit
 
     async def _run(self) -> None:
-        """Decode batch after batch until nothing waits."""
+        """Decode batch after batch until no request waits."""
         loop = asyncio.get_running_loop()
         while self._queue:
             batch = self._running = sorted(self._next_batch(), key=lambda queued: queued.job.place)
@@ -210,7 +211,7 @@ class Worker:
             self._running = []
 
     def _next_batch(self) -> list[_Queued]:
-        """Take from the queue, in order, what fits the largest batch and the cache; at least one."""
+        """Remove from the queue, in order, the requests that fit `max_batch` and the cache. Returns at least one."""
         longest, count = 0, 0
         for queued in self._queue[: self._max_batch]:
             longest = max(longest, len(queued.job.request.tokens) + queued.job.limit)
@@ -237,14 +238,14 @@ class Worker:
 
 
 def split(jobs: list[Job], lanes: int) -> list[list[Job]]:
-    """Cut sorted jobs into at most so many parts of equal size."""
+    """Return sorted jobs in at most `lanes` parts of equal size."""
     lanes = max(1, min(lanes, len(jobs) // LANE_ROWS))
     cuts = [len(jobs) * lane // lanes for lane in range(lanes + 1)]
     return [jobs[a:b] for a, b in pairwise(cuts)]
 
 
 def cache_bytes_per_token(model: Any) -> int:
-    """Estimate the bytes of keys and values of one token."""
+    """Return an estimate of the bytes of keys and values of one token."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -253,7 +254,7 @@ def cache_bytes_per_token(model: Any) -> int:
 
 
 def _lanes(threads: int) -> ThreadPoolExecutor:
-    """Start threads that compute with one thread each."""
+    """Return a pool of started threads; each computes with one thread of torch."""
     barrier = threading.Barrier(threads)
 
     def start() -> None:

@@ -1,1 +1,1 @@
-"""Generate with SGLang: one engine for each rank, weights handed over through its own interface."""
+"""Generate with SGLang: one engine for each rank; weights arrive through SGLang's own interface."""

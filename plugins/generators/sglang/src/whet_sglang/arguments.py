@@ -1,4 +1,4 @@
-"""SGLang's own arguments: what this plugin sets, and which others the installed engine knows, without importing it."""
+"""SGLang's engine arguments: the ones this plugin sets, and the ones the installed engine has. Imports no engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 CPU_BATCH = 64
 CPU_MEMORY_FRACTION = 0.9
-"""Of what is free, which caps the cache; what is said in bytes is less."""
+"""Share of the free memory, an upper bound of the cache. `cache_gib` sets a smaller size."""
 KEPT_POSITIONS = 6
-"""Of its context the engine gives a prompt so many fewer."""
+"""Positions of the context that the engine does not give to a prompt."""
 SWITCH = "WHET_SGLANG"
-"""Environment variable of whet's own engines, which alone are hooked into."""
+"""Environment variable of the engines that whet starts. The hooks change only these engines."""
 LOADER = "whet_sglang.extension.load"
-"""SGLang calls it with what comes by `update_weights_from_tensor`."""
+"""The function that SGLang calls with the data of `update_weights_from_tensor`."""
 
 ENGINE = ForeignEngine(
     Package(
@@ -63,7 +63,7 @@ ENGINE = ForeignEngine(
 
 
 def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[str, Any]:
-    """Give the arguments of SGLang's engine for a rank on a device, as builtins."""
+    """Return the arguments of SGLang's engine for a rank on a device, as builtins."""
     on_cpu, model = device == "cpu", site.model
     length = context_length(config.max_context, site.max_context, model.max_positions)
     known = {
@@ -71,7 +71,7 @@ def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[st
         "max_running_requests": config.max_batch or (CPU_BATCH if on_cpu else None),
         "max_total_tokens": cache_tokens(config, model, on_cpu),
         "attention_backend": "torch_native" if on_cpu else None,
-        "sleep_on_idle": True if on_cpu else None,  # else a core is busy with waiting
+        "sleep_on_idle": True if on_cpu else None,  # else waiting keeps a core busy
     }
     return {
         "model_path": str(Path(model.path).absolute()),
@@ -95,7 +95,7 @@ def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[st
 
 
 def cache_tokens(config: SglangConfig, model: ModelInfo, on_cpu: bool) -> int | None:
-    """Say how many tokens' keys and values the cache may hold; None: the engine decides."""
+    """Return the number of tokens whose keys and values fit into the cache. None: the engine decides."""
     gib = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
     if gib is None or not model.token_cache_bytes:
         return None

@@ -12,23 +12,23 @@ class SglangConfig:
     """Generates with SGLang, one engine for each rank."""
 
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
-    """Of the weights and the forward pass; `model`: as `model.dtype` says."""
+    """Dtype of the weights and the forward pass. `model`: the value of `model.dtype`."""
     max_context: int = field(default=0, validator=between(0, TOKENS))
-    """Longest sequence in tokens, prompt and completion; 0: the longest that the run asks for, and no more than the
-    model was made for, of which SGLang keeps six for itself."""
+    """Longest sequence in tokens: prompt and completion. 0: the longest sequence of the run, limited by the model's
+    positions, of which SGLang reserves six."""
     max_batch: int | None = field(default=None, validator=validators.optional(between(1, RETRIES)))
-    """Sequences decoded together, for each rank; null: the engine's own default, on a CPU 64. Others wait."""
+    """Most sequences that one rank decodes together; further requests wait. null: the engine's default; on a CPU 64."""
     memory_fraction: float = field(default=0.85, validator=[validators.gt(0), validators.le(1)])
-    """Share of a GPU's memory for weights and cache. Not read on a CPU."""
+    """Share of a GPU's memory for weights and cache. Ignored on a CPU."""
     cache_gib: float | None = field(default=None, validator=validators.optional(above(0, GIB)))
-    """The most memory for keys and values, for each rank; null: what `memory_fraction` leaves, on a CPU 1."""
+    """Most memory for keys and values on each rank, in GiB. null: the rest of `memory_fraction`; on a CPU 1."""
     tensor_parallel: int = field(default=1, validator=between(1, PROCESSES))
-    """Processes over which one engine spreads the model. On GPUs each of them has its own, so a rank takes this many,
-    and `cluster.gpus.generator` is a multiple of it."""
+    """Processes over which one engine shards the model. On GPUs each process has its own GPU, so a rank needs this many
+    GPUs, and `cluster.gpus.generator` must be a multiple of it."""
     eager: bool | None = None
-    """Whether the model runs as it is written, without CUDA graphs; null: on CPUs, which have none."""
+    """Whether the model runs without CUDA graphs. null: true on CPUs, which have none, and false on GPUs."""
     prefix_caching: bool = True
-    """Whether keys and values of a prompt's beginning are shared among the requests that have it."""
+    """Whether requests with the same beginning of a prompt share its keys and values."""
     engine: dict[str, Any] = Factory(dict)
-    """Any other argument of SGLang's engine by its own name, e.g. `{chunked_prefill_size: 8192}`; those that are not
-    the installed engine's are refused."""
+    """Further arguments of SGLang's engine by SGLang's names, e.g. `{chunked_prefill_size: 8192}`. Arguments that the
+    installed engine does not have are refused."""

@@ -1,12 +1,12 @@
-"""Drawing tokens so that a request's own seed decides, on any device and whatever else is in its batch.
+"""Draw tokens that depend only on the request's own seed and probabilities, not on the device or the batch.
 
-u = hash(seed, position) in [0, 1)        the token where the cumulated probabilities pass u
+u = hash(seed, position) in [0, 1)        the token at which the cumulative probability passes u
 """
 
 import torch
 
 _ADDED, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of SplitMix64: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014."""
+"""Constants of SplitMix64: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014."""
 
 
 def draw(
@@ -15,7 +15,7 @@ def draw(
 ) -> torch.Tensor:  # fmt: skip
     """Draw a token for each row: probs [B, V], seeds and positions [B] int64, top_k and top_p [B] -> [B] int64.
 
-    restricted: whether top_k or top_p of any row leave something out.
+    restricted: whether top_k or top_p of any row leaves tokens out.
     """
     kept = likeliest(probs, top_k, top_p) if restricted else probs
     cumulated = kept.double().cumsum(-1)
@@ -24,7 +24,7 @@ def draw(
 
 
 def likeliest(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set what is not among the top_k likeliest, or comes after those that have top_p already, to 0."""
+    """Return the probabilities with 0 for tokens outside the top_k likeliest or outside the nucleus of top_p."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.double().cumsum(-1) - ordered
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -33,7 +33,7 @@ def likeliest(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Give a number in [0, 1) for each pair of seed and position. [B], [B] -> [B] float64."""
+    """Return a number in [0, 1) for each pair of seed and position. [B], [B] -> [B] float64."""
     mixed = _mix(_mix(seeds) + positions.to(torch.int64) * _signed(_ADDED))
     return _shifted(mixed, 11).double() * 2.0**-53
 
@@ -46,7 +46,7 @@ def _mix(number: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(number: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right as if it had no sign, which torch's 64 bits have."""
+    """Return an unsigned right shift. torch's 64-bit integers are signed."""
     return (number >> bits) & ((1 << (64 - bits)) - 1)
 
 

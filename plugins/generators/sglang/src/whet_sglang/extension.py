@@ -1,11 +1,11 @@
-"""What runs in SGLang's own processes: hooks that make it draw and stop as it is asked, and the loader of weights.
+"""The part that runs in SGLang's own processes: hooks for seeds and stops, and the loader of weights.
 
-SGLang calls `register` in each of its processes, as a plugin of its own kind (entry point `sglang.srt.plugins`), and
-`load` for what comes by `update_weights_from_tensor`. In an engine that is not whet's own nothing is changed.
+SGLang calls `register` in each of its processes, as a plugin of SGLang (entry point `sglang.srt.plugins`), and `load`
+with the data of `update_weights_from_tensor`. An engine that whet did not start is not changed. Without the hooks:
 
-    seeds    SGLang has them only where inference is deterministic, with kernels that no CPU and not every model has
-    stops    it stops at tokens by name only where it also stops at those of the model folder
-    strings  it looks for a stop string among as many tokens as that has when it is encoded, which may be too few
+    seeds    SGLang uses seeds only with deterministic inference, whose kernels need a GPU and not every model has
+    stops    SGLang stops at named tokens only if it also stops at the stop tokens of the model folder
+    strings  SGLang searches a stop string in as many tokens as the encoded string has, which may be too few
 """
 
 import json
@@ -27,7 +27,7 @@ log = logging.getLogger("sglang.whet")
 
 
 def register() -> None:
-    """Hook into this process's SGLang."""
+    """Register the hooks in the SGLang of this process, if whet started the engine."""
     if os.environ.get(SWITCH) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def with_seeds(info: Any, *args: Any, **kwargs: Any) -> Any:
-    """Put each request's seed into what a batch is sampled with."""
+    """Put each request's seed into the sampling info of a batch. Returns the info."""
     batch = kwargs["batch"] if "batch" in kwargs else next(a for a in args if hasattr(a, "reqs"))
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
@@ -48,7 +48,7 @@ def with_seeds(info: Any, *args: Any, **kwargs: Any) -> Any:
 def sampled(
     original: Callable[..., Any], self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple: bool
 ) -> Any:
-    """Draw tokens by their requests' seeds; SGLang's own way where more is asked of it than tokens."""
+    """Draw tokens by the seeds of their requests. With min-p or a sampling mask, SGLang's own sampler draws."""
     if info.sampling_seed is None or info.need_min_p_sampling or info.sampling_mask_batch_indices is not None:
         return original(self, probs, info, positions, simple)
     tokens = draw(probs, info.sampling_seed, positions, info.top_ks, info.top_ps, restricted=not simple)
@@ -56,7 +56,7 @@ def sampled(
 
 
 def stopped(original: Callable[..., bool], self: Any, new_tokens: Sequence[int]) -> bool:
-    """End a request at the stop tokens that it names, and at no others."""
+    """Return whether a request ends: only at the stop tokens that the request names."""
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
     named = self.sampling_params.stop_token_ids
@@ -71,7 +71,7 @@ def stopped(original: Callable[..., bool], self: Any, new_tokens: Sequence[int])
 
 
 def tail_length(original: Callable[..., int], self: Any, new_tokens: int) -> int:
-    """Look for a stop string among as many tokens as it has bytes."""
+    """Return how many tokens to search for a stop string: at least as many as the string has bytes."""
     most = max((len(stop.encode()) for stop in self.sampling_params.stop_strs), default=0)
     return max(original(self, new_tokens), min(most + new_tokens, len(self.output_ids)))
 
@@ -85,11 +85,11 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
-    """Take a hand-over into the model of this process, whole or not at all, and write a report.
+    """Receive a weight sync into the model of this process, whole or not at all, and write a report.
 
-    `named` is one pair, whose name says in JSON: `link` (the fields of `TransferSpec`), `receiver`, `folder` of
-    the model, `reports`, a folder. Nothing is raised, of which SGLang would die. A report has `session`, `failure` in
-    words, and `spoilt`: whether a mixture was left behind.
+    `named` is one pair. Its name is a JSON object: `link` (the fields of `TransferSpec`), `receiver`, `folder` (of the
+    model), `reports` (a folder). No error is raised, because SGLang would die of it. A report has `session`, `failure`
+    (a message), and `spoilt`: whether the weights are a mixture.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -106,7 +106,7 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
 
 
 def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
-    """Load a whole hand-over."""
+    """Receive and load a whole weight sync."""
     tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["link"])
     with torch.inference_mode(False):  # what is mapped now is read by later hand-overs
         arriving = receive_whole(link, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)

@@ -1,4 +1,4 @@
-"""What planning may know of the generator, found without the engine."""
+"""The facts of the generator for planning. Imports no engine."""
 
 from whet.component import Facts
 from whet.data.model_info import ModelInfo
@@ -7,5 +7,5 @@ from whet_sglang.config import SglangConfig
 
 
 def facts(config: SglangConfig, model: ModelInfo) -> Facts:
-    """Say how weights can come in, and how much memory weights and cache take."""
+    """Return the transports of weights, and the memory of weights and cache."""
     return ENGINE.facts(config, model, imports=("whet_sglang.worker",))

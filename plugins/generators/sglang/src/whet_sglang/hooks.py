@@ -1,4 +1,4 @@
-"""What this plugin offers."""
+"""The hooks of this plugin."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_generators() -> Iterable[Component]:
-    """Offer the generator that runs SGLang's engine."""
+    """Offer the generator `sglang`, which runs SGLang's engine."""
     return [Component("sglang", SglangConfig, "whet_sglang.generator:SglangGenerator", facts="whet_sglang.facts:facts")]
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Look for arguments that the engine does not have, and for more GPUs than a rank can have."""
+    """Return problems: arguments that the engine does not have, and more GPUs than a rank can have."""
     from whet_sglang.arguments import ENGINE
 
     return ENGINE.problems(config, SglangConfig)

@@ -1,7 +1,7 @@
-"""The process in which SGLang's engine lives, on its event loop: a gate, which is shut while weights arrive.
+"""The process that holds SGLang's engine, on its event loop, behind a gate that is closed while weights arrive.
 
 generate ──> gate ──> SGLang's engine ──> outcomes
-receive_weights: shut the gate -> let requests end, stop, or stand still -> load, and forget the cache -> open it
+receive_weights: close the gate -> drain, abort or pause requests -> load weights, clear the cache -> open the gate
 """
 
 import asyncio
@@ -33,11 +33,11 @@ Outcomes = asyncio.Queue[Outcome | Exception]
 class _Asked:
     task: asyncio.Task[None]
     inside: bool = False
-    """Whether it has passed the gate."""
+    """Whether the request has passed the gate."""
 
 
 class Process:
-    """One engine."""
+    """One engine and the requests that it serves."""
 
     def __init__(self, rank: Any, *, arguments: Mapping[str, Any], receiver: int, reports: str) -> None:
         from sglang import Engine
@@ -60,16 +60,16 @@ class Process:
         self._gate.set()
         self._asked: dict[str, _Asked] = {}
         self._broken = ""
-        """Why the weights are a mixture that must not be used; empty: they are whole."""
+        """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
         self._released: set[str] = set()
-        """Kinds of memory that are given back, as SGLang calls them."""
+        """Kinds of memory that are freed, by SGLang's names."""
 
     def leavings(self) -> list[str]:
-        """Name the shared memory that SGLang leaves behind where it is killed, which is how it ends."""
+        """Return the shared memory files that SGLang leaves behind. SGLang always ends by being killed."""
         return [str(file) for file in Path("/dev/shm").glob(f"sglang_loads_{self._engine.port_args.instance_id}_*")]
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
-        """Have requests served; yield outcomes as they come, together what has come together."""
+        """Serve requests. Yields outcomes as they arrive; outcomes that arrive together are one list."""
         outcomes: Outcomes = asyncio.Queue()
         for request in requests:
             self._asked[request.id] = _Asked(asyncio.create_task(self._serve(request, outcomes)))
@@ -85,7 +85,7 @@ class Process:
                 task.cancel()
 
     async def abort(self, ids: list[str]) -> None:
-        """End requests early: those that wait at once, those that run at their next token."""
+        """End requests early: waiting requests at once, running requests at their next token."""
         for id_ in ids:
             asked = self._asked.get(id_)
             if asked is not None and not asked.inside:
@@ -94,7 +94,11 @@ class Process:
         await asyncio.gather(*map(self._abort, inside))
 
     async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
-        """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
+        """Take the weights of a weight sync.
+
+        If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
+        complete.
+        """
         async with self._arriving:
             self._gate.clear()
             try:
@@ -111,7 +115,7 @@ class Process:
                 self._admit()
 
     async def sleep(self) -> None:
-        """Give a GPU's memory back. Requests wait until it is there again."""
+        """Free GPU memory. Requests wait until `wake`."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         async with self._arriving:
@@ -126,12 +130,12 @@ class Process:
                 self._admit()
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Bring the GPU memory back."""
         await self._resume(set(self._released))
         self._admit()
 
     def _admit(self) -> None:
-        """Let requests in, where there is memory for them."""
+        """Open the gate, if all memory is in use."""
         if not self._released:
             self._gate.set()
 
@@ -143,7 +147,7 @@ class Process:
         self._released -= tags
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """Stop the engine's processes."""
         self._engine.shutdown()
         shutil.rmtree(self._reports, ignore_errors=True)
 
@@ -178,7 +182,7 @@ class Process:
         return completion(request, output)
 
     async def _abort(self, id_: str) -> None:
-        """Abort a request that has passed the gate, once its engine has it: an abort that comes first is lost."""
+        """Abort a request that has passed the gate, after the engine has it. An earlier abort would be lost."""
         while (asked := self._asked.get(id_)) is not None and not asked.task.done():
             state = self._manager.rid_to_state.get(_name(id_))
             if state is not None and state.dispatched:
@@ -193,7 +197,7 @@ class Process:
             await asyncio.wait(inside.values())
 
     async def _while_all_stand_still(self, link: TransferSpec, version: int) -> None:
-        """Take weights between two tokens of those that run, which are computed again afterwards."""
+        """Take weights between two tokens of running requests. Their keys and values are computed again afterwards."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -219,7 +223,7 @@ class Process:
         self._broken = ""
 
     async def _load(self, link: TransferSpec) -> list[dict[str, Any]]:
-        """Let SGLang's processes take a hand-over, in a session of its own kind; give their reports."""
+        """Load a weight sync in all of SGLang's processes, in one update session of SGLang. Returns their reports."""
         import torch
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
@@ -247,25 +251,25 @@ class Process:
 
 
 def _tags() -> set[str]:
-    """Name the kinds of memory that SGLang can give back."""
+    """Return the kinds of memory that SGLang can free."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
     return set(GPU_MEMORY_ALL_TYPES)
 
 
 def _must(link: TransferSpec, done: bool, *said: str) -> None:
-    """Raise `WeightSyncError` where SGLang says that it did not do what it was asked, of which it raises nothing."""
+    """Raise `WeightSyncError` if SGLang reports that it failed. SGLang raises no error itself."""
     if not done:
         raise WeightSyncError(f"hand-over {link.session}: SGLang {': '.join(said)}")
 
 
 def _name(id_: str) -> str:
-    """Name a request so that no name is the beginning of another, for SGLang aborts all that begin so."""
+    """Return a request name that is no prefix of another name. SGLang aborts all requests with a prefix."""
     return f"{id_}|"
 
 
 async def _all_there_is(outcomes: Outcomes) -> list[Outcome]:
-    """Wait for outcomes. Raises what was delivered as an error."""
+    """Wait for outcomes and return all that have arrived. Raises an error that was delivered."""
     found = [await outcomes.get()]
     while not outcomes.empty():
         found.append(outcomes.get_nowait())

@@ -1,4 +1,4 @@
-"""Between whet's records and SGLang's: how a request is asked for, and what its output says."""
+"""Conversion between whet's records and SGLang's: requests to sampling parameters, outputs to completions."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from whet.errors import WhetError
 from whet.generation.completeness import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 1e-5
-"""Below, SGLang takes the likeliest token, with its logprob at temperature 1."""
+"""At lower temperatures SGLang takes the likeliest token, with its logprob at temperature 1."""
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
 BROKEN = "NaN happened"
-"""What SGLang calls the match of a token outside the vocabulary, which it replaces by a stop token."""
+"""SGLang's finish reason for a token outside the vocabulary, which it replaces by a stop token."""
 
 
 def sampling_params(request: Request, limit: int) -> dict[str, Any]:
-    """Give SGLang's sampling parameters: nothing ends a completion but what the request names, and its limit."""
+    """Return SGLang's sampling parameters. Only the request's stop conditions and the limit end a completion."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -34,14 +34,14 @@ def sampling_params(request: Request, limit: int) -> dict[str, Any]:
 
 
 def completion(request: Request, output: dict[str, Any]) -> Completion:
-    """Make a completion of SGLang's final output. Raises `WhetError` for one that cannot be trusted."""
+    """Return the completion of SGLang's final output. Raises `WhetError` if the output is inconsistent."""
     said, meta = f"request {request.id}: SGLang", output["meta_info"]
     reason = meta["finish_reason"] or {}
     if reason.get("type") not in STOPS or reason.get("matched") == BROKEN:
         raise WhetError(f"{said} ended it with {reason}")
     stop = STOPS[reason["type"]]
     sampled = meta.get("output_token_logprobs") or []
-    # What is told of an aborted request may end before its last tokens.
+    # The logprobs of an aborted request may lack its last tokens.
     count = min(len(sampled), len(output["output_ids"])) if stop == "abort" else len(output["output_ids"])
     tokens = np.array(output["output_ids"][:count], np.int64)
     if [token for _, token, *_ in sampled[:count]] != tokens.tolist():

@@ -1,9 +1,9 @@
-"""The worker: starts a process in which SGLang's engine lives, passes on what is asked of it, and says why it died.
+"""The worker: starts a process that holds SGLang's engine, passes calls on to it, and reports why it died.
 
-worker      the generator's own process, which others may share
-process     `whet_sglang.process`: SGLang's engine, which ends the process that it is in, with all its children,
-            when one of its parts fails, and when it is closed
-scheduler, detokenizer      SGLang's own
+worker      the process of the generator's rank, which other roles may share
+process     `whet_sglang.process`: holds SGLang's engine. The engine kills its process and all children when one of
+            its parts fails, and when it is closed
+scheduler, detokenizer      SGLang's own processes
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Outcome = Completion | tuple[str, str]
 
 LONG = 1e7
 DEADLINES = DeadlinesSection(start=LONG, generate=LONG, weight_sync=LONG)
-"""Who asks this worker has deadlines."""
+"""Practically none: the caller of this worker sets the deadlines."""
 ENVIRONMENT = {
     SWITCH: "1",
     "HF_HUB_OFFLINE": "1",
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 
 class Worker:
-    """One engine."""
+    """One engine in a process of its own."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Worker:
             raise
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
-        """Have requests served; yield outcomes as they come, together what has come together."""
+        """Serve requests. Yields outcomes as they arrive; outcomes that arrive together are one list."""
         try:
             async for outcomes in self._engine.stream(0, "generate", requests, phase="generate"):
                 yield outcomes
@@ -83,29 +83,33 @@ class Worker:
             raise self._failure(error) from error
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
-        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
+        """End requests early with `stop="abort"`: waiting requests at once, running requests at their next token."""
         await self._ask("abort", ids)
         yield None
 
     async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
-        """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
+        """Take the weights of a weight sync.
+
+        If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
+        complete.
+        """
         try:
             await self._ask("receive_weights", link, version, on_weight_update)
         except WhetError as error:
             raise WeightSyncError(str(error)) from error
 
     async def sleep(self) -> None:
-        """Give a GPU's memory back, weights to the host; SGLang does not say how much. On a CPU it cannot."""
+        """Free GPU memory and move weights to the host. SGLang does not report the size. On a CPU it cannot sleep."""
         if self._on_gpu:
             await self._ask("sleep")
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Bring weights and cache back."""
         if self._on_gpu:
             await self._ask("wake")
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """Stop the engine's processes and remove the files that they leave behind."""
         self._engine.close()
         self._end()
 
@@ -123,7 +127,7 @@ class Worker:
             raise self._failure(error) from error
 
     def _failure(self, error: WorkerError) -> WhetError:
-        """Give what it said, or end with it where it is lost."""
+        """Return the engine's error. If the engine is lost, end this worker, too."""
         if not isinstance(error, WorkerLost):
             return WhetError(error.cause)
         words = f"SGLang's engine has died. {self._said(error)}"
@@ -139,7 +143,7 @@ class Worker:
 
 
 def _environment(on_gpu: bool) -> dict[str, str]:
-    """Give the environment variables of the engine, where nobody has set them."""
+    """Return the engine's environment variables. Variables that are set already keep their values."""
     found = {**ENVIRONMENT, **({} if on_gpu else {"SGLANG_USE_CPU_ENGINE": "1"})}
     kept = {name: os.environ[name] for name in (*found, "CUDA_VISIBLE_DEVICES") if name in os.environ}
     return {**found, **kept}

@@ -1,1 +1,1 @@
-"""Generate with vLLM: one engine for each rank, weights handed over through its own interface."""
+"""Generate with vLLM: one engine for each rank; weights arrive through vLLM's own interface."""

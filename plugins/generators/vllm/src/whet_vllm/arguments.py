@@ -1,4 +1,4 @@
-"""vLLM's own arguments: what this plugin sets, and which others the installed engine knows, without importing it."""
+"""vLLM's engine arguments: the ones this plugin sets, and the ones the installed engine has. Imports no engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Site
 
 BACKEND = "whet"
-"""Under this name `whet_vllm.extension` registers itself for the transfer of weights."""
+"""The name under which `whet_vllm.extension` registers its weight transfer with vLLM."""
 EXTENSION = "whet_vllm.extension.WhetWorker"
 
 ENGINE = ForeignEngine(
@@ -55,7 +55,7 @@ ENGINE = ForeignEngine(
 
 
 def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str, Any]:
-    """Give the arguments of vLLM's engine for a rank on a device, as builtins."""
+    """Return the arguments of vLLM's engine for a rank on a device, as builtins."""
     on_cpu, model = device == "cpu", site.model
     cache = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
     known = {
@@ -63,7 +63,7 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
         "max_num_seqs": config.max_batch,
         "kv_cache_memory_bytes": int(cache * 2**30) if cache else None,
         "gpu_memory_utilization": None if on_cpu else config.memory_fraction,
-        "enable_chunked_prefill": False if on_cpu else None,  # its runner dies of half a prompt with a seed
+        "enable_chunked_prefill": False if on_cpu else None,  # its runner fails on split prompts with a seed
     }
     return {
         "model": str(Path(model.path).absolute()),

@@ -1,4 +1,4 @@
-"""Starting vLLM's engine, and saying in its own words why it did not start or has died."""
+"""Start vLLM's engine, and report with the engine's own log lines why it did not start or has died."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,28 +17,28 @@ from whet_vllm.words import heard_out, logging_config, overheard
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "SPT_NOENV": "1",  # else a process that renames itself loses the mark by which it is found
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines beside each other would all choose the same cores
+    "SPT_NOENV": "1",  # else a process that renames itself loses the mark that the watchdog looks for
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines on one machine would all choose the same cores
 }
-"""Environment variables of the engine, where nobody has set them."""
+"""Environment variables of the engine, unless they are set already."""
 
 CLOSE_SECONDS = 5.0
-"""For what it is at when it is closed."""
+"""Time for running requests when the engine is closed."""
 
 
 class Engine:
-    """An engine and where it writes; `llm` is vLLM's `AsyncLLM`. To be made and used on one event loop."""
+    """An engine and its log files. `llm` is vLLM's `AsyncLLM`. Must be made and used on one event loop."""
 
     def __init__(self, rank: WorkerRank, arguments: Mapping[str, Any], scratch: Path) -> None:
         self._log = scratch / f"vllm-{rank.role}-{rank.rank}.log"
         self._shared, self._stderr = self._log.with_suffix(".shared"), self._log.with_suffix(".stderr")
-        self._log.unlink(missing_ok=True)  # an earlier engine's, which has been replaced
+        self._log.unlink(missing_ok=True)  # the log of an earlier engine, which this one replaces
         sweep(self._shared)
         self._guards = ExitStack()
         logging = logging_config(self._log.with_suffix(".json"), self._log)
         with self._guards:
             self._guards.enter_context(_guarded(self._log.with_suffix(".alive")))
-            # Where nothing is to be compiled vLLM compiles the counting of ranks all the same, for many seconds.
+            # Even with enforce_eager vLLM compiles a function that counts ranks, which takes many seconds.
             plain = {"TORCH_COMPILE_DISABLE": "1"} if rank.device == "cpu" and arguments["enforce_eager"] else {}
             with environment({**QUIET, **plain, **os.environ, "VLLM_LOGGING_CONFIG_PATH": str(logging)}):
                 self.llm = self._start(dict(arguments))
@@ -49,18 +49,18 @@ class Engine:
         self.max_length, self.vocab_size = int(config.max_model_len), int(config.get_vocab_size())
 
     def dead(self) -> str:
-        """Say why it has died."""
+        """Return an error message with the last log lines of the engine that has died."""
         return f"vLLM's engine has died; its last words:\n{self.last_words()}"
 
     def last_words(self) -> str:
-        """Quote what its processes said."""
+        """Return the causes of failure that the engine's processes have logged."""
         return causes(self._log, self._stderr) or "none"
 
     def close(self) -> None:
-        """End its processes."""
+        """Stop the engine's processes."""
         with self._guards:
             self.llm.shutdown(timeout=CLOSE_SECONDS)
-            self.llm = None  # else it ends itself once more when the interpreter has half gone
+            self.llm = None  # else it would shut down again while the interpreter exits
         sweep(self._shared)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
@@ -76,14 +76,14 @@ class Engine:
             with overheard(self._stderr) as tee:
                 self._guards.callback(heard_out, tee)
                 return AsyncLLM.from_engine_args(chosen)
-        except (Exception, SystemExit) as error:  # from a config that it refuses to a process of its that died
+        except (Exception, SystemExit) as error:  # e.g. a refused config, or an engine process that died
             said = causes(self._log, self._stderr) if points_elsewhere(str(error)) else ""
             raise WhetError(f"vLLM {__version__} did not start. It said:\n{said or _in_one(error)}") from error
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables meanwhile."""
+    """Set environment variables for the duration of the context."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -96,10 +96,11 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _guarded(name: Path) -> Iterator[None]:
-    """See to it that the engine's processes end when this one does, however it does.
+    """Make sure that the engine's processes end when this process ends, in whatever way it ends.
 
-    In a worker process somebody else does: all that it starts is of its group, and has its mark. In the driver itself,
-    where workers are inline, its processes get the driver's mark, for its watchdog.
+    In a worker process nothing has to be done: the processes that it starts are in its process group and have its mark.
+    In the driver, with inline workers, the engine's processes get the driver's mark, so the driver's watchdog ends
+    them.
     """
     if FAMILY in os.environ:
         yield
@@ -114,6 +115,6 @@ def _guarded(name: Path) -> Iterator[None]:
 
 
 def _in_one(error: BaseException) -> str:
-    """Give an error's message; of pydantic's, without the dump of the input and the address of a manual."""
+    """Return an error's message. For pydantic errors: without the dump of the input and the address of the manual."""
     lines = [line for line in str(error).splitlines() if "For further information visit" not in line]
     return "\n".join(line.partition(" [type=")[0] for line in lines) or type(error).__name__

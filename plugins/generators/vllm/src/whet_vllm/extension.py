@@ -1,11 +1,11 @@
-"""What runs in vLLM's own worker processes: takes weights from a hand-over and puts them into vLLM's model.
+"""The part that runs in vLLM's own worker processes: receives a weight sync and loads it into vLLM's model.
 
-vLLM imports this module in each of them, as `worker_extension_cls`, and then makes the transfer of the name `whet`: so
-it registers that name when it is imported. Nothing here raises where vLLM would have to carry it: one worker of several
-that raises leaves the answers of the others in the pipe, for the next call. What went wrong is in the report instead.
+vLLM imports this module in each worker process, as `worker_extension_cls`. Then vLLM makes the weight transfer with the
+name `whet`, so this module registers that name on import. No method raises an error through vLLM: if one of several
+workers raised, the results of the others would stay in the pipe for the next call. Errors are in a report instead.
 
-    update_weights   every tensor is there, unharmed and as wanted -> layers forget how vLLM packed them -> load
-    finish           -> they are packed again -> report: the session, or why not
+    update_weights   check that every tensor is complete -> undo vLLM's packing of the layers -> load
+    finish           pack the layers again -> report: the session, or the failure
 """
 
 import logging
@@ -32,36 +32,36 @@ log = logging.getLogger("vllm.whet")
 
 @dataclass
 class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # untyped for who has no vLLM
-    """All that is to be known comes with each hand-over."""
+    """No settings: each weight sync brings its own."""
 
 
 @dataclass
 class Arrival(WeightTransferUpdateInfo):  # type: ignore[misc]  # untyped for who has no vLLM
-    """A hand-over to take, whole."""
+    """One weight sync to receive."""
 
     link: dict[str, Any] = field(default_factory=dict)
     """The fields of `whet.interfaces.weights.TransferSpec`."""
     receiver: int = 0
-    """Number of the first of this engine's processes among all that take weights."""
+    """Index of this engine's first process among all receivers of weights."""
 
 
 class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  # untyped for who has no vLLM
-    """Takes hand-overs, one at a time."""
+    """Receives weight syncs, one at a time."""
 
     init_info_cls, update_info_cls = Nothing, Arrival
     supports_draft_weight_update = False
     report: dict[str, Any]
-    """Of the last hand-over: `session`, `tensors`, `failure` in words; `spoilt`: whether it left a mixture behind."""
+    """The last weight sync: `session`, `tensors`, `failure` (a message), `spoilt` (the weights are a mixture)."""
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """Nothing is shared between hand-overs."""
+        """Do nothing: weight syncs share no state."""
 
     def start_weight_update(self) -> None:
-        """Begin a report."""
+        """Start a new report."""
         self.report = {"session": "", "tensors": 0, "failure": "no weights came", "spoilt": False}
 
     def receive_weights(self, update_info: Arrival) -> None:
-        """Take all of a hand-over."""
+        """Receive and load a whole weight sync, and write its report."""
         try:
             link, share = TransferSpec(**update_info.link), get_tensor_model_parallel_rank()
             count = self._take(link, update_info.receiver + share)
@@ -71,13 +71,13 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
             self.report["failure"] = in_words(error)
 
     def finish_weight_update(self) -> None:
-        """What was taken is in place already."""
+        """Do nothing: `receive_weights` has loaded the weights."""
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _take(self, link: TransferSpec, receiver: int) -> int:
-        """Load a whole hand-over; give the number of tensors."""
+        """Load a whole weight sync. Returns the number of tensors."""
         config = self.model_config
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         arriving = receive_whole(link, receiver, stored_shapes(config.model), tied=tied)
@@ -108,9 +108,10 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
         return len(names)
 
     def _load_tied_head(self, left: set[str], embeddings: dict[str, Any]) -> set[str]:
-        """Load the embedding into an output layer of its own, which Llama's shapes have although it is tied.
+        """Load a tied embedding into the separate output layer of Llama's shapes. Returns the names that were loaded.
 
-        vLLM leaves it out, for it has shared the tensor; once layers are apart it would stay as it was.
+        vLLM's loader skips the output layer, because it expects a shared tensor. During a layerwise reload the two are
+        separate, so the output layer would keep its old values.
         """
         heads = [name for name in left if name.endswith(HEAD)]
         if len(heads) != 1 or len(embeddings) != 1:
@@ -121,16 +122,16 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
 
 
 class WhetWorker:
-    """What vLLM's workers can be asked beside vLLM's own methods."""
+    """Methods that this plugin adds to vLLM's workers."""
 
     weight_transfer_engine: Transfer
 
     def whet_report(self) -> dict[str, Any]:
-        """Say what became of the last hand-over."""
+        """Return the report of the last weight sync."""
         return self.weight_transfer_engine.report
 
     def whet_free_bytes(self) -> int:
-        """Say how much memory of this process's GPU is free."""
+        """Return the free memory of this process's GPU, in bytes."""
         from vllm.utils.mem_utils import MemorySnapshot
 
         return int(MemorySnapshot().free_memory)

@@ -1,4 +1,4 @@
-"""The generator on the driver: spreads requests over the workers that each hold an engine."""
+"""The generator on the driver: distributes requests over workers with one engine each."""
 
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class VllmGenerator(ReplicatedGenerator):
-    """One engine for each rank of the slice; see `whet.interfaces.generator.Generator`.
+    """One engine for each rank; see `whet.interfaces.generator.Generator`.
 
-    Logprobs are of `log_softmax(logits / temperature)`; where top-p or top-k restrict what is drawn, of what is left.
-    A completion ends at the engine's longest sequence even if it may be longer. When weights come all of
-    the engine's cache is forgotten.
+    Logprobs are of `log_softmax(logits / temperature)`. If top-p or top-k restricts the sampling, they are over the
+    tokens that are left. A completion ends at the engine's longest sequence, even if `max_tokens` is larger. A weight
+    sync clears the engine's whole cache.
     """
 
     def __init__(self, config: VllmConfig, site: "Site") -> None:

@@ -1,4 +1,4 @@
-"""What this plugin offers."""
+"""The hooks of this plugin."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_generators() -> Iterable[Component]:
-    """Offer the generator that runs vLLM's engine."""
+    """Offer the generator `vllm`, which runs vLLM's engine."""
     return [Component("vllm", VllmConfig, "whet_vllm.generator:VllmGenerator", facts="whet_vllm.facts:facts")]
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Look for arguments that the engine does not have, and for more GPUs than a rank can have."""
+    """Return problems: arguments that the engine does not have, and more GPUs than a rank can have."""
     from whet_vllm.arguments import ENGINE
 
     return ENGINE.problems(config, VllmConfig)

@@ -1,6 +1,6 @@
-"""Shared memory that vLLM's processes make among themselves, and leave behind where they are killed.
+"""Shared memory that vLLM's processes make among themselves, and leave behind when they are killed.
 
-Linux alone; elsewhere none is seen, and none removed.
+Linux only. On other systems nothing is found and nothing is removed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ _ITS_OWN = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|vllm_)\S+")
 
 
 def note(file: Path) -> None:
-    """Write down which shared memory the processes below this one have."""
+    """Write to a file which shared memory the descendants of this process have mapped."""
     found: set[str] = set()
     for process in _below(os.getpid()):
         with contextlib.suppress(OSError):
@@ -21,7 +21,7 @@ def note(file: Path) -> None:
 
 
 def sweep(file: Path) -> None:
-    """Remove what an engine that has ended had written down, where it did not do so itself."""
+    """Remove the shared memory that `note` listed, if the engine has left it behind, and then the list."""
     with contextlib.suppress(FileNotFoundError):
         for name in file.read_text(encoding="utf-8").splitlines():
             Path(name).unlink(missing_ok=True)
@@ -29,10 +29,10 @@ def sweep(file: Path) -> None:
 
 
 def _below(ancestor: int) -> set[int]:
-    """Find the processes that descend from one."""
+    """Return the ids of all descendants of a process."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is looked at
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a process may end during the scan
             parents[int(stat.parent.name)] = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     found = {ancestor}
     while grown := {child for child, parent in parents.items() if parent in found} - found:

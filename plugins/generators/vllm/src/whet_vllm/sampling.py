@@ -1,4 +1,4 @@
-"""Between whet's records and vLLM's: how a request is asked for, and what its output says."""
+"""Conversion between whet's records and vLLM's: requests to sampling parameters, outputs to completions."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from whet.errors import WhetError
 from whet.generation.completeness import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises anything below to this, but for 0."""
+"""vLLM raises lower temperatures to this value, except 0."""
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def sampling_params(request: Request, limit: int) -> Any:
-    """Give vLLM's `SamplingParams`: nothing ends a completion but what the request names, and its limit."""
+    """Return vLLM's `SamplingParams`. Only the request's stop conditions and the limit end a completion."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -37,7 +37,7 @@ def sampling_params(request: Request, limit: int) -> Any:
 
 
 def completion(request: Request, output: Any) -> Completion:
-    """Make a completion of vLLM's final `RequestOutput`. Raises `WhetError` for one that cannot be trusted."""
+    """Return the completion of vLLM's final `RequestOutput`. Raises `WhetError` if the output is inconsistent."""
     (found,) = output.outputs
     if found.finish_reason not in STOPS:
         raise WhetError(f"request {request.id}: vLLM ended it with {found.finish_reason!r}: {found.stop_reason!r}")
@@ -52,7 +52,7 @@ def completion(request: Request, output: Any) -> Completion:
 
 
 def sampled_logprobs(flat: Any, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Take those of the sampled tokens, which stand first at each position, of vLLM's `FlatLogprobs`."""
+    """Return the logprobs of the sampled tokens: the first entry at each position of vLLM's `FlatLogprobs`."""
     if not count:
         return np.zeros(0, np.float32)
     starts = flat.start_indices[:count]

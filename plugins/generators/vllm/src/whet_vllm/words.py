@@ -1,4 +1,4 @@
-"""Where an engine's processes write."""
+"""Capture of the logs and the stderr of an engine's processes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ _END_SECONDS = 5.0
 
 
 def logging_config(file: Path, log: Path) -> Path:
-    """Write a config that lets all of an engine's processes write to `log`, and warnings to stderr as well."""
+    """Write a logging config: all engine processes log to `log`, and warnings also to stderr. Returns the file."""
     handlers = {
         "file": {"class": "logging.FileHandler", "filename": str(log), "formatter": "plain", "level": "INFO"},
         "stderr": {"class": "logging.StreamHandler", "formatter": "plain", "level": "WARNING"},
@@ -30,14 +30,14 @@ def logging_config(file: Path, log: Path) -> Path:
 
 @contextmanager
 def overheard(log: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """Have processes that are started meanwhile write their stderr, for as long as they live, to `log` as well.
+    """Copy the stderr of processes that start within the context to `log`, for as long as these processes live.
 
-    What one dies of before it can log, as of an import, is written nowhere else that this process can read. Gives the
-    process that writes to both places, which ends after them; see `heard_out`.
+    If a process fails before it can log, for example on an import, this copy is the only trace that can be read. Yields
+    the process that writes to both places. It ends after the others; see `heard_out`.
     """
     own = os.dup(_STDERR)
     try:
-        # Not a thread: it must go on while this interpreter is stuck, for stacks to be seen.
+        # Not a thread: stacks must be written even while this interpreter hangs.
         command = ["sh", "-c", "trap '' INT TERM HUP; exec tee \"$0\"", str(log)]
         tee = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=own, stderr=own)
         assert tee.stdin is not None
@@ -55,7 +55,7 @@ def overheard(log: Path) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def heard_out(tee: "subprocess.Popen[bytes]") -> None:
-    """Wait until all is written that processes said which have ended; where one lives on, end it."""
+    """Wait until all output of ended processes is written. If a process still lives, kill the copying process."""
     try:
         tee.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,11 +1,11 @@
-"""The worker: holds an engine, hands it requests as they come, and lets new weights in.
+"""The worker: holds an engine, passes requests to it as they arrive, and loads new weights.
 
-    the host's loop    generate, abort, receive_weights      messages: all outcomes that have come
+    the worker's loop   generate, abort, receive_weights      messages: all outcomes that have arrived
         |  ^
         v  |
-    a loop of its own  AsyncLLM, a task for each request     a gate, which is shut while weights arrive
+    the engine's loop   AsyncLLM, one task for each request   a gate, closed while weights arrive
 
-There an engine stays on one event loop, whichever loops ask for it.
+So the engine stays on one event loop, whatever loop calls it.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ PAUSES: dict[OnWeightUpdate, str] = {"drain": "wait", "continue": "keep", "abort
 
 
 class Worker:
-    """One engine."""
+    """One engine and the requests that it serves."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Worker:
         self._thread.start()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: set[str] = set()
-        """Requests that stand at the gate."""
+        """Ids of requests that wait at the gate."""
         self._broken = ""
-        """Why the weights are a mixture that must not be used; empty: they are whole."""
+        """Why the weights are a mixture and must not be used. Empty: the weights are whole."""
         self._asleep: Literal["", "wholly", "but for weights"] = ""
-        """Whether some of its memory is given back."""
+        """Which memory is freed: none, all, or all except the weights."""
         try:
             self._there(self._begin(arguments["cuda" if self._on_gpu else "cpu"], Path(scratch))).result()
         except BaseException:
@@ -72,7 +72,7 @@ class Worker:
             raise
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Outcome]]:
-        """Have requests served; yield outcomes as they come, together what has come together."""
+        """Serve requests. Yields outcomes as they arrive; outcomes that arrive together are one list."""
         mailbox = _Mailbox(asyncio.get_running_loop())
         self._loop.call_soon_threadsafe(self._admit, requests, mailbox)
         try:
@@ -86,32 +86,36 @@ class Worker:
                 self._loop.call_soon_threadsafe(self._cancel, [request.id for request in requests], mailbox)
 
     async def abort(self, ids: list[str]) -> AsyncIterator[None]:
-        """End requests early with `stop="abort"`: those that wait at once, those that run at their next token."""
+        """End requests early with `stop="abort"`: waiting requests at once, running requests at their next token."""
         await asyncio.wrap_future(self._there(self._abort(ids)))
         yield None
 
     async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
-        """Take the weights of a hand-over. What was refused left the old ones in use, or none until whole ones come."""
+        """Take the weights of a weight sync.
+
+        If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
+        complete.
+        """
         await asyncio.wrap_future(self._there(self._receive(link, version, on_weight_update)))
 
     def sleep(self) -> int | None:
-        """Give a GPU's memory back, weights to the host; how many bytes became free. On a CPU vLLM cannot."""
+        """Free GPU memory and move weights to the host. Returns the freed bytes; None on a CPU, which cannot sleep."""
         if not self._on_gpu:
             return None
         return self._there(self._while_it_lives(self._sleep())).result()
 
     def wake(self) -> None:
-        """Take it again."""
+        """Bring weights and cache back."""
         if self._on_gpu:
             self._there(self._while_it_lives(self._wake())).result()
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """Stop the engine's processes."""
         self._there(self._finish()).result()
         self._end_loop()
 
     def _there(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run on the engine's loop."""
+        """Run a coroutine on the engine's loop. Returns its future."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _begin(self, arguments: Mapping[str, Any], scratch: Path) -> None:
@@ -175,7 +179,7 @@ class Worker:
         return completion(request, last)
 
     def _refusal(self, request: Request, error: Exception) -> Outcome | Exception:
-        """Say what became of a request: refused by itself, or an error for all."""
+        """Return the outcome of a failed request: a refusal of this request, or an error for all requests."""
         from vllm.exceptions import VLLMClientError
 
         if self._engine.llm.errored:
@@ -196,7 +200,7 @@ class Worker:
                 self._gate.set()
 
     async def _while_it_lives(self, steps: Coroutine[Any, Any, T]) -> T:
-        """Await what the engine is to do, and give up when it dies meanwhile, for vLLM never answers then."""
+        """Await a coroutine of the engine. Raise if the engine dies, as vLLM never completes the coroutine then."""
         task = asyncio.ensure_future(steps)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python complains of it
         try:
@@ -223,7 +227,7 @@ class Worker:
         self._asleep = ""
 
     async def _free_bytes(self) -> int:
-        """Say what is free on the GPUs of the engine's processes, together."""
+        """Return the free memory of the GPUs of all engine processes, in bytes."""
         return sum(await self._engine.llm.collective_rpc("whet_free_bytes"))
 
     async def _change(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
@@ -265,7 +269,7 @@ class Worker:
 
 
 class _Mailbox:
-    """Brings outcomes from the engine's loop to the one that waits for them: all that have come at a time."""
+    """Carries outcomes from the engine's loop to the caller's loop, as many at a time as have arrived."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._event = loop, asyncio.Event()
@@ -273,7 +277,7 @@ class _Mailbox:
         self.served: set[str] = set()
 
     def put(self, id_: str, outcome: Outcome | Exception) -> None:
-        """Deliver; from the engine's loop."""
+        """Deliver an outcome. Called on the engine's loop."""
         self.served.add(id_)
         self._outcomes.append(outcome)
         if len(self._outcomes) == 1:
@@ -281,7 +285,7 @@ class _Mailbox:
                 self._loop.call_soon_threadsafe(self._event.set)
 
     async def take(self) -> list[Outcome]:
-        """Wait for outcomes. Raises what was delivered as an error."""
+        """Wait for outcomes and return them. Raises an error that was delivered."""
         while not self._outcomes:
             self._event.clear()
             if not self._outcomes:

@@ -1,4 +1,4 @@
-"""Answers of the first and the last evaluation to the same tasks, from the run folder's records."""
+"""Responses of the first and the last evaluation to the same tasks, from the records of the run folder."""
 
 import json
 import re
@@ -13,7 +13,7 @@ Key = tuple[str, int]  # environment, task
 
 @frozen
 class Answer:
-    """One episode: its prompt, what followed, and what it was worth."""
+    """One episode: its prompt, the messages after the prompt, and its reward."""
 
     prompt: str
     text: str
@@ -22,7 +22,7 @@ class Answer:
 
 @frozen
 class Pair:
-    """One task answered in the first and in the last evaluation."""
+    """One task with its responses from the first and from the last evaluation."""
 
     environment: str
     task: int
@@ -32,7 +32,7 @@ class Pair:
 
 
 def pairs(folder: Path, wanted: int) -> list[Pair]:
-    """Pair the answers to the first tasks of the evaluation: no choosing, so that none is flattered."""
+    """Return the responses to the first tasks of the evaluation, in pairs. The tasks are not selected by result."""
     files: dict[int, list[Path]] = {}
     for path in sorted((folder / "evaluations").glob("step-*.jsonl")):
         found = re.match(r"step-(\d+)", path.name)
@@ -47,7 +47,7 @@ def pairs(folder: Path, wanted: int) -> list[Pair]:
 
 
 def _answers(paths: list[Path]) -> dict[Key, Answer]:
-    """Read each task's first sample, in the order of the files."""
+    """Return the first sample of each task, in the order of the files."""
     found: dict[Key, Answer] = {}
     for path in paths:
         for record in _records(path):

@@ -1,4 +1,4 @@
-"""How names, numbers and foreign text appear: which columns, how many digits, nothing that a terminal obeys."""
+"""Format names, numbers and untrusted text: columns, digits, and no control characters."""
 
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -8,15 +8,14 @@ OF_ROLLOUTS = (
     "reward/mean", "*/reward/mean", "reward/std", "response_length/mean", "response_length/cut", "kl/reverse",
 )  # fmt: skip
 OF_DATA = ("loss", "rewards/accuracies", "rewards/margins", "accuracy", "margin")
-"""Columns of a row where the config names none, of a run that is fed by rollouts or by data files; a run shows the
-metrics that it has."""
+"""Default columns of a row: of a run with rollouts, and of a run on data files. A run shows the metrics that it has."""
 
 OBEYED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories that move the cursor, reorder text or cannot be shown."""
+"""Unicode categories of characters that move the cursor, reorder text or cannot be shown."""
 
 
 def chosen(names: Iterable[str], patterns: Sequence[str] = ()) -> list[str]:
-    """Pick the metrics of a row: in the order of the patterns, by name within one."""
+    """Return the metrics of a row: in the order of the patterns, by name within a pattern."""
     ordered = sorted(names)
     picked: dict[str, None] = {}
     for pattern in patterns or (OF_ROLLOUTS if "reward/mean" in ordered else OF_DATA):
@@ -25,21 +24,21 @@ def chosen(names: Iterable[str], patterns: Sequence[str] = ()) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Write a number with four significant digits; whole ones as such."""
+    """Return a number as text with four significant digits. Whole numbers have no decimals."""
     if abs(value) < 1e9 and value == int(value):
         return str(int(value))
     return f"{value:.4g}"
 
 
 def with_interval(value: float, bounds: Sequence[float] = ()) -> str:
-    """Write a number with the two ends of its interval, where it has one."""
+    """Return a number as text, with the two ends of its interval if it has one."""
     return f"{number(value)} ({' to '.join(map(number, bounds))})" if len(bounds) == 2 else number(value)
 
 
 def harmless(text: str, limit: int, encoding: str = "utf-8") -> str:
-    """Make foreign text safe to print: control and bidirectional characters as escapes, cut to a length.
+    """Return untrusted text that is safe to print: control and bidirectional characters as escapes, cut to a length.
 
-    Line ends become ` / `. Characters that the encoding lacks become escapes too.
+    Line ends become ` / `. Characters that the encoding lacks become escapes, too.
     """
     flat = " / ".join(part.strip() for part in text[: 2 * limit].splitlines() if part.strip())
     shown = "".join(c if unicodedata.category(c) not in OBEYED else ascii(c)[1:-1] for c in flat)

@@ -1,11 +1,11 @@
-"""Says once in a line what to look at where steps teach nothing."""
+"""Print a hint, once, if several steps in a row give no learning signal."""
 
 from collections.abc import Mapping
 
 from attrs import define, field
 
 STEPS = 5
-"""In a row after which a hint is given."""
+"""Number of such steps in a row before the hint."""
 ZERO = (
     "all rewards were 0 in {} steps in a row, so nothing is learned: look at the answers in rollouts/; the tasks may "
     "be too hard, answers too short (rollout.max_tokens), or the reward too strict"
@@ -22,16 +22,16 @@ UNDECIDED = (
 
 @define
 class Hints:
-    """Watches the rewards of the steps."""
+    """Watches the rewards of the steps and chooses hints."""
 
     _undecided: bool = field(default=False, init=False)
     _zero: int = field(default=0, init=False)
     _equal: int = field(default=0, init=False)
 
     def after(self, metrics: Mapping[str, float]) -> str:
-        """Take a step's metrics; give a hint where they have been telling for long enough, else nothing.
+        """Record a step's metrics. Returns a hint if `STEPS` steps in a row had equal rewards, else "".
 
-        Rewards of both signs may have the mean 0; then they differ within a group or between groups.
+        Rewards of both signs may have the mean 0. Then they are not all 0, so the deviation is checked, too.
         """
         if "reward/mean" not in metrics:
             return ""
@@ -43,7 +43,7 @@ class Hints:
         return EQUAL.format(STEPS) if self._equal == STEPS and not zero else ""
 
     def undecided(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Take a step's metrics; return a hint at the first step in which graders could not decide, else nothing."""
+        """Record a step's metrics. Returns a hint at the first step in which graders could not decide, else ""."""
         count = metrics.get("grader/undecided", 0.0)
         if not count or self._undecided:
             return ""

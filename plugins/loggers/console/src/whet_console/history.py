@@ -1,4 +1,4 @@
-"""What the summary needs of the steps so far, and of a run that was resumed also of the steps before."""
+"""The metrics that the summary needs, from all steps. A resumed run includes the steps before it was resumed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,41 +6,41 @@ from attrs import Factory, define, frozen
 
 VALIDATION = "validation/"
 JUDGED = ("evaluation/", VALIDATION)
-"""Metrics of which every value is kept, to name the best."""
+"""Prefixes of the metrics whose values are all kept, to find the best."""
 TIMES = "seconds/"
 STARTUP = "seconds/startup"
-"""The time to the first step, and behind a dot its parts."""
+"""The time until the first step. After a dot: its parts."""
 BOUNDS = ("/ci_low", "/ci_high")
-"""Ends of a 95 % interval, which stand beside its figure."""
+"""Suffixes of the ends of a 95 % interval. They are shown beside the metric."""
 COUNTS = ("/dropped", "/undecided")
-"""Episodes of an evaluation that failed, and answers that graders could not decide about; shown where there are any."""
+"""Failed episodes of an evaluation, and responses that graders could not decide about. Shown if not 0."""
 
 
 @frozen
 class Change:
-    """What became of one metric."""
+    """The change of one metric over the run."""
 
     name: str
     first: float
     last: float
     best: float | None = None
-    """None where neither direction is better."""
+    """None: neither direction is better."""
     best_step: int = 0
 
 
 @define
 class History:
-    """The metrics of a run, as far as its summary needs them."""
+    """The metrics of a run that its summary needs."""
 
     first: dict[str, float] = Factory(dict)
     last: dict[str, float] = Factory(dict)
     judged: dict[str, list[tuple[int, float]]] = Factory(dict)
     seconds: dict[str, float] = Factory(dict)
-    """Total over all steps for each ROLE.PHASE, and for `step` as a whole; what came before the first is left out."""
+    """Total seconds over all steps for each ROLE.PHASE, and for `step`. Step 0 is not counted."""
     step: int = 0
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Record the metrics of a step."""
         self.step = max(self.step, step)
         for name, value in metrics.items():
             if name.startswith(STARTUP):
@@ -55,16 +55,16 @@ class History:
                 self.judged.setdefault(name, []).append((step, value))
 
     def judgements(self) -> list[Change]:
-        """Give first, last and best of evaluation and validation metrics, rewards first."""
+        """Return first, last and best value of evaluation and validation metrics, rewards first."""
         names = sorted(filter(self._matters, self.judged), key=lambda name: (_rank(name), name))
         return [self._judge(name) for name in names]
 
     def _matters(self, name: str) -> bool:
-        """Say whether it deserves a row: intervals stand beside their figure, and dropping nothing is no news."""
+        """Return whether a metric gets a row. Interval ends, and counts that are always 0, get none."""
         return not name.endswith(BOUNDS) and (not name.endswith(COUNTS) or any(v for _, v in self.judged[name]))
 
     def intervals(self, name: str) -> dict[int, tuple[float, ...]]:
-        """Give the 95 % interval of a metric at each step that has one."""
+        """Return the 95 % interval of a metric at each step that has one."""
         low, high = (dict(self.judged.get(name + end, [])) for end in BOUNDS)
         return {step: tuple(possible(name, [low[step], high[step]])) for step in low if step in high}
 
@@ -83,5 +83,5 @@ def _rank(name: str) -> int:
 
 
 def possible(name: str, bounds: Sequence[float]) -> list[float]:
-    """Return an interval without what cannot be: no length is below 0."""
+    """Return an interval without impossible values: a length is at least 0."""
     return [max(0.0, bound) for bound in bounds] if name.endswith("length") else list(bounds)

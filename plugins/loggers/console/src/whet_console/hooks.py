@@ -1,4 +1,4 @@
-"""What this plugin offers: the logger `console`."""
+"""The hooks of this plugin: the logger `console`."""
 
 from collections.abc import Iterable
 
@@ -9,5 +9,5 @@ from whet_console.config import ConsoleConfig
 
 @hookimpl
 def whet_loggers() -> Iterable[Component]:
-    """Offer `console`."""
+    """Offer the logger `console`."""
     return [Component("console", ConsoleConfig, "whet_console.logger:ConsoleLogger")]

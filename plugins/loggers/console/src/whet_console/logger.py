@@ -1,4 +1,4 @@
-"""The logger: rows while the run goes on, a summary when it ends."""
+"""The logger: rows during the run, a summary at its end."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +18,9 @@ from whet_console.pace import TOKENS_PER_SECOND, Pace
 from whet_console.views import Lines, Terminal, View
 
 LONGEST_LINE = 4_000
-"""In characters. Only what is out of all reason is cut: the end of a line may hold the name of a metric."""
+"""In characters. Only very long lines are cut, because the end of a line may contain the name of a metric."""
 PLAIN_WIDTH = 120
-"""Columns assumed where nobody says."""
+"""Width in columns if standard output is not a terminal."""
 
 
 class ConsoleLogger:
@@ -39,7 +39,7 @@ class ConsoleLogger:
             self._view.line(f"resumed after step {run.resumed_from}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the step's evaluation if it has one, and its row when it is due."""
+        """Print the lines of a step: its row if it is due, startup, validation, evaluation and hints."""
         self._history.add(step, metrics)
         self._pace.after(step, metrics)
         if step and (step % self._config.every == 0 or step in (1, self._run.steps)):
@@ -55,7 +55,7 @@ class ConsoleLogger:
         self._view.advance(step)
 
     def _row(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the columns of a row: metrics, and the pace behind them."""
+        """Return the columns of a row: metrics, then seconds and tokens."""
         row = {name: metrics[name] for name in chosen(metrics, self._config.metrics)}
         pace = self._pace.row()
         if self._config.metrics or "reward/mean" in metrics:
@@ -63,11 +63,11 @@ class ConsoleLogger:
         return {**row, **pace} if row else {}
 
     def status(self, text: str) -> None:
-        """Show what the run waits for."""
+        """Show the text about what the run waits for."""
         self._view.status(harmless(text, 100, self._console.encoding))
 
     def rewind(self, step: int) -> None:
-        """Forget later steps, and say so."""
+        """Forget later steps, and print a line about it."""
         self._history = self._recorded(step)
         self._pace.rewind()
         self._view.line(f"workers were lost; again after step {max(step, 0)}")
@@ -93,7 +93,7 @@ class ConsoleLogger:
         summary.show(self._console, parts)
 
     def _recorded(self, last: int) -> History:
-        """Read the steps up to one from the run folder."""
+        """Return the history of the steps up to `last`, from the run folder."""
         history = History()
         for step, metrics in read_metrics(self._run.folder / "metrics.jsonl"):
             if step <= last:
@@ -102,12 +102,12 @@ class ConsoleLogger:
 
 
 def _short(folder: Path) -> str:
-    """Give the path from here where the folder is below."""
+    """Return the path relative to the working directory if the folder is below it, else the whole path."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def startup_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Write a line about the time to the first step, where it is told, with what took most of it first."""
+    """Return a line about the time until the first step, longest part first; no line if the metrics lack it."""
     if STARTUP not in metrics:
         return []
     inside = f"{STARTUP}."
@@ -117,15 +117,17 @@ def startup_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def validation_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """Write one line about the validation data, if it was looked at."""
+    """Return one line with the validation metrics, or none if there are none."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     figures = ", ".join(f"{name} {number(found[name])}" for name in sorted(found))
     return [f"validation after step {step}: {figures}"] if found else []
 
 
 def evaluation_lines(step: int, metrics: Mapping[str, float], width: int | None = None) -> list[str]:
-    """Write one line for each evaluated environment. Where it is wider than `width`, intervals are left out: first of
-    all figures but the reward, then of the reward too, if that is enough to make one line of it.
+    """Return one line for each evaluated environment.
+
+    If a line is wider than `width`, its intervals are left out: first all except the reward's, then the reward's, too,
+    if the line fits then.
     """
     environments: dict[str, dict[str, tuple[float, list[float]]]] = {}
     for name in sorted(metrics, key=lambda name: (not name.endswith("/reward"), name)):

@@ -1,4 +1,4 @@
-"""What is printed when a run ends: how the metrics changed, where the time went, and a few answers."""
+"""The summary at the end of a run: the change of metrics, the time of phases, and a few responses."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from whet_console.history import Change, History
 
 LONGEST_NAME = 400
 SMALLEST_SHARE = 0.01
-"""Phases that took less are left out."""
+"""Phases with a smaller share of the time are left out."""
 
 
 def summary(history: History, patterns: Sequence[str], encoding: str, console: Console) -> Group:
-    """Lay out the tables that the run has numbers for, so that they fit on the console."""
+    """Return the tables for which the run has numbers, in a width that fits the console."""
     parts: list[RenderableType] = []
     judgements = history.judgements()
     if judgements:
@@ -35,7 +35,7 @@ def summary(history: History, patterns: Sequence[str], encoding: str, console: C
 
 
 def answers(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
-    """Lay out answers before and after. Everything in them is foreign: shown as text, never as markup."""
+    """Return responses before and after training. Their text is untrusted: it is never interpreted as markup."""
     parts: list[RenderableType] = []
     for pair in pairs:
         first, last = pair.steps
@@ -52,7 +52,7 @@ def answers(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
 
 
 def show(console: Console, parts: Iterable[RenderableType]) -> None:
-    """Print the parts with an empty line before the first."""
+    """Print an empty line, then the parts."""
     console.print()
     for part in parts:
         console.print(part)
@@ -66,7 +66,7 @@ def _worth(answer: Answer) -> Text:
 JUDGEMENTS = (
     ("interval", "first", "last", "best", "at step"), ("first", "last", "best", "at step"), ("first", "last"), ("last",)
 )  # fmt: skip
-"""What the table of evaluations shows: the first of these that is no wider than the console. Names are never cut."""
+"""Choices of columns for the table of evaluations. The first that fits the console is used. Names are never cut."""
 
 
 def _judgements(changes: Sequence[Change], history: History, encoding: str, shown: Sequence[str]) -> Table:
@@ -93,7 +93,7 @@ def _training(changes: Sequence[Change], encoding: str) -> Table:
 
 
 def _phases(seconds: dict[str, float], encoding: str) -> list[RenderableType]:
-    """Share of the steps' time that phases took. They may overlap, and one may be part of another."""
+    """Return a table of phases with their share of the steps' time. Phases may overlap or contain each other."""
     table, shares = _table("phases", ("seconds", "share of steps")), 0.0
     phases = {phase: spent for phase, spent in seconds.items() if phase != "step" and not phase.endswith(".start")}
     whole = seconds.get("step") or sum(phases.values())
@@ -108,7 +108,7 @@ def _phases(seconds: dict[str, float], encoding: str) -> list[RenderableType]:
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(title, overflow="fold")  # a name that is cut could be that of another metric
+    table.add_column(title, overflow="fold")  # a cut name could be the name of another metric
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -1,4 +1,4 @@
-"""Two ways to show a run: a live bar under rows in a terminal, plain lines anywhere else."""
+"""Two views of a run: rows above a progress bar in a terminal, plain lines anywhere else."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ from whet_console.pace import clock
 ROWS_BETWEEN_HEADERS = 20
 STEP, MORE = "  step", "  ..."
 NARROWEST = 9
-"""Characters of a column: as many as most numbers have."""
+"""Least characters of a column; most numbers fit."""
 ROOMY = 100
-"""Columns from which on the bar has room for everything."""
+"""Width of a terminal from which the bar shows everything."""
 LONGEST_NAME = 400
 
 
 def heading(names: Sequence[str], room: int) -> tuple[list[list[str]], list[int]]:
     """Return the lines of a header, one text for each column, and the width of each column.
 
-    Names that do not fit on one line are broken at their last slash. Where that is not enough, the last columns are
-    left out: a name or a number that is cut is worse than none.
+    If the names do not fit on one line, each is broken at its last slash. If that is not enough, the last columns are
+    left out, because a name or a number that is cut would mislead.
     """
     widths: list[int] = []
     for lines in ([list(names)], [[_above(name) for name in names], [_below(name) for name in names]]):
@@ -48,15 +48,15 @@ def _below(name: str) -> str:
 
 
 class View(Protocol):
-    """What the logger needs of either way."""
+    """The methods of a view that the logger calls."""
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None where lines may be as long as they are."""
+        """Columns of the terminal. None: lines have no maximum length."""
         ...
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
-        """Show chosen metrics of a step, and the seconds that are left of the run."""
+        """Show chosen metrics of a step, and the remaining seconds of the run."""
         ...
 
     def line(self, text: str) -> None:
@@ -64,11 +64,11 @@ class View(Protocol):
         ...
 
     def advance(self, step: int) -> None:
-        """Show how far the run is."""
+        """Show the number of finished steps."""
         ...
 
     def status(self, text: str) -> None:
-        """Show what the run waits for."""
+        """Show the text about what the run waits for."""
         ...
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class View(Protocol):
 
 
 class Terminal:
-    """Aligned rows that scroll away over a bar with the time left and the status."""
+    """Aligned rows that scroll above a bar with the remaining time and the status."""
 
     def __init__(self, console: Console, run: RunInfo) -> None:
         self._console = console
@@ -103,7 +103,7 @@ class Terminal:
         return self._console.width
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
-        """Print an aligned row, and the header above it where the columns change. The bar shows the time left."""
+        """Print an aligned row, with a header if the columns change. The bar shows the remaining time."""
         names = [harmless(name, LONGEST_NAME, self._console.encoding) for name in metrics]
         lines, widths = heading(names, self._console.width - len(STEP))
         if not widths:
@@ -116,11 +116,11 @@ class Terminal:
                 ends = (STEP, MORE * (len(widths) < len(names))) if i == len(lines) else (" " * len(STEP), "")
                 self._print(ends[0] + "".join(map(str.rjust, texts, widths)) + ends[1], "bold")
         self._rows += 1
-        shown = zip(metrics.values(), widths, strict=False)  # of the columns that fit
+        shown = zip(metrics.values(), widths, strict=False)  # only the columns that fit
         self._print(f"{step:6d}" + "".join(number(value).rjust(width) for value, width in shown))
 
     def line(self, text: str) -> None:
-        """Print a line above the bar, on several where the terminal is narrow."""
+        """Print a line above the bar. A narrow terminal wraps it."""
         self._console.print(Text(text, "cyan"))
 
     def advance(self, step: int) -> None:
@@ -128,11 +128,11 @@ class Terminal:
         self._progress.update(self._task, completed=step, status="")
 
     def status(self, text: str) -> None:
-        """Show the text behind the bar until the step ends; on a narrow terminal without the words before it."""
+        """Show the text behind the bar until the step ends, without its prefix on a narrow terminal."""
         self._progress.update(self._task, status=f"waiting on: {text}" if text and self._roomy else text)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
     def _print(self, text: str, style: str = "") -> None:
@@ -140,7 +140,7 @@ class Terminal:
 
 
 class Lines:
-    """Plain lines without any control codes, for files, pipes and services."""
+    """Plain lines without control codes, for files, pipes and services."""
 
     def __init__(self, console: Console, run: RunInfo, quiet_seconds: float) -> None:
         self._console, self._run, self._quiet_seconds = console, run, quiet_seconds
@@ -148,11 +148,11 @@ class Lines:
 
     @property
     def width(self) -> int | None:
-        """None: a line is as long as it is."""
+        """None: lines have no maximum length."""
         return None
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
-        """Print a line that names every number."""
+        """Print a line with the name of every number."""
         of = f"/{self._run.steps}" if self._run.steps else ""
         shown = [f"{harmless(name, LONGEST_NAME, self._console.encoding)} {number(v)}" for name, v in metrics.items()]
         shown += [] if left is None else [f"ETA {clock(left)}"]
@@ -165,12 +165,12 @@ class Lines:
         self._spoke = time.monotonic()
 
     def advance(self, step: int) -> None:
-        """Nothing to move."""
+        """Do nothing: there is no bar."""
 
     def status(self, text: str) -> None:
-        """Print the status where nothing was printed for long."""
+        """Print the status, if nothing was printed for `quiet_seconds`."""
         if text and time.monotonic() - self._spoke >= self._quiet_seconds:
             self.line(f"waiting on: {text}")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no live display."""

@@ -7,11 +7,11 @@ STANDARD_OUTPUT = "-"
 
 @frozen
 class JsonlConfig:
-    """Metrics as JSON lines, one object for each step."""
+    """Writes metrics as JSON lines, one object for each step."""
 
     path: str = field(default="metrics-log.jsonl", validator=validators.min_len(1), metadata={"writes": True})
-    """File, relative to the run folder; it belongs to this run alone. `-` writes to standard output."""
+    """File, relative to the run folder. Only this run may use it. `-`: standard output."""
     include: list[str] = Factory(lambda: ["*"])
     """Names or patterns of the metrics to write, e.g. `evaluation/*`."""
     exclude: list[str] = Factory(list)
-    """Names or patterns of metrics to leave out of those."""
+    """Names or patterns of included metrics that are not written."""

@@ -1,4 +1,4 @@
-"""What this plugin offers: the logger `jsonl`; and a check that it leaves the run's own records alone."""
+"""The hooks of this plugin: the logger `jsonl`, and a check that no other part of the run writes its file."""
 
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from whet.config.sections import Config
 
 RECORDS = ("metrics.jsonl", "spans.jsonl", "journal.jsonl")
-"""Files of the run folder that core writes."""
+"""Files in the run folder that core writes."""
 
 
 @hookimpl
 def whet_loggers() -> Iterable[Component]:
-    """Offer `jsonl`."""
+    """Offer the logger `jsonl`."""
     return [Component("jsonl", JsonlConfig, "whet_jsonl.logger:JsonlLogger")]
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Refuse paths that core or another `jsonl` logger writes to."""
+    """Return a problem for each path that core or another `jsonl` logger writes, too."""
     problems, taken = [], set(map(PurePath, RECORDS))
     for i, selection in enumerate(config.loggers):
         if not isinstance(selection.config, JsonlConfig) or selection.config.path == STANDARD_OUTPUT:

@@ -1,4 +1,4 @@
-"""The logger: a line for each step, on disk before the next step begins."""
+"""The logger: one line for each step, written to disk before the next step begins."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from whet_jsonl.config import STANDARD_OUTPUT, JsonlConfig
 
 
 class JsonlLogger:
-    """Writes `{"step": n, NAME: number, ...}`; numbers that are not finite become null, as JSON has none."""
+    """Writes `{"step": n, NAME: number, ...}`. Numbers that are not finite become null, as JSON has none."""
 
     def __init__(self, config: JsonlConfig, run: RunInfo) -> None:
         self._config = config
@@ -25,7 +25,7 @@ class JsonlLogger:
             self._out = self._file = _open(run.folder / config.path, run.resumed_from or -1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the step's line. A step of which nothing is wanted writes none."""
+        """Write the line of a step, unless no metric of the step is wanted."""
         wanted = {name: metrics[name] for name in sorted(metrics) if self._wants(name)}
         if not wanted:
             return
@@ -34,10 +34,10 @@ class JsonlLogger:
         self._out.flush()
 
     def status(self, text: str) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of later steps; what standard output got stays."""
+        """Remove the lines of later steps from the file. Lines on standard output stay."""
         if self._file:
             self._file.close()
             self._out = self._file = _open(Path(self._file.name), step)
@@ -53,13 +53,13 @@ class JsonlLogger:
 
 
 def _open(path: Path, resumed_from: int) -> TextIO:
-    """Open for appending after the lines of steps that will not be repeated; -1: with an empty file."""
+    """Return the file, open to append, without lines of steps that will be repeated. -1: an empty file."""
     kept = []
     if resumed_from >= 0 and path.exists():
         with path.open(encoding="utf-8") as lines:
             kept = [line for line in lines if _step(line) <= resumed_from]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and moved, so that a run killed right here loses no line.
+    # Written to a temporary file and moved, so that a kill at this point loses no line.
     beside = path.with_name(path.name + ".tmp")
     beside.write_text("".join(kept), encoding="utf-8")
     os.replace(beside, path)
@@ -67,7 +67,7 @@ def _open(path: Path, resumed_from: int) -> TextIO:
 
 
 def _step(line: str) -> float:
-    """Give the step of a line; infinity where a killed run left it unreadable, so that it is dropped."""
+    """Return the step of a line. Infinity for an unreadable line of a killed run, so that it is dropped."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Panels to an image. The only module that imports matplotlib; it touches none of its global state."""
+"""Draw panels into an image. The only module that imports matplotlib. It does not change matplotlib's global state."""
 
 import math
 import os
@@ -14,14 +14,14 @@ from matplotlib.ticker import MaxNLocator
 from whet_plot.series import SMOOTHED_FROM, Panel, Series, smooth
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5d3a9b", "#4d4d4d")
-"""Told apart by colour-blind readers too (Okabe and Ito 2008, darkest first)."""
+"""Colours that colour-blind readers can distinguish, too (Okabe and Ito 2008, darkest first)."""
 
 LONGEST = 60
-"""Longer names are cut."""
+"""Longer names are cut to this number of characters."""
 
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Draw the panels, two in a row or three where that is all, and write the image in one move."""
+    """Draw the panels, two or three in a row, and write the image atomically."""
     columns = len(panels) if len(panels) in (1, 3) else 2
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5.2 * columns, 3.3 * rows + 0.4), dpi=130, layout="constrained")
@@ -38,7 +38,7 @@ def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
     beside = path.with_name(f".{path.name}.tmp{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        # A letter that the font lacks is drawn as a box; nobody needs to be told while a run ends.
+        # A character that the font lacks is drawn as a box; a warning at the end of a run would not help.
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(beside)
     os.replace(beside, path)
@@ -75,6 +75,6 @@ def _curve(axis: Any, series: Series, colour: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """Keep matplotlib from reading names as formulas or as something to hide, and short enough to leave room."""
+    """Return a name that matplotlib does not read as a formula or as a hidden label, cut to `LONGEST`."""
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return text.replace("\\", "/").replace("$", r"\$").lstrip("_")

@@ -1,4 +1,4 @@
-"""What this plugin offers: the logger `plot`."""
+"""The hooks of this plugin: the logger `plot`."""
 
 from collections.abc import Iterable
 
@@ -9,5 +9,5 @@ from whet_plot.config import PlotConfig
 
 @hookimpl
 def whet_loggers() -> Iterable[Component]:
-    """Offer `plot`."""
+    """Offer the logger `plot`."""
     return [Component("plot", PlotConfig, "whet_plot.logger:PlotLogger")]

@@ -1,4 +1,4 @@
-"""The curves behind the panels, from the run folder's `metrics.jsonl`. No matplotlib here."""
+"""The curves of the panels, from `metrics.jsonl` in the run folder. Does not import matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ USUAL = (
     ("response_length/mean", "evaluation/*/response_length"),
     ("loss", "validation/loss"),
 )
-"""Panels where the config names none."""
+"""Default panels."""
 SMOOTHED_FROM = 40
-"""Points from which a curve also gets a running mean."""
+"""A curve with at least this many points also gets a running mean."""
 
 LARGEST = 1e30
-"""Numbers beyond are left out like those that are not finite: an axis up to there shows nothing else."""
+"""Larger numbers are left out, as are numbers that are not finite: on their axis no other value would be visible."""
 
 
 @frozen(eq=False)
@@ -34,7 +34,7 @@ class Series:
     values: NDArray[np.float64]  # [points], finite
     band: NDArray[np.float64] | None = None  # [points, 2], the 95 % interval
     sparse: bool = False
-    """Of evaluations: few points, which are marked."""
+    """Whether the curve is of an evaluation or validation: it has few points, and they are marked."""
 
 
 @frozen
@@ -46,7 +46,7 @@ class Panel:
 
 
 def read_rows(path: Path) -> dict[int, dict[str, float]]:
-    """Read metrics by step; the last line of a step wins, unreadable lines are left out."""
+    """Return metrics by step. The last line of a step wins; unreadable lines are left out."""
     rows: dict[int, dict[str, float]] = {}
     for step, numbers in read_metrics(path):
         rows.setdefault(step, {}).update(numbers)
@@ -54,9 +54,9 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
 
 
 def panels(rows: dict[int, dict[str, float]], patterns: Sequence[Sequence[str]] = ()) -> list[Panel]:
-    """Sort the metrics into panels; a panel without any is left out."""
+    """Return the panels with their curves. A panel without curves is left out."""
     names = sorted({name for row in rows.values() for name in row if not name.endswith(("/ci_low", "/ci_high"))})
-    # Rollouts have a loss too, but its value says little there: it is drawn for offline training only.
+    # With rollouts the value of the loss says little, so it is drawn for offline training only.
     offline = not any(name.startswith("reward/") for name in names)
     wanted = patterns or [p for p in USUAL if offline or p[0] != "loss"]
     found = []
@@ -69,9 +69,9 @@ def panels(rows: dict[int, dict[str, float]], patterns: Sequence[Sequence[str]] 
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Running mean over the nearest points: a twentieth of all, at least five. values [points] -> [points].
+    """Return the running mean over the nearest points: a twentieth of all, at least five. values [points] -> [points].
 
-    Towards the ends the window shrinks on both sides alike, so that a trend is not flattened there.
+    Near the ends the window shrinks equally on both sides, so that a trend is not flattened there.
     """
     index = np.arange(len(values))
     reach = np.minimum(max(len(values) // 40, 2), np.minimum(index, index[::-1]))

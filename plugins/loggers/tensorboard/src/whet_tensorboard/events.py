@@ -1,7 +1,7 @@
-"""Event files, written by TensorBoard's own record writer and messages. The only module that imports them.
+"""Event files, written with TensorBoard's own record writer and messages. The only module that imports TensorBoard.
 
-`tensorboard.summary.Writer` is not used: it goes through a queue and a thread, imports TensorFlow where that is
-installed, and knows no restart.
+`tensorboard.summary.Writer` is not used. It writes through a queue and a thread, imports TensorFlow if that is
+installed, and cannot mark a restart.
 """
 
 import math
@@ -22,17 +22,17 @@ from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 VERSION = "brain.Event:2"
-"""Of the format: readers honour restarts from this one on."""
+"""Version of the format. Readers support restarts since this version."""
 LARGEST = 3.4028234e38
-"""Scalars are float32; what is larger becomes infinite."""
+"""Scalars are float32. Larger numbers become infinite."""
 
 
 class EventFile:
-    """A new event file in a folder, read by TensorBoard after those that are there."""
+    """A new event file in a folder. TensorBoard reads it after the existing files."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Readers take the files of a folder in the order of their names, and a name must never be taken twice.
+        # Readers read the files of a folder in the order of their names. A name must not be used twice.
         names = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
         last = max((int(name) for name in names if name.isdecimal()), default=0)
         name = f"events.out.tfevents.{max(int(time.time()), last + 1):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -41,23 +41,23 @@ class EventFile:
 
     @property
     def closed(self) -> bool:
-        """Whether the file is closed."""
+        """Return whether the file is closed."""
         return bool(self._writer.closed)
 
     def restart(self, step: int) -> None:
-        """Make readers forget what earlier files hold of this step and later ones."""
+        """Write an event that makes readers drop this step and later steps of earlier files."""
         self._write(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, summary: Summary) -> None:
-        """Write what there is of a step."""
+        """Write the summary of a step."""
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Hand everything to the operating system, so that it outlives this process."""
+        """Pass all data to the operating system, so that it survives a kill of this process."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left and close."""
+        """Write the remaining data and close the file."""
         self._writer.close()
 
     def _write(self, event: Event) -> None:
@@ -65,19 +65,19 @@ class EventFile:
 
 
 def scalars(metrics: Mapping[str, float]) -> Summary:
-    """Put the numbers of a step into one summary."""
+    """Return one summary with the numbers of a step."""
     return Summary(value=[Summary.Value(tag=name, simple_value=_float32(metrics[name])) for name in sorted(metrics)])
 
 
 def text(name: str, markdown: str) -> Summary:
-    """Make a summary of a text, which is shown as Markdown."""
+    """Return a summary with a text, which TensorBoard shows as Markdown."""
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
     return Summary(value=[Summary.Value(tag=name, metadata=texts.create_summary_metadata(name, ""), tensor=tensor)])
 
 
 def session_start(name: str, values: Mapping[str, bool | float | str]) -> Summary:
-    """Say with what values a session of the run begins. Which metrics it has, TensorBoard sees by itself."""
+    """Return the summary that starts a session with its config values. TensorBoard finds the metrics itself."""
     info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
     for key, value in values.items():
         if isinstance(value, bool):
@@ -90,7 +90,7 @@ def session_start(name: str, values: Mapping[str, bool | float | str]) -> Summar
 
 
 def session_end(failed: bool) -> Summary:
-    """Say how the session ended."""
+    """Return the summary that ends a session, with its status."""
     status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
     info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
     return _session(hparams.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=info))

@@ -1,4 +1,4 @@
-"""What this plugin offers: the logger `tensorboard`; and a check that two of them keep apart."""
+"""The hooks of this plugin: the logger `tensorboard`, and a check that two loggers use different folders."""
 
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_loggers() -> Iterable[Component]:
-    """Offer `tensorboard`."""
+    """Offer the logger `tensorboard`."""
     return [Component("tensorboard", TensorboardConfig, "whet_tensorboard.logger:TensorboardLogger")]
 
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Refuse two loggers that write to one folder: TensorBoard would show every number twice."""
+    """Return a problem for each logger whose folder another one writes: TensorBoard would show every number twice."""
     problems, taken = [], set[PurePath]()
     for i, selection in enumerate(config.loggers):
         if not isinstance(selection.config, TensorboardConfig):

@@ -1,4 +1,4 @@
-"""The logger: what the events of a run are, and when they are written."""
+"""The logger: the events of a run, and the times at which they are written."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from whet_tensorboard.events import EventFile, scalars, session_end, session_sta
 
 
 class TensorboardLogger:
-    """Writes an event file for each time the run is started or continued."""
+    """Writes one event file each time the run is started or resumed."""
 
     def __init__(self, config: TensorboardConfig, run: RunInfo) -> None:
         self._events = EventFile(run.folder / config.folder)
-        # Step 0 of a resumed run is kept; that of a fresh one is purged with all that an older run left.
+        # A resumed run keeps step 0. A fresh run drops step 0 and all other steps of an older run.
         self._events.restart(run.resumed_from + 1 if run.resumed_from else 0)
         listing = to_text(dict(run.config)).replace("```", "'''")
         self._events.write(run.resumed_from, text("config", f"```yaml\n{listing}```"))
@@ -21,28 +21,28 @@ class TensorboardLogger:
         self._events.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the numbers of a step, to the file and not only to its buffer."""
+        """Write the metrics of a step, and flush the file."""
         if metrics:
             self._events.write(step, scalars(metrics))
             self._events.flush()
 
     def status(self, text: str) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def rewind(self, step: int) -> None:
-        """Let readers forget later steps."""
+        """Write an event that makes readers drop later steps."""
         self._events.restart(step + 1)
         self._events.flush()
 
     def close(self, failed: bool) -> None:
-        """Say how the run ended, and close the file."""
+        """Write whether the run failed, and close the file."""
         if not self._events.closed:
             self._events.write(0, session_end(failed))
             self._events.close()
 
 
 def values(config: object, path: str = "") -> dict[str, bool | float | str]:
-    """Give every value of a config by its dotted path; what is null or empty has none."""
+    """Return every value of a config by its dotted path. Null and empty values are left out."""
     if isinstance(config, Mapping):
         items = [(str(key), item) for key, item in config.items()]
     elif isinstance(config, list | tuple):
