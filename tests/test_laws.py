@@ -218,7 +218,6 @@ REFUSED_OPENINGS = {"Give", "Gives", "Say", "Says", "Tell", "Let", "Have", "Note
 ROOMS_TO_REWRITE = (
     "core/src/whet/endpoint/",
     "core/src/whet/plan/",
-    "core/src/whet/report/",
     "core/src/whet/run/",
     "core/src/whet/runtime/",
     "core/src/whet/testing/",

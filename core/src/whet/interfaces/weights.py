@@ -61,5 +61,8 @@ class Proof(Protocol):
         ...
 
     def check(self, replica: int, completions: "Sequence[Completion]") -> float:
-        """Return the mean |replica's logprobs - trainer's logprobs| in nats. Raises `WeightSyncError`."""
+        """Return the mean absolute difference of a replica's logprobs from the trainer's, in nats.
+
+        Raises `WeightSyncError` if the replica does not have the weights.
+        """
         ...

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from whet.interfaces.generator import Generator
 
 BOUNDS: Final = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-"""Largest mean |difference| by dtype, in nats at temperature 1. docs/reference/numerics.md explains the numbers."""
+"""Largest mean absolute difference by dtype, in nats at temperature 1; see docs/reference/numerics.md."""
 LOOSEST: Final = 0.3
 """The bound for any other dtype, such as weights in 8 bits."""
 PROMPT_TOKENS: Final = 16
@@ -65,7 +65,7 @@ class Proof:
         ]
 
     def check(self, replica: int, completions: Sequence[Completion]) -> float:
-        """Return the mean |difference| of a replica's logprobs from the trainer's, in nats.
+        """Return the mean absolute difference of a replica's logprobs from the trainer's, in nats.
 
         A completion that the trainer has not scored is compared up to the first token in which it differs from the
         scored ones. Raises `WeightSyncError` if the mean is above the bound or not a number, if there is nothing to
