@@ -1,1 +1,1 @@
-"""What the tests of a plugin need: contracts to inherit, fakes that obey them, and fixtures."""
+"""The testing kit for plugins: contracts to inherit, fakes that obey the contracts, and fixtures."""

@@ -1,4 +1,4 @@
-"""Random batches with the columns that losses and backends read, as NumPy arrays."""
+"""Random batches of NumPy arrays, with the columns that losses and backends read."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,12 +16,12 @@ def _logprobs(batch: Batch, rng: np.random.Generator) -> Any:
 
 
 def _advantages(batch: Batch, rng: np.random.Generator) -> Any:
-    """Normal, and 0 for every third group: nothing is to be learned from it."""
+    """Return normal numbers, and 0 for the sequences of every third group, from which nothing is to be learned."""
     return np.where(batch["group"] % 3 == 1, 0, rng.normal(size=batch.sequences)).astype(np.float32)
 
 
 def token_advantages(batch: Batch, rng: np.random.Generator) -> Any:
-    """Make advantages of tokens [N]: the sequence's own times a number of the token's, 0 where nothing is learned."""
+    """Return advantages of tokens [N]: the sequence's advantage x a random number, 0 where `loss_mask` is false."""
     own = np.repeat(_advantages(batch, rng), batch["lengths"]) * rng.normal(size=batch.tokens)
     return np.where(batch["loss_mask"], own, 0).astype(np.float32)
 
@@ -40,7 +40,7 @@ COLUMNS: dict[str, Column] = {
     "chosen": lambda batch, rng: np.diff(batch["unit"], prepend=-1) != 0,
     "env": lambda batch, rng: np.zeros(batch.sequences, np.int64),
 }
-"""How columns that several components share are made up."""
+"""Makers of the columns that several components share."""
 
 
 def random_batch(
@@ -54,10 +54,10 @@ def random_batch(
     longest: int = 12,
     makers: dict[str, Column] | None = None,
 ) -> Batch:
-    """Make sequences of different lengths: a prompt, then tokens to learn with a gap of others between.
+    """Return sequences of different lengths: a prompt, then an answer of which most tokens are to be learned.
 
-    Groups are of `group_size` sequences and share a prompt; units are of `unit_size`. Raises `KeyError` for a column
-    that neither `COLUMNS` nor `makers` can make.
+    A group has `group_size` sequences with the same prompt. A unit has `unit_size` sequences. Raises `KeyError` for a
+    column that neither `COLUMNS` nor `makers` can make.
     """
     rng = randomness.generator(seed, "random batch")
     rows, prompt_lengths = [], []

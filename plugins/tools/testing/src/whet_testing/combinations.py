@@ -1,8 +1,8 @@
-"""Which algorithms, losses, advantages and filters go together: asked of the plan, for every pair of them.
+"""Find the algorithms, losses, advantages and filters that fit together. The plan decides.
 
-for one in combinations(registry):
-reasons(one, base, registry)      empty where it fits, else what `whet check` says
-covering(fitting)                     a few of those in which every pair that fits occurs
+- `combinations(registry)`: every choice of parts
+- `reasons(one, base, registry)`: the problems that `whet check` reports; empty where the parts fit
+- `covering(fitting)`: a few combinations in which every fitting pair of parts occurs
 """
 
 import itertools
@@ -25,12 +25,15 @@ from whet_testing.contracts.component import MODEL
 SLOTS: Mapping[str, Kind] = {
     "loss": "losses", "advantages": "advantages", "filters": "filters", "value_loss": "losses",
 }  # fmt: skip
-"""Keys of an algorithm's section under which parts are chosen, with their kinds."""
+"""Keys of the section `algorithm` that choose a part, each with the kind of the part."""
 
 
 @frozen
 class Combination:
-    """An algorithm with its parts by name; empty: it has no such part, it is the default one, or no filter."""
+    """An algorithm and the names of its parts.
+
+    An empty name means that the algorithm has no such part or uses the default one; for `filters`, no filter.
+    """
 
     algorithm: str
     loss: str = ""
@@ -39,23 +42,23 @@ class Combination:
     value_loss: str = ""
 
     def section(self) -> dict[str, Any]:
-        """Give the section `algorithm`."""
+        """Return the section `algorithm` of a config."""
         chosen = {"loss": self.loss, "advantages": self.advantages, "value_loss": self.value_loss}
         named = {slot: name for slot, name in chosen.items() if name}
         return {"use": self.algorithm, **named, **({"filters": [self.filters]} if self.filters else {})}
 
     def parts(self) -> list[tuple[str, str]]:
-        """Give (slot, name) of each part, a filter that is not chosen included."""
+        """Return (slot, name) of each chosen part. The slot `filters` is included even when no filter is chosen."""
         whole: dict[str, str] = attrs.asdict(self)
         return [(slot, name) for slot, name in whole.items() if name or slot == "filters"]
 
     def pairs(self) -> set[Any]:
-        """Give every two parts of it."""
+        """Return every pair of two parts."""
         return set(itertools.combinations(self.parts(), 2))
 
 
 def combinations(registry: Registry, algorithms: Iterable[str] = ()) -> Iterator[Combination]:
-    """Give every choice of parts for each algorithm, or for some of them, in order of name."""
+    """Yield every choice of parts for each algorithm, in order of name. `algorithms` restricts them by name."""
     for name, offer in sorted(registry.offers("algorithms").items()):
         if algorithms and name not in algorithms:
             continue
@@ -68,9 +71,10 @@ def combinations(registry: Registry, algorithms: Iterable[str] = ()) -> Iterator
 
 
 def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **algorithm: Any) -> list[str]:
-    """Say what `whet check` finds wrong with a combination. `base` is the rest of the config, `algorithm` further keys.
+    """Return the problems that `whet check` reports for a combination.
 
-    Of its sections `environments` and `data` the one that the algorithm does not feed on is left out.
+    `base` holds the other sections of the config, `algorithm` further keys of the section `algorithm`. An algorithm
+    reads either rollouts or data, so the section that it does not read (`environments` or `data`) is left out.
     """
     document = {**base, "algorithm": {**one.section(), **algorithm}}
     try:
@@ -85,7 +89,10 @@ def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **alg
 
 
 def covering(fitting: Iterable[Combination]) -> list[Combination]:
-    """Choose combinations in which every pair of parts of the given ones occurs, by always taking the newest."""
+    """Return a few of the given combinations in which every pair of parts of the given ones occurs.
+
+    The choice is greedy: each combination taken adds the most pairs that are still missing.
+    """
     left = list(fitting)
     missing: set[Any] = set().union(*(one.pairs() for one in left))
     chosen = []

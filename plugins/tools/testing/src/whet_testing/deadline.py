@@ -1,4 +1,4 @@
-"""A deadline for code under test that may hang without ever giving control back."""
+"""A deadline for code under test that may hang and never return."""
 
 import signal
 import threading
@@ -12,10 +12,10 @@ import pytest
 
 @contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Fail the test when what happens inside takes longer, even where it catches every `Exception`.
+    """Fail the test when the body takes longer than `seconds`, even if the body catches every `Exception`.
 
-    It interrupts Python code and regular expressions in the main thread of a POSIX process; elsewhere it can
-    only complain afterwards.
+    In the main thread of a POSIX process the deadline interrupts Python code and regular expressions. Elsewhere the
+    test fails only after the body has ended.
     """
     begin = time.monotonic()
     message = f"{what} took longer than {seconds:g} seconds"
@@ -34,7 +34,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
-            if remaining:  # pytest-timeout waits on the same timer
+            if remaining:  # pytest-timeout uses the same timer
                 signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - begin), 0.001))
     if time.monotonic() - begin > seconds:
         pytest.fail(message)

@@ -1,4 +1,4 @@
-"""Virtual environments made in a moment, of what is installed here: no download, no copies."""
+"""Make virtual environments and wheels from the distributions installed here, without downloads or copies."""
 
 import os
 import sysconfig
@@ -14,9 +14,10 @@ from whet.runtime.interpreters import normal
 
 
 def make_environment(folder: Path, without: Sequence[str] = (), also: Mapping[str, str] | None = None) -> Path:
-    """Make an environment that holds what this one does, and give its Python.
+    """Make an environment with the distributions of this one, and return the path of its Python.
 
-    `without` names distributions that it lacks; `also` has files of its own, by their path in its site-packages.
+    The environment lacks the distributions in `without`. `also` holds texts of further files by their paths in
+    site-packages.
     """
     site = bare_environment(folder)
     left_out = {part for name in without for part in _parts(name)}
@@ -30,13 +31,13 @@ def make_environment(folder: Path, without: Sequence[str] = (), also: Mapping[st
 
 
 def bare_environment(folder: Path) -> Path:
-    """Make an environment with nothing in it but Python; give its site-packages."""
+    """Make an environment that holds only Python, and return its site-packages."""
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     return next(folder.glob("lib/python*/site-packages"))
 
 
 def _parts(name: str) -> set[str]:
-    """Give the entries of site-packages that a distribution has put there; none of one that is not installed."""
+    """Return the entries of site-packages that belong to a distribution; none if it is not installed."""
     try:
         files = metadata.files(name) or ()
     except metadata.PackageNotFoundError:
@@ -45,9 +46,10 @@ def _parts(name: str) -> set[str]:
 
 
 def make_wheels(names: Iterable[str], folder: Path) -> Path:
-    """Make wheels of distributions that are installed here and of all that they need, for pip to install elsewhere.
+    """Make wheels of installed distributions and of all their requirements. Return the folder of the wheels.
 
-    They are like editable ones: a wheel holds no code but a path to it. Give the folder, for pip's `--find-links`.
+    pip can install the wheels elsewhere with `--find-links`. A wheel is like that of an editable install: it holds a
+    path to the code in place of the code.
     """
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
@@ -57,7 +59,7 @@ def make_wheels(names: Iterable[str], folder: Path) -> Path:
 
 
 def _make_wheel(distribution: metadata.Distribution, wheels: Path, code: Path) -> None:
-    """Write a wheel whose path leads to links to the distribution's entries of site-packages."""
+    """Link the distribution's entries of site-packages into a folder. Write a wheel with the path of the folder."""
     site = Path(sysconfig.get_paths()["purelib"])
     code.mkdir(parents=True)
     for part in _parts(distribution.name):
@@ -81,7 +83,7 @@ def _make_wheel(distribution: metadata.Distribution, wheels: Path, code: Path) -
 
 
 def _needed(names: Iterable[str]) -> list[str]:
-    """Give the names of distributions and of all that they need."""
+    """Return the names of distributions and of all their requirements."""
     found, seen, left = list[str](), set[tuple[str, str]](), [(normal(name), "") for name in names]
     while left:
         name, extra = left.pop()

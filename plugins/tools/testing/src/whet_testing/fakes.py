@@ -1,6 +1,6 @@
 """Small stand-ins that obey the interfaces: a model, a generator, a backend and a logger.
 
-Use them to test what stands on an interface. What implements one is tested with real parts.
+Use a stand-in to test code that calls an interface. Test an implementation of an interface with real parts.
 """
 
 import asyncio
@@ -29,31 +29,31 @@ from whet.interfaces.weights import TransferSpec
 from whet.plugins.endpoints import InstalledEndpoints
 
 Answers = str | Sequence[str] | Callable[[Conversation], str]
-"""One answer for ever, one answer after another, or a rule."""
+"""One answer for all turns, a script of answers, or a function from the conversation to the answer."""
 Rule = Callable[[str, np.random.Generator], str]
-"""(text of the prompt, the request's own randomness) -> text of the completion."""
+"""(text of the prompt, random generator of the request) -> text of the completion."""
 
 
 class Done:
-    """A call that has ended."""
+    """The handle of a call that has ended."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
     def result(self) -> Any:
-        """Give its result."""
+        """Return the result of the call."""
         return self.value
 
     def done(self) -> bool:
-        """Yes."""
+        """Return True: the call has ended."""
         return True
 
 
 class FakeModel:
-    """A model for testing environments: it answers by script and keeps the conversation.
+    """A model for testing environments. It answers by a script and keeps the conversation.
 
-    `FakeModel("4")` always says 4; `FakeModel(["calc 2+2", "4"])` says one after the other and fails when
-    asked once more; `FakeModel(lambda conversation: ...)` follows a rule.
+    `FakeModel("4")` always answers 4. `FakeModel(["calc 2+2", "4"])` answers with one text after the other and fails
+    the test when asked for a third. `FakeModel(lambda conversation: ...)` computes each answer.
     """
 
     def __init__(self, answers: Answers, stop: Stop = "stop") -> None:
@@ -62,10 +62,10 @@ class FakeModel:
         self.messages: list[Message] = []
         """The conversation so far."""
         self.forks: list[FakeModel] = []
-        """The sequences that were started from this one."""
+        """The sequences that `fork` started from this one."""
 
     async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
-        """Append messages and answer."""
+        """Append messages to the conversation, and return the next answer."""
         await asyncio.sleep(0)
         self.messages.extend(conversation(messages))
         text = self._next(tuple(self.messages))
@@ -73,14 +73,14 @@ class FakeModel:
         return Reply(text, tuple(text.encode(errors="replace")), self._stop)
 
     def fork(self) -> "FakeModel":
-        """Start another sequence with the history so far; all sequences draw on one script."""
+        """Return another sequence with the history so far. All sequences take their answers from one script."""
         other = FakeModel(self._next, self._stop)
         other.messages = self.messages[:]
         self.forks.append(other)
         return other
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
-        """Open an endpoint that responds by the script; the last conversation there is kept."""
+        """Open an endpoint that answers by the script. `messages` becomes the last conversation of the endpoint."""
         sequence = _ScriptedSequence(self, self._next, self._stop, [(_NO_TOKENS, tuple(self.messages))])
         return InstalledEndpoints().open(sequence, ByteChat(), Sampling(), ignore)
 
@@ -90,13 +90,13 @@ _NO_TOKENS: IntArray = np.zeros(0, np.int64)
 
 @frozen(eq=False)
 class _ScriptedSequence:
-    """The sequences of a `FakeModel` behind an endpoint. Obeys `whet.interfaces.endpoint.RecordedSequence`."""
+    """A sequence of a `FakeModel` behind an endpoint. Obeys `whet.interfaces.endpoint.RecordedSequence`."""
 
     model: FakeModel
     script: Callable[[Conversation], str]
     stop: Stop
     marks: list[tuple[IntArray, Conversation]]
-    """Tokens and messages in the beginning and after each response."""
+    """Tokens and messages of the sequence: at the start, and after each response."""
     tools: Tools = ()
 
     @property
@@ -152,54 +152,54 @@ class Codec(Protocol):
     stop_tokens: tuple[int, ...]
 
     def encode(self, text: str) -> IntArray:
-        """Turn text into tokens."""
+        """Return the tokens of a text."""
         ...
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """Turn tokens into text."""
+        """Return the text of tokens."""
         ...
 
 
 class ByteCodec:
-    """The smallest codec: a token for each byte, and token 256 ends a turn."""
+    """The smallest codec: one token for each byte. Token 256 ends a turn."""
 
     stop_tokens: tuple[int, ...] = (256,)
 
     def encode(self, text: str) -> IntArray:
-        """Turn text into tokens."""
+        """Return the tokens of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """Turn tokens into text."""
+        """Return the text of tokens."""
         return bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
 
 
 class ByteChat(ByteCodec):
-    """The smallest stand-in for a `ChatTokenizer`: `role: text` in lines, a token for each byte.
+    """The smallest stand-in for a `ChatTokenizer`: a line `role: text` for each message, a token for each byte.
 
-    Calls of tools are written as Qwen does, `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    A tool call has the format of Qwen, `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
 
     call_format = CallFormat("", "<tool_call>", None, "name", "arguments")
     _tools: Tools = ()
 
     def with_tools(self, tools: Tools) -> "ByteChat":
-        """Give one whose prompts begin with these tools."""
+        """Return a copy whose prompts begin with these tools."""
         other = copy.copy(self)
         other._tools = tools
         return other
 
     def prompt(self, conversation: Conversation) -> IntArray:
-        """Give the tokens that the model is to continue."""
+        """Return the tokens of the prompt that the model continues."""
         return self.encode("".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
-        """Give the tokens to append after the model's last completion."""
+        """Return the tokens to append after the last completion of the model."""
         end = np.asarray([] if stopped else self.stop_tokens, np.int64)
         return np.concatenate([end, self.encode("\n" + _lines(messages))])
 
     def pieces(self, tokens: IntArray) -> list[str]:
-        """Give the text of each token."""
+        """Return the text of each token."""
         return [self.decode([token]) for token in tokens]
 
 
@@ -213,10 +213,10 @@ def _called(message: Message) -> str:
 
 
 class FakeGenerator:
-    """A generator that answers by script or by a rule, with made-up logprobs, and keeps the whole contract.
+    """A generator that answers by a script or a rule, with made-up logprobs.
 
-    A rule may draw from the randomness it is given, which depends on the request's seed alone. A script of
-    several answers is followed in the order of the requests.
+    It passes `GeneratorContract`. The random generator that a rule gets depends on the seed of the request alone. A
+    script of several answers is followed in the order of the requests.
     """
 
     def __init__(self, rule: str | Sequence[str] | Rule, codec: Codec | None = None, delay_seconds: float = 0.0):
@@ -224,15 +224,15 @@ class FakeGenerator:
         self._codec: Codec = codec or ByteCodec()
         self._delay = delay_seconds
         self.version = 0
-        """Of the weights it pretends to hold."""
+        """Version of the weights that the generator pretends to hold."""
         self.requests: list[Request] = []
-        """All that it was asked."""
+        """All requests so far."""
         self.cancelled: list[str] = []
         """Ids of the requests that were cancelled."""
         self.asleep, self.closed = False, False
 
     async def generate(self, request: Request) -> Completion:
-        """Answer one request."""
+        """Return the completion of one request."""
         _refuse_asleep("generator", self.asleep)
         self.requests.append(request)
         version = self.version
@@ -249,7 +249,7 @@ class FakeGenerator:
         return Completion(request.id, tokens, logprobs, stop, ((0, version),))
 
     def _cut(self, tokens: IntArray, request: Request) -> tuple[IntArray, Stop]:
-        """End at a stop token, at a stop string or at the limit, whichever comes first."""
+        """Return the tokens up to a stop token, a stop string or the limit, whichever comes first."""
         sampling = request.sampling
         whole = np.concatenate([tokens, np.asarray(sampling.stop_tokens[:1], np.int64)])
         for end in range(1, min(len(whole), sampling.max_tokens) + 1):
@@ -259,20 +259,20 @@ class FakeGenerator:
         return whole[: sampling.max_tokens], "length"
 
     def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
-        """Pretend to take new weights."""
+        """Take over the version, and no weights."""
         self.version = version
         return Done()
 
     def sleep(self) -> None:
-        """Answer nothing from now on; nothing is held that could be given back."""
+        """Refuse requests until `wake`. No memory is freed, because none is held."""
         self.asleep = True
 
     def wake(self) -> None:
-        """Answer again."""
+        """Accept requests again."""
         self.asleep = False
 
     def close(self) -> None:
-        """Remember it."""
+        """Set `closed`."""
         self.closed = True
 
 
@@ -296,7 +296,10 @@ def _ruling(rule: str | Sequence[str] | Rule) -> Rule:
 
 
 def _columns(name: str, batch: Batch, values: Any) -> Any:
-    """Mask what a fake backend gives, and repeat it where the output is of several tokens at each place."""
+    """Return an output from values [N]: 0 where `loss_mask` is false.
+
+    A value is repeated K times where the output has K numbers for each token. `topk_ids` holds 0 to K - 1.
+    """
     kept = np.where(batch["loss_mask"], values, np.float32(0))
     kind, _, k = name.partition(":")
     width = batch["topk_ids"].shape[1] if kind == "logprobs_at" else int(k) if kind.startswith("topk_") else 0
@@ -305,50 +308,50 @@ def _columns(name: str, batch: Batch, values: Any) -> Any:
 
 
 class FakeBackend:
-    """A backend that trains nothing: it counts steps, remembers what it was given and scores by a rule."""
+    """A backend that trains nothing: it counts steps, keeps its batches and scores by a rule."""
 
     def __init__(self, score: Callable[[str, Batch], Any] | None = None) -> None:
         self._score = score or (lambda output, batch: np.full(batch.tokens, -1.0, np.float32))
         self.step = 0
         """Optimizer steps taken."""
         self.trained: list[Batch] = []
-        """What it was trained on."""
+        """Batches of all calls of `train`."""
         self.sent: list[TransferSpec] = []
-        """Hand-overs of weights."""
+        """Links of all calls of `send_weights`."""
         self.asleep, self.closed = False, False
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, metrics.Metric]:
-        """Remember the batch, and count a step unless no token is to be learned."""
+        """Keep the batch, and count a step if any token is to be learned. Return metrics as a real backend does."""
         _refuse_asleep("backend", self.asleep)
         self.trained.append(batch)
         self.step += bool(np.any((count_over or batch)["loss_mask"]))
         return {"grad_norm": metrics.mean(1.0), "lr": metrics.mean(0.1), **self.evaluate(batch, loss)}
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, metrics.Metric]:
-        """Give a loss that falls with every step."""
+        """Return a loss that falls with every step, and the number of tokens to learn."""
         _refuse_asleep("backend", self.asleep)
         return {"loss": metrics.mean(1.0 / (1 + self.step)), "tokens": metrics.total(int(batch["loss_mask"].sum()))}
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
-        """Score by the rule; 0 where `loss_mask` is false. Outputs of K numbers for each token have K equal ones."""
+        """Return scores by the rule, 0 where `loss_mask` is false. Of K numbers for a token all K are equal."""
         _refuse_asleep("backend", self.asleep)
         return {name: _columns(name, batch, self._score(name, batch)) for name in outputs}
 
     def send_weights(self, link: TransferSpec) -> Done:
-        """Remember the link."""
+        """Keep the link."""
         _refuse_asleep("backend", self.asleep)
         self.sent.append(link)
         return Done()
 
     def save(self, folder: Path) -> Done:
-        """Write the number of steps."""
+        """Write the number of steps to `fake.json`."""
         _refuse_asleep("backend", self.asleep)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fake.json").write_text(json.dumps({"step": self.step}), encoding="utf-8")
         return Done()
 
     def load(self, folder: Path) -> None:
-        """Read the number of steps."""
+        """Read the number of steps from `fake.json`."""
         _refuse_asleep("backend", self.asleep)
         try:
             self.step = json.loads((folder / "fake.json").read_text(encoding="utf-8"))["step"]
@@ -356,48 +359,48 @@ class FakeBackend:
             raise CheckpointError(f"{folder} holds nothing that a FakeBackend saved: {error}") from error
 
     def export(self, folder: Path) -> None:
-        """Write what it has."""
+        """Write the same file as `save`."""
         self.save(folder)
 
     def sleep(self) -> None:
-        """Work no more from now on; nothing is held that could be given back."""
+        """Refuse work until `wake`. No memory is freed, because none is held."""
         self.asleep = True
 
     def wake(self) -> None:
-        """Work again."""
+        """Accept work again."""
         self.asleep = False
 
     def close(self) -> None:
-        """Remember it."""
+        """Set `closed`."""
         self.closed = True
 
 
 class MemoryLogger:
-    """A logger that keeps what it is told."""
+    """A logger that keeps metrics and status texts in memory."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         """(step, metrics) in the order logged."""
         self.statuses: list[str] = []
         self.failed: bool | None = None
-        """What `close` was told; None before it."""
+        """The argument of the first call of `close`; None before that call."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the numbers of a step."""
+        """Keep the metrics of a step."""
         self.rows.append((step, dict(metrics)))
 
     def status(self, text: str) -> None:
-        """Keep the text."""
+        """Keep the status text."""
         self.statuses.append(text)
 
     def rewind(self, step: int) -> None:
-        """Forget later rows."""
+        """Remove the rows of later steps."""
         self.rows = [row for row in self.rows if row[0] <= step]
 
     def close(self, failed: bool) -> None:
-        """Keep the first verdict."""
+        """Set `failed` at the first call."""
         self.failed = failed if self.failed is None else self.failed
 
     def curve(self, name: str) -> Iterable[tuple[int, float]]:
-        """Give (step, number) of one metric."""
+        """Return (step, number) of one metric."""
         return [(step, row[name]) for step, row in self.rows if name in row]

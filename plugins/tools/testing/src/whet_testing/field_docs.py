@@ -1,4 +1,4 @@
-"""Finds the fields of an attrs class that have no string beneath them."""
+"""Find the fields of an attrs class that have no string beneath them."""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ import attrs
 
 
 def undocumented_fields(cls: type) -> list[str]:
-    """Name the public fields of a class and of those it inherits from that no string documents."""
+    """Return the names of the public fields that no string documents. Inherited fields are included."""
     documented: set[str] = set()
     for owner in cls.__mro__:
         if attrs.has(owner):

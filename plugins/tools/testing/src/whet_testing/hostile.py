@@ -1,4 +1,4 @@
-"""Answers that a model may give and that no environment may choke on."""
+"""Answers that a model may give. On none of them may an environment raise or hang."""
 
 HOSTILE_ANSWERS: dict[str, str] = {
     "empty": "",
@@ -24,4 +24,4 @@ HOSTILE_ANSWERS: dict[str, str] = {
     "other digits": "\\boxed{\u0663\u0664} \\boxed{\u00b2} \\boxed{\uff11\uff12} \\boxed{\u2160}",
     "a JSON bomb": "[" * 50_000 + "]" * 50_000,
 }
-"""By what is hostile about them."""
+"""Each answer under a name that describes it."""

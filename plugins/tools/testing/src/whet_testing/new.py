@@ -1,4 +1,4 @@
-"""`whet new`: write a whole installable package to start from."""
+"""`whet new`: write an installable package to start from."""
 
 import re
 from pathlib import Path
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from whet.component import Kind
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""A folder for each kind of component, and `every` with the files of all packages."""
+"""This folder has a folder of templates for each kind of component. The folder `every` is for all kinds."""
 
 _TORCH = '"torch>=2.8"'
 _TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
 
 
 class _Start(NamedTuple):
-    """What `whet new` writes for one kind of component."""
+    """The parts of the package that `whet new` writes for one kind of component."""
 
     kind: "Kind"
     what: str
-    """Name of the component with its article; it begins sentences."""
+    """Name of the component with an article, capitalized to begin a sentence."""
     about: str
-    """What the written package does until it is changed."""
+    """Description of the package as written."""
     needs: str = ""
-    """Dependencies beside whet, in the form of a `pyproject.toml`."""
+    """Dependencies of the package beside whet, written as in a `pyproject.toml`."""
     prefix: str = ""
-    """Prefix between `whet-` and the name."""
+    """Part of the distribution's name between `whet-` and the name."""
 
 
 STARTS: dict[str, _Start] = {
@@ -52,7 +52,7 @@ STARTS: dict[str, _Start] = {
 
 @click.group(short_help="Write a package to start from.")
 def new() -> None:
-    """Write a new package to start from, whose tests pass as they stand."""
+    """Write a new package to start from. Its tests pass before you change anything."""
 
 
 def _command(word: str, start: _Start) -> click.Command:
@@ -85,7 +85,7 @@ def _make(word: str, start: _Start, name: str, into: Path) -> None:
 
 
 def _warn_if_taken(kind: "Kind", name: str) -> None:
-    """Warn if another distribution offers the name: with both installed, a config that uses it is refused."""
+    """Warn if a distribution offers the name already. With both installed, a config that uses the name is refused."""
     from whet.config.messages import kind_word
     from whet.plugins.registry import load_plugins
 
@@ -103,7 +103,7 @@ def _warn_if_taken(kind: "Kind", name: str) -> None:
 
 
 def write(templates: Path, folder: Path, words: dict[str, str]) -> list[Path]:
-    """Fill in all templates of a tree, in contents and names. Return the written files."""
+    """Fill in the contents and names of all templates of a tree. Return the written files."""
     written = []
     for template in sorted(templates.rglob("*.template")):
         name = Template(str(template.relative_to(templates)).removesuffix(".template")).substitute(words)

@@ -1,4 +1,4 @@
-"""What plays an episode in tests: a player on a fake generator, and one whose tokens no encoder would choose."""
+"""Parts that play an episode in tests: a player, and a generator with tokens that no encoder would choose."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from whet_testing.fakes import ByteChat, FakeGenerator
 
 
 def make_player(generator: Any, chat: Any = None, **changes: Any) -> Player:
-    """Make a player of short turns, which plays no failed episode again; `changes` are its other fields."""
+    """Return a player with short turns and no retries. `changes` overrides fields of the player."""
     defaults: dict[str, Any] = {
         "sampling": Sampling(max_tokens=8),
         "max_context": 0,
@@ -25,22 +25,22 @@ def make_player(generator: Any, chat: Any = None, **changes: Any) -> Player:
 
 
 class AltTokens(FakeGenerator):
-    """Spells its answers in tokens (byte + 300) that no encoder would choose for the same text."""
+    """A fake generator that writes each byte of an answer as token byte + 300. No encoder would choose these tokens."""
 
     async def generate(self, request: Request) -> Completion:
-        """Answer one request."""
+        """Return the completion of one request, in the tokens above."""
         made = await super().generate(request)
         return evolve(made, tokens=np.where(made.tokens < 256, made.tokens + 300, made.tokens))
 
 
 class AltChat(ByteChat):
-    """Reads them."""
+    """A `ByteChat` that decodes the tokens of `AltTokens`."""
 
     def decode(self, tokens: Any, skip_special: bool = True) -> str:
-        """Turn tokens into text."""
+        """Return the text of tokens, which may be of both kinds."""
         return super().decode([t - 300 if t >= 300 else t for t in tokens])
 
 
 def alt(text: str) -> list[int]:
-    """Give the tokens of such an answer, the stop token included."""
+    """Return the tokens in which `AltTokens` answers with this text, the stop token included."""
     return [*(300 + b for b in text.encode()), *ByteChat.stop_tokens]

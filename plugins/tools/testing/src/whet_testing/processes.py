@@ -1,4 +1,4 @@
-"""Which processes descend from this one: what a test must not leave behind. Linux; elsewhere nothing is seen."""
+"""Find the descendants of this process. A test must leave none behind. On Linux only: elsewhere none are found."""
 
 import contextlib
 import ctypes
@@ -16,11 +16,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @frozen(order=True)
 class Process:
-    """A process; two with one id but another start are not the same."""
+    """A process. Two processes with one id and different start times are different."""
 
     pid: int
     started: int
-    """In clock ticks since boot."""
+    """Start time, in clock ticks since boot."""
     command: str = field(eq=False, order=False)
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class Process:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of processes whose own parent has died, so that they stay in sight."""
+    """Make this process the parent of descendants whose own parent has died, so that `descendants` finds them."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -42,11 +42,11 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def descendants() -> frozenset[Process]:
-    """Find the living processes that descend from this one."""
+    """Return the living processes that descend from this process."""
     parents: dict[int, int] = {}
     processes: dict[int, Process] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        # A process may end while it is looked at.
+        # A process may end between the reads of its files.
         with contextlib.suppress(OSError):
             pid = int(folder.name)
             state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -65,9 +65,9 @@ def _descends(pid: int, parents: dict[int, int]) -> bool:
 
 
 def survivors(before: frozenset[Process], patience_seconds: float = 0.0) -> frozenset[Process]:
-    """Find descendants that were not there before, waiting for them to end while patience lasts.
+    """Return the descendants that are not in `before`. Wait up to `patience_seconds` for them to end.
 
-    Python's own resource tracker lives as long as this process and does not count.
+    Python's resource tracker is left out, because it lives as long as this process.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -78,7 +78,7 @@ def survivors(before: frozenset[Process], patience_seconds: float = 0.0) -> froz
 
 
 def end(processes: frozenset[Process]) -> None:
-    """Kill what is left, so that it does not disturb the next test."""
+    """Kill processes, so that they do not disturb the next test."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The pytest plugin of `whet-testing`: tiny models, shared data, GPU tests, and no process left behind.
+"""The pytest plugin of `whet-testing`: fixtures for models, real data, Ray and left processes; the marker `gpu`.
 
-pytest loads it in every session where `whet-testing` is installed, so importing it loads nothing heavy.
+pytest loads this module in every session where `whet-testing` is installed, so the module imports nothing heavy.
 """
 
 import os
@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("whet_testing.contracts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker `gpu`."""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped with a reason where there is none")
 
 
@@ -30,7 +30,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    """A `transformers` tokenizer of 384 tokens with a chat template, trained on the spot."""
+    """Return a `transformers` tokenizer of 384 tokens with a chat template, trained for this session."""
     from whet.data.small_models import make_tokenizer
 
     return make_tokenizer(["Compute 7+8-3. What is the answer?", "7+8=15, 15-3=12. \\boxed{12}"] * 20)
@@ -38,7 +38,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """A folder with a random two-layer model and its tokenizer. Read it; other tests do too."""
+    """Return a folder with a random two-layer model and its tokenizer. Tests share the folder and only read it."""
     from whet.data.small_models import make_model
 
     return make_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
@@ -46,7 +46,10 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: 
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Callable[..., Path]:
-    """Give the folder of a random model of a family, tied or not, with the weights of a seed; each is made once."""
+    """Return a function that returns the folder of a random model. Each model is made once in a session.
+
+    The function takes the family, whether embeddings are tied, the seed of the weights and the hidden size.
+    """
     from whet.data.small_models import make_model
 
     made: dict[tuple[str, bool, int, int], Path] = {}
@@ -63,7 +66,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -
 
 @pytest.fixture(scope="session")
 def shared_data(pytestconfig: pytest.Config) -> Path:
-    """The folder of real data: `WHET_SHARED_DATA`, else `../shared/data` beside the repository."""
+    """Return the folder of real data: `WHET_SHARED_DATA`, else `shared/data` beside the repository."""
     folder = Path(os.environ.get("WHET_SHARED_DATA", pytestconfig.rootpath.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"real data is read from {folder}, which does not exist; set WHET_SHARED_DATA")
@@ -72,7 +75,7 @@ def shared_data(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    """Ray as whet starts it, once for a module's tests: runs of theirs that would start it join it."""
+    """Start Ray as whet does, once for the tests of a module. Runs that these tests start join this Ray."""
     from whet.runtime.ray_session import RaySession
 
     session = RaySession()
@@ -83,7 +86,7 @@ def own_ray() -> Iterator[None]:
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
-    """Fail the test when a process that began in it, or a child of one, outlives it by five seconds."""
+    """Fail the test when a process that the test started, or a descendant of it, outlives the test by five seconds."""
     from whet_testing.processes import adopting_orphans, end, survivors
 
     with adopting_orphans():

@@ -1,4 +1,4 @@
-"""What `transformers` itself computes with a model folder: the independent source for logprobs."""
+"""An independent source of logprobs: `transformers` itself, computing with a model folder."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Reference:
-    """A model folder, loaded by `transformers` in float32, one sequence at a time."""
+    """A model folder, loaded by `transformers` in float32. It computes one sequence at a time."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -15,7 +15,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
     def likelihoods(self, tokens: Any, temperature: float = 1.0) -> Any:
-        """Say how likely each token is to follow each position, as logprobs. tokens [L] -> [L, V] float64."""
+        """Return the logprob of every token of the vocabulary after each position. tokens [L] -> [L, V] float64."""
         import torch
 
         with torch.no_grad():
@@ -23,11 +23,11 @@ class Reference:
             return torch.log_softmax(logits / temperature, -1).numpy()
 
     def logprobs(self, tokens: Any, temperature: float = 1.0) -> Any:
-        """Compute log p(token t | before) at each position t. tokens [L] -> [L] float64; position 0 holds 0."""
+        """Return log p(token t | tokens before t) at each position t. tokens [L] -> [L] float64; position 0 holds 0."""
         tokens = np.asarray(tokens)
         follows = self.likelihoods(tokens, temperature)[:-1]
         return np.concatenate([[0.0], np.take_along_axis(follows, tokens[1:, None], -1)[:, 0]])
 
     def weights(self) -> "list[tuple[str, Any]]":
-        """Give (name, tensor) of every parameter, tied ones once."""
+        """Return (name, tensor) of every parameter. Tied parameters occur once."""
         return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]

@@ -1,4 +1,4 @@
-"""A worker class that does as it is told: fails, hangs, dies. Launchers are tested with it."""
+"""A worker class that fails, hangs or dies on command. The rules of launchers are tested with it."""
 
 import asyncio
 import ctypes
@@ -20,7 +20,7 @@ TARGET = "whet_testing.scripted_worker:ObedientWorker"
 
 
 class ObedientWorker:
-    """Its methods are what can be asked of it."""
+    """A worker for tests. Each method does one thing that a test may want from a worker."""
 
     def __init__(
         self, rank: WorkerRank, offset: int = 0, fail: bool = False, hang: bool = False, trace: str = ""
@@ -35,19 +35,22 @@ class ObedientWorker:
         self.streams, self.naps = 0, 0
 
     def place(self) -> WorkerRank:
-        """Give what it knows of its place."""
+        """Return the rank of this worker."""
         return self.rank
 
     def add(self, value: Any) -> Any:
-        """Add what it was built with."""
+        """Return the value plus `offset`."""
         return value + self.offset
 
     def echo(self, *values: Any) -> Any:
-        """Give back what came."""
+        """Return the arguments."""
         return list(values)
 
     def remember(self, value: Any) -> int:
-        """Append to what it has seen, slowly, so that two at once would be found out; give the thread."""
+        """Append a value to `seen`, and return the id of this thread.
+
+        The method sleeps in between, so that an assertion fails when two calls run at one time.
+        """
         before = len(self.seen)
         time.sleep(0.002)
         assert len(self.seen) == before, "two sync methods ran at one time"
@@ -55,7 +58,7 @@ class ObedientWorker:
         return threading.get_ident()
 
     def state(self) -> dict[str, Any]:
-        """Say what happened so far."""
+        """Return the values seen, the number of cancelled streams, open streams and naps, and the process id."""
         return {
             "seen": self.seen,
             "cancelled": self.cancelled,
@@ -65,42 +68,42 @@ class ObedientWorker:
         }
 
     def environment(self) -> dict[str, str]:
-        """Give its environment variables."""
+        """Return the environment variables of this process."""
         return dict(os.environ)
 
     def imported(self, module: str) -> tuple[str, str]:
-        """Import a module; give its file and this interpreter."""
+        """Import a module. Return the file of the module and the path of this interpreter."""
         return str(importlib.import_module(module).__file__), sys.executable
 
     def fail(self, ranks: tuple[int, ...] = (0,), message: str = "as told") -> int:
-        """Raise on some ranks."""
+        """Raise on the ranks in `ranks`. Return the rank on all others."""
         if self.rank.rank in ranks:
             raise ValueError(message)
         return self.rank.rank
 
     def fail_or_hang(self, rank: int) -> None:
-        """Raise on one rank while the others wait for it, as they do in a collective."""
+        """Raise on one rank while the other ranks hang, as ranks do in a collective."""
         if self.rank.rank == rank:
             raise ValueError("as told")
         time.sleep(1000.0)
 
     def fail_or_die(self, rank: int) -> None:
-        """Raise on one rank, and a moment later die on all others."""
+        """Raise on one rank. End the process on all other ranks a moment later."""
         if self.rank.rank == rank:
             raise ConnectionError("the other end is gone")
         time.sleep(0.2)
         os._exit(3)
 
     def unsendable(self) -> object:
-        """Give something that cannot cross."""
+        """Return a value that cannot be sent to another process."""
         return {"inside": object()}
 
     def hang(self, seconds: float = 1000.0) -> None:
-        """Sleep."""
+        """Sleep in a sync method."""
         time.sleep(seconds)
 
     def die(self, how: int, words: str = "") -> None:
-        """End by a signal, or exit with a code where `how` is negative; the last words go to stderr."""
+        """Write `words` to stderr, then end by the signal `how`. A negative `how` is an exit code with a minus sign."""
         print(words, file=sys.stderr)
         if how < 0:
             os._exit(-how)
@@ -110,20 +113,20 @@ class ObedientWorker:
         time.sleep(1000.0)
 
     def start_child(self, own_session: bool = False) -> int:
-        """Start a process that does nothing for long; give its id."""
+        """Start a process that sleeps for 1000 seconds, and return its id."""
         return subprocess.Popen(["sleep", "1000"], start_new_session=own_session).pid
 
     async def later(self, value: Any, seconds: float = 0.01) -> Any:
-        """Give a value after a while, beside the sync methods."""
+        """Return a value after some seconds. Sync methods can run in the meantime."""
         await asyncio.sleep(seconds)
         return value
 
     async def compute(self, value: Any) -> AsyncIterator[Any]:
-        """Do work on the compute thread from a stream."""
+        """Yield the result of `add`, which runs on the compute thread."""
         yield await asyncio.wrap_future(compute_thread().submit(self.add, value))
 
     async def count(self, numbers: int, fail_at: int = -1, seconds: float = 0.0) -> AsyncIterator[Any]:
-        """Yield (rank, number); note when it is cancelled or closed early."""
+        """Yield (rank, number), and count the stream in `cancelled` when it does not reach its end."""
         self.streams += 1
         done = False
         try:
@@ -138,7 +141,7 @@ class ObedientWorker:
             self.cancelled += not done
 
     async def nap(self, seconds: list[float]) -> AsyncIterator[Any]:
-        """Yield (rank, seconds) after each of so many."""
+        """Sleep for each number of seconds, and yield (rank, seconds) after each sleep."""
         self.naps += 1
         done = False
         try:
@@ -150,12 +153,12 @@ class ObedientWorker:
             self.cancelled += not done
 
     async def hang_in_stream(self) -> AsyncIterator[Any]:
-        """Yield once, then block the whole event loop."""
+        """Yield once, then block the event loop."""
         yield 0
         await asyncio.sleep(0)
         time.sleep(1000.0)
 
     def close(self) -> None:
-        """Leave a trace."""
+        """Write an empty file `closed-ROLE-RANK` into the folder `trace`, if one is set."""
         if self.trace:
             Path(self.trace, f"closed-{self.rank.role}-{self.rank.rank}").touch()

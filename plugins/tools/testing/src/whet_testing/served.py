@@ -1,4 +1,4 @@
-"""A generator as the rules of its contract see it: asked for completions, and compared with `transformers`."""
+"""A generator under test: rules ask it for completions and compare its logprobs with `transformers`."""
 
 import asyncio
 import itertools
@@ -17,12 +17,12 @@ from whet_testing.reference import Reference
 T = TypeVar("T")
 PROMPTS = ([5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [6, 6], [20, 21, 22, 23])
 TOLERANCE = 1e-4
-"""Largest difference of logprobs to `transformers`, in nats, in float32."""
+"""Largest allowed difference of a logprob from `transformers`, in nats, in float32."""
 
 
 @frozen(eq=False)
 class Subject:
-    """A generator under test with the event loop that it lives in."""
+    """A generator under test with its event loop."""
 
     generator: Generator
     folder: Path
@@ -33,17 +33,17 @@ class Subject:
     _ids: Iterator[int] = field(factory=itertools.count, init=False)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run in the generator's event loop."""
+        """Run a coroutine in the event loop of the generator, and return its result."""
         with deadline(self.deadline_seconds, "what the generator was asked"):
             return self._runner.run(coroutine)
 
     def request(self, tokens: Any = PROMPTS[0], seed: int = 0, prefix: str = "", **sampling: Any) -> Request:
-        """Make a request with a fresh id."""
+        """Return a request with a fresh id."""
         settings = Sampling(**{"max_tokens": 8, **sampling})
         return Request(f"request-{next(self._ids)}", np.asarray(tokens, np.int64), settings, seed, prefix)
 
     def ask(self, *requests: Request) -> list[Completion]:
-        """Have requests served that are made in one turn of the event loop."""
+        """Send all requests in one turn of the event loop, and return their completions."""
 
         async def together() -> list[Completion]:
             return await asyncio.gather(*map(self.generator.generate, requests))
@@ -51,11 +51,11 @@ class Subject:
         return self.run(together())
 
     def decode(self, tokens: Any) -> str:
-        """Turn tokens into text."""
+        """Return the text of tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def gap(reference: Reference, request: Request, completion: Completion, temperature: float) -> float:
-    """Find the largest difference between the completion's logprobs and a full forward's, in nats."""
+    """Return the largest difference, in nats, between the completion's logprobs and those of a full forward pass."""
     expected = reference.logprobs(np.concatenate([request.tokens, completion.tokens]), temperature)
     return float(np.abs(expected[len(request.tokens) :] - completion.logprobs).max())

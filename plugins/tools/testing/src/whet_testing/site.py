@@ -1,4 +1,4 @@
-"""A `Site` for building a backend or a generator by itself in a test."""
+"""A `Site` with which a test builds a backend or a generator without a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,10 @@ def make_site(
     dtype: str = "float32",
     max_context: int = 0,
 ) -> Site:
-    """Make a site whose run lives in `tmp_path`: by default with one worker in this process, so a debugger works."""
+    """Return a site whose run folder is in `tmp_path`.
+
+    By default the site has one worker in this process, so that a debugger works.
+    """
     run, scratch = tmp_path / "run", tmp_path / "scratch"
     for folder in (run, scratch):
         folder.mkdir(parents=True, exist_ok=True)

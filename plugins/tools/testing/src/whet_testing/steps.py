@@ -1,4 +1,4 @@
-"""Stand-ins for what an algorithm gets, so that its loop can be watched: each call is noted in order."""
+"""Stand-ins for the parts of an algorithm. They record every call in order, so that a test sees the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from whet_testing.batches import random_batch
 from whet_testing.fakes import Done, FakeBackend
 
 ROLLOUT_COLUMNS = ("sampler_logprobs", "version", "temperature", "env", "reward", "stopped")
-"""Columns of a batch of rollouts beyond those that are always there."""
+"""Columns of a batch of rollouts beside the base columns."""
 
 
 @frozen
@@ -22,33 +22,33 @@ class Event:
     """One call that the algorithm made."""
 
     name: str
-    """E.g. `take`, `train`, `sync_weights`, `finish`."""
+    """Name of the call, such as `take`, `train`, `sync_weights` or `finish`."""
     step: int
-    """Of the call of `finish`, its number; else the step under way, 0 before the first."""
+    """Number of the step under way; 0 before the first step."""
     batch: Batch | None = None
     value: Any = None
 
 
 @define
 class Watch:
-    """The calls so far."""
+    """The calls of an algorithm so far."""
 
     events: list[Event] = field(factory=list)
     step: int = 0
     states: dict[int, dict[str, Any]] = field(factory=dict)
-    """What the algorithm carried on from each finished step."""
+    """The algorithm's state after each finished step, by the number of the step."""
 
     def note(self, name: str, batch: Batch | None = None, value: Any = None) -> None:
-        """Add a call."""
+        """Record a call."""
         self.events.append(Event(name, self.step, batch, value))
 
     def named(self, name: str) -> list[Event]:
-        """Give the calls of one name."""
+        """Return the calls of one name."""
         return [event for event in self.events if event.name == name]
 
 
 class WatchedSteps:
-    """Steps from the one after `done` to the last."""
+    """The steps after step `done`, up to and including step `steps`."""
 
     def __init__(self, watch: Watch, steps: int, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
         self._watch, self._last, self.done = watch, steps, done
@@ -63,15 +63,15 @@ class WatchedSteps:
                 raise AssertionError(f"step {number} was not finished: the algorithm must call step.finish(batch)")
 
     def is_last(self, number: int) -> bool:
-        """Whether no step follows this one."""
+        """Return whether no step follows this step."""
         return number >= self._last
 
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
-        """Note it."""
+        """Record the metrics from before the first step."""
         self._watch.note("start", value=metrics)
 
     def finish(self, step: Step, metrics: Mapping[str, Metric], batch: Batch) -> None:
-        """Note it."""
+        """Record the call, the state and the metrics of a finished step."""
         self._watch.note("finish", batch, step.number)
         self._watch.states[step.number] = dict(self.state)
         self.metrics.append(dict(metrics))
@@ -79,45 +79,45 @@ class WatchedSteps:
 
 
 class WatchedBackend(FakeBackend):
-    """A fake backend whose calls are noted."""
+    """A fake backend that records its calls."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
-        """Note it."""
+        """Record the call, and train as `FakeBackend` does."""
         self._watch.note("train", batch, loss)
         return super().train(batch, loss, count_over)
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Any = "policy") -> dict[str, Any]:
-        """Note it."""
+        """Record the call, and score as `FakeBackend` does."""
         self._watch.note("score", batch, outputs)
         return super().score(batch, outputs, weights)
 
     def sleep(self) -> None:
-        """Note it."""
+        """Record the call."""
         self._watch.note("sleep")
 
     def wake(self) -> None:
-        """Note it."""
+        """Record the call."""
         self._watch.note("wake")
 
     def save(self, folder: Path) -> Done:
-        """Note it."""
+        """Record the call, and save as `FakeBackend` does."""
         self._watch.note("save")
         return super().save(folder)
 
 
 class WatchedRollouts:
-    """Gives random groups; those of a step do not depend on what was taken before."""
+    """A source of random groups. The groups of a step do not depend on the groups of earlier steps."""
 
     def __init__(self, watch: Watch, group_size: int, greedy: bool = False) -> None:
         self._watch, self._group_size = watch, group_size
         self._columns = (*ROLLOUT_COLUMNS, "greedy_reward") if greedy else ROLLOUT_COLUMNS
 
     def take(self, groups: int) -> Batch:
-        """Give so many groups."""
+        """Return a batch of `groups` groups."""
         batch = random_batch(
             self._watch.step,
             columns=self._columns,
@@ -129,7 +129,7 @@ class WatchedRollouts:
 
 
 def watched_sync(watch: Watch) -> Callable[..., None]:
-    """Return a `sync_weights` whose calls are noted."""
+    """Return a function `sync_weights` that records its calls."""
 
     def sync_weights(*, version: int) -> None:
         watch.note("sync_weights", value=version)

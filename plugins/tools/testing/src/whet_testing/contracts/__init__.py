@@ -1,1 +1,1 @@
-"""The conformance kit: inherit a contract class, override `make`, and every rule of the interface is a test."""
+"""The contracts: inherit a contract class and override `make`. Each rule of the interface is then a test."""

@@ -1,11 +1,11 @@
-"""What every advantage estimator must keep.
+"""The rules that every advantage estimator must keep.
 
     class TestGroupMean(AdvantagesContract):
         def make(self) -> GroupMean:
             return GroupMean(GroupMeanConfig())
 
-An estimator is called with the batch, reads of it `reward`, `group` and `episode` [B], and gives an advantage for each
-sequence [B] or for each token [N].
+An estimator is a function of a batch. It reads the columns `reward`, `group` and `episode` [B]. It returns an advantage
+for each sequence [B] or for each token [N].
 """
 
 from typing import Any
@@ -17,18 +17,21 @@ from whet_testing.deadline import deadline
 
 
 class AdvantagesContract:
-    """Inherit and override `make`."""
+    """Inherit this class and override `make`."""
 
     def make(self) -> Any:
-        """Build the estimator that is tested."""
+        """Build the estimator under test."""
         raise NotImplementedError("override `make` to build the estimator")
 
     def call(self, rewards: Any, group: Any) -> Any:
-        """Estimate for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
+        """Return advantages for episodes of one sequence each. rewards [B] float32, group [B] int64 -> [B]."""
         return self.called(_batch(rewards, group, np.arange(len(rewards))))
 
     def called(self, batch: Batch) -> Any:
-        """Give the advantage of each sequence [B]: that of its one token to learn, where it is per token."""
+        """Return the advantage of each sequence [B].
+
+        Each sequence has one token to learn. Where advantages are per token, return the advantages of these tokens.
+        """
         found = np.asarray(self.make()(batch))
         return found if len(found) == batch.sequences else found[batch["loss_mask"]]
 

@@ -1,9 +1,9 @@
-"""What every algorithm must keep.
+"""The rules that every algorithm must keep.
 
     class TestGrpo(AlgorithmContract):
         use = "grpo"
 
-Its loop is run for a few steps on stand-ins that note each call.
+A test runs the loop of the algorithm for a few steps on stand-ins that record each call.
 """
 
 import json
@@ -35,42 +35,42 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
     "pairs": [{"prompt": f"{i}+1?", "chosen": f"{i + 1}", "rejected": f"{i}"} for i in range(20)],
     "labelled": [{"prompt": f"{i}+1?", "completion": f"{i + i % 2}", "label": i % 2 == 1} for i in range(20)],
 }
-"""Records of each data format, twenty of each."""
+"""Twenty records of each data format."""
 
 
 class AlgorithmContract:
-    """Inherit and name the component."""
+    """Inherit this class and set `use`."""
 
     use: str = ""
-    """The word after `use:`; the plugin must be installed."""
+    """Name of the component, as after `use:` in a config. The plugin must be installed."""
     document: Mapping[str, Any] = {}
-    """The keys beside it."""
+    """The other keys of the section `algorithm`."""
     records: list[dict[str, Any]] | None = None
-    """Data of offline algorithms; by default those of `RECORDS` that fit its facts."""
+    """Records for an offline algorithm. None: the records of `RECORDS` in the data format of its facts."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def registry(cls) -> Registry:
-        """Load the installed plugins."""
+        """Return the registry of the installed plugins."""
         return load_plugins()
 
     @pytest.fixture
     def selection(self, registry: Registry) -> Selection:
-        """Choose the algorithm as a config file would."""
+        """Return the selection that a config file with `use` and `document` would make."""
         offer = registry.find("algorithms", self.use)
         config: Any = structure(dict(self.document), offer.component.config, registry)
         return Selection("algorithms", offer.component, config, offer.distribution)
 
     @pytest.fixture
     def facts(self, selection: Selection) -> Facts:
-        """Ask for its facts."""
+        """Return the facts of the algorithm."""
         found = resolve(selection.component.facts)(selection.config, MODEL)
         assert isinstance(found, Facts)
         return found
 
     @pytest.fixture
     def chat(self, tiny_model_folder: Path) -> ChatTokenizer:
-        """Read the tiny tokenizer."""
+        """Return the chat tokenizer of the tiny model."""
         return ChatTokenizer(tiny_model_folder)
 
     def test_it_is_an_algorithm(self, selection: Selection) -> None:
@@ -193,7 +193,7 @@ class AlgorithmContract:
             run=RunSection(folder=str(folder), steps=3),
             model=ModelSection(path=str(chat.folder)),
             algorithm=selection,
-            backend=None,  # type: ignore[arg-type]  # nobody asks for it: the backend is a stand-in
+            backend=None,  # type: ignore[arg-type]  # no code reads it: the backend is a stand-in
         )
         return Parts(
             config=whole,

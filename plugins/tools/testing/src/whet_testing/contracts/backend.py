@@ -1,10 +1,10 @@
-"""What every backend must keep, in float32 and compared with `transformers`.
+"""The rules that every backend must keep, tested in float32 against `transformers`.
 
     class TestFsdp2(BackendContract):
         def make(self, site: Site) -> Fsdp2Backend:
             return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), site)
 
-`make` must choose a constant learning rate of about 0.01. A subclass with `processes = 2` keeps the same rules on two
+`make` must choose a constant learning rate of about 0.01. A subclass with `processes = 2` tests the same rules on two
 worker processes.
 """
 
@@ -31,29 +31,32 @@ from whet_testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet_testing.reference import Reference
 
 TOLERANCE = 1e-4
-"""Largest difference of logprobs to `transformers`, in nats, in float32."""
+"""Largest allowed difference of a logprob from `transformers`, in nats, in float32."""
 
 
 class BackendContract(SleepRules):
-    """Inherit and override `make`."""
+    """Inherit this class and override `make`."""
 
     held = ("backend",)
     transports: tuple[str, ...] = ("disk",)
-    """Ways to hand weights over, as in its facts, to a receiver in the test's own process."""
+    """Transports to test, named as in the facts of the component. The receiver is in the process of the test."""
     outputs: tuple[str, ...] = ("logprobs", "entropy")
-    """Outputs that it can compute, as in its facts."""
+    """Outputs that the backend can compute, named as in the facts of the component."""
     has_reference: bool = False
-    """Whether what `make` builds can score with the weights that the run started from."""
+    """Whether the backend that `make` builds can score with the weights at the start of the run."""
     step_tolerance: float = 1e-5
-    """Largest difference, in nats, that the order of a batch may make after a step."""
+    """Largest allowed difference of the loss after a step, in nats, between two orders of one batch."""
 
     def make(self, site: Site) -> Backend:
-        """Build the backend that is tested."""
+        """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
 
     @pytest.fixture
     def fresh(self, tmp_path: Path, tiny_model_folder: Path, slices: Slices) -> Iterator[Fresh]:
-        """Give a function that builds one more backend, of the same weights unless told; all are closed afterwards."""
+        """Yield a function that builds one more backend, and close all these backends after the test.
+
+        Every backend has the same weights, unless the test passes another model folder.
+        """
         built: list[Backend] = []
 
         def build(model_folder: Path = tiny_model_folder, chat_template: str = "") -> Backend:
@@ -67,13 +70,13 @@ class BackendContract(SleepRules):
 
     @pytest.fixture
     def backend(self, fresh: Fresh) -> Backend:
-        """Build a backend."""
+        """Return a fresh backend."""
         return fresh()
 
     @pytest.fixture(scope="class")
     @classmethod
     def reference(cls, tiny_model_folder: Path) -> Reference:
-        """Load the same model with `transformers`."""
+        """Return the same model, loaded by `transformers`."""
         return Reference(tiny_model_folder)
 
     def test_it_is_a_backend(self, backend: Backend) -> None:
@@ -339,18 +342,18 @@ def _loss(backend: Backend, batch: Batch) -> float:
 
 
 def _each(function: Callable[[Any], Any], batch: Batch) -> Any:
-    """Apply a function to the tokens of each sequence, and join what it gives. -> [N]."""
+    """Return the joined results of a function of the tokens of each sequence. -> [N]."""
     return np.concatenate([function(batch["tokens"][_tokens_of(batch, [i])]) for i in range(batch.sequences)])
 
 
 def _logprobs(reference: Reference, batch: Batch, temperature: float = 1.0) -> Any:
-    """Compute what `score` should give: 0 where nothing is learned. -> [N]."""
+    """Return the expected logprobs of `score`: 0 where `loss_mask` is false. -> [N]."""
     found = _each(lambda tokens: reference.logprobs(tokens, temperature), batch)
     return np.where(batch["loss_mask"], found, 0)
 
 
 def _loss_and_norm(reference: Reference, batch: Batch) -> tuple[float, float]:
-    """Compute the mean of -logprob over the tokens to learn, and the norm of its gradient, by plain autograd."""
+    """Return the mean of -logprob over the tokens to learn and the norm of its gradient, by plain autograd."""
     import torch
 
     reference.model.zero_grad()
@@ -368,6 +371,6 @@ def _loss_and_norm(reference: Reference, batch: Batch) -> tuple[float, float]:
 
 
 def _tokens_of(batch: Batch, sequences: Any) -> Any:
-    """Give the positions of the tokens of some sequences, in their order."""
+    """Return the positions of the tokens of some sequences, in the order of the sequences."""
     ends = np.cumsum(batch["lengths"])
     return np.concatenate([np.arange(ends[i] - batch["lengths"][i], ends[i]) for i in sequences])

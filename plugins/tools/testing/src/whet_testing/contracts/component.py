@@ -1,10 +1,10 @@
-"""What every plugin's hook module must keep, whatever it offers.
+"""The rules that the hook module of every plugin must keep.
 
     class TestPlugin(ComponentContract):
         hooks = "my_plugin.hooks"
         documents = {"needs-a-path": {"path": "x"}}
 
-`documents` has what a recipe would say, of those components that do not go without.
+`documents` holds the settings of components that cannot be built from defaults, as a recipe would set them.
 """
 
 import importlib
@@ -45,7 +45,7 @@ MODEL = ModelInfo(
         "max_position_embeddings": 256,
     },
 )
-"""A small model's `config.json`, for asking facts."""
+"""The `config.json` of a small model, as an argument of facts."""
 LIGHT = """
 import importlib, json, sys
 from whet.component import KINDS, resolve
@@ -83,24 +83,24 @@ assert torch is None or not torch.cuda.is_initialized(), "importing them opened 
 
 
 class ComponentContract:
-    """Inherit and name the module of hooks."""
+    """Inherit this class and set `hooks`."""
 
     hooks: str = ""
-    """Import path of the hook module, as in the entry point."""
+    """Import path of the hook module, as in the entry point of the plugin."""
     documents: Mapping[str, Mapping[str, object]] = {}
-    """Keys beside `use:` by component name, of those that cannot be built from defaults."""
+    """Settings, by the name of the component, of components that cannot be built from defaults."""
 
     def module(self) -> Any:
-        """Import the module of hooks."""
+        """Import the hook module, and return it."""
         return importlib.import_module(self.hooks)
 
     def components(self) -> list[tuple[Kind, Component]]:
-        """Give (kind, component) of all that the plugin offers."""
+        """Return (kind, component) of every component that the plugin offers."""
         hooks = [(kind, getattr(self.module(), f"whet_{kind}", None)) for kind in KINDS]
         return [(kind, component) for kind, hook in hooks if hook for component in hook()]
 
     def config(self, component: Component) -> Any:
-        """Give a config of a component."""
+        """Return a config of a component."""
         return structure(self.documents.get(component.name, {}), component.config, load_plugins())
 
     def test_the_hooks_and_facts_import_nothing_heavy(self) -> None:
@@ -174,7 +174,7 @@ class ComponentContract:
         file = self.module().__file__
         assert file is not None
         readme = next((p / "README.md" for p in Path(file).parents[1:4] if (p / "README.md").exists()), None)
-        if readme is None:  # an installed wheel does not bring it
+        if readme is None:  # an installed wheel has no README file
             return
         text = readme.read_text(encoding="utf-8")
         missing = [component.name for _, component in self.components() if component.name not in text]

@@ -1,5 +1,5 @@
-"""What every plugin must keep whose generator runs a foreign engine: `EngineContract` whether that is installed or not,
-`EngineFailuresContract` where it is.
+"""The rules for plugins whose generator runs a foreign engine. `EngineContract` needs no installed engine,
+`EngineFailuresContract` does.
 
 class TestPlugin(EngineContract):
     hooks = "my_plugin.hooks"
@@ -34,19 +34,19 @@ Make = Callable[..., Generator]
 
 
 class EngineContract(ComponentContract):
-    """Inherit and name the hooks, the engine, and what makes its arguments."""
+    """Inherit this class, and set `hooks`, `engine` and `arguments`."""
 
     engine: ForeignEngine
     arguments: Callable[..., Mapping[str, Any]]
-    """Called with config, site and device."""
+    """Function (config, site, device) -> arguments of the engine."""
 
     def generator(self, **settings: Any) -> Any:
-        """Give a config of the plugin's generator."""
+        """Return a config of the plugin's generator."""
         ((_, component),) = self.components()
         return component.config(**settings)
 
     def facts(self, **settings: Any) -> Facts:
-        """Ask for the facts of its generator, with a model of `float32`."""
+        """Return the facts of the plugin's generator for the small model `MODEL`."""
         ((_, component),) = self.components()
         found = resolve(component.facts)(self.generator(**settings), MODEL)
         assert isinstance(found, Facts)
@@ -104,29 +104,32 @@ others = (Path(folder) / "sitecustomize.py" for folder in sys.path if Path(folde
 if other := next((file for file in others if file.is_file()), None):
     runpy.run_path(str(other))
 """
-"""Runs as a process's interpreter starts, and has another one of its kind run that it stands in front of."""
+"""A `sitecustomize.py`. Python runs it when an interpreter starts.
+
+Python runs only the first `sitecustomize.py` on the path, so this one runs the next one itself.
+"""
 
 
 class EngineFailuresContract:
-    """Inherit, and name the class of the generator and its config, and what tells the process that computes.
+    """Inherit this class, and set the class of the generator, the class of its config, and the fields below.
 
-    Each test starts an engine. What one does not survive ends as a lost worker that says so in the engine's words.
+    Each test starts an engine that dies or hangs. The call must raise an error that names the cause.
     """
 
     generator: Callable[..., Generator]
     config: type
     process: str
-    """Part of the command line of the engine's process that computes."""
+    """Part of the command line of the engine process that computes."""
     module: str
-    """What that process imports before anything else of the engine."""
+    """Module that this process imports before any other module of the engine."""
     name: str
-    """Of the engine, as errors have it."""
+    """Name of the engine in error messages."""
     hang_seconds = 5.0
-    """The deadline of a request in whose midst the engine stands still."""
+    """Deadline of a request during which the test stops the engine."""
 
     @pytest.fixture
     def make(self, tmp_path: Path, tiny_model_folder: Path) -> Iterator[Make]:
-        """Start a generator on a worker process of its own."""
+        """Yield a function that starts a generator on a worker process of its own, and close all of them afterwards."""
         opened: list[Any] = []
 
         def made(generate_seconds: float = 60.0, **settings: Any) -> Generator:
@@ -143,14 +146,16 @@ class EngineFailuresContract:
             thing.close()
 
     def engine_process(self) -> int:
-        """Find the process that computes, not what it forks; 0: there is none yet."""
+        """Return the id of the process that computes, not of its children; 0 if there is none yet."""
         return min((p.pid for p in descendants() if self.process in p.command), default=0)
 
     async def struck(
         self, generator: Generator, number: signal.Signals, look: Callable[[int], None] = lambda process: None
     ) -> tuple[BaseException, float]:
-        """Have the engine struck while it serves, once it was looked at; give what came of it, and after how many
-        seconds.
+        """Send a signal to the engine while it serves requests.
+
+        Call `look` with the id of the engine process before the signal. Return the error of the last request, and the
+        seconds from the signal to the error.
         """
 
         def request(name: str, most: int) -> Request:
@@ -165,7 +170,7 @@ class EngineFailuresContract:
         look(process)
         os.kill(process, number)
         begin = time.monotonic()
-        *_, found = await asyncio.gather(*tasks, return_exceptions=True)  # the last is far from its turn
+        *_, found = await asyncio.gather(*tasks, return_exceptions=True)  # the engine has not begun the last request
         assert isinstance(found, BaseException), "it was served by an engine that had been struck"
         return found, time.monotonic() - begin
 

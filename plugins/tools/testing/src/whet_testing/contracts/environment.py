@@ -1,4 +1,4 @@
-"""What every environment must keep.
+"""The rules that every environment must keep.
 
     class TestArithmetic(EnvironmentContract):
         splits = ("train", "test")
@@ -9,8 +9,8 @@
         def gold(self, task: Task) -> str:
             return task.data["answer"]
 
-An environment proves that its own right answers score full reward, and that hostile ones neither raise, nor hang, nor
-win.
+The tests prove two properties: right answers score full reward, and hostile answers neither raise, nor hang, nor score
+full reward.
 """
 
 import asyncio
@@ -32,30 +32,30 @@ BUILTINS = (str, int, float, bool, bytes, type(None))
 
 
 class EnvironmentContract:
-    """Inherit, override `make`, and better also `gold`."""
+    """Inherit this class and override `make`. Override `gold` too where right answers are known."""
 
     splits: tuple[str, ...] = ("train",)
-    """Splits that the environment has."""
+    """Splits of the environment."""
     full_reward: float = 1.0
-    """Weighted sum of the rewards of a gold answer."""
+    """Weighted sum of the rewards for a right answer."""
     deadline_seconds: float = 30.0
-    """The longest that an episode may take when the model answers at once."""
+    """Deadline of an episode in which the model answers at once."""
     gold_samples: int = 16
-    """How many tasks of each split are answered with gold."""
+    """Number of tasks of each split that are answered with `gold`."""
     states_answers: bool | None = None
-    """What the facts of its component say; see `Facts.states_answers`."""
+    """`Facts.states_answers` of the component; None skips the comparison."""
 
     def make(self) -> Environment:
-        """Build the environment that is tested."""
+        """Build the environment under test."""
         raise NotImplementedError("override `make` to build the environment")
 
     def gold(self, task: Task) -> Gold:
-        """Give the right answer of a task, or one answer for each turn; None: there is none to prove."""
+        """Return the right answer of a task, or a right answer for each turn. None skips the tests of right answers."""
         return None
 
     @pytest.fixture
     def environment(self) -> Iterable[Environment]:
-        """Build the environment, and close it after the test."""
+        """Yield a fresh environment, and close it after the test."""
         environment = self.make()
         yield environment
         environment.close()
@@ -198,7 +198,7 @@ def _total(environment: Environment, rewards: Mapping[str, float]) -> float:
 
 
 def _sample(length: int, most: int) -> list[int]:
-    """Positions spread over a sequence: the first, the last, and some between."""
+    """Return at most `most` positions spread over a sequence, the first and the last included."""
     if length <= most:
         return list(range(length))
     return sorted({round(i * (length - 1) / (most - 1)) for i in range(most)})

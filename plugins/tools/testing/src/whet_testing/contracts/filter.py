@@ -1,10 +1,10 @@
-"""What every filter must keep.
+"""The rules that every filter must keep.
 
     class TestUnequalRewards(FilterContract):
         def make(self) -> UnequalRewards:
             return UnequalRewards(UnequalRewardsConfig())
 
-A filter is called with a group and says, True or False, whether the run learns from it.
+A filter is a function of a group. It returns True if the run learns from the group, and False if the group is dropped.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from whet.data.records import Episode, Group, Trajectory
 
 
 class FilterContract:
-    """Inherit and override `make`."""
+    """Inherit this class and override `make`."""
 
     def make(self) -> Any:
-        """Build the filter that is tested."""
+        """Build the filter under test."""
         raise NotImplementedError("override `make` to build the filter")
 
     def test_it_says_yes_or_no(self) -> None:
@@ -44,7 +44,7 @@ class FilterContract:
 
 
 def group_of(rewards: Any, index: int = 0) -> Group:
-    """Make a group with an episode for each reward."""
+    """Return a group with one episode for each reward."""
     episodes = tuple(
         Episode("made-up", index, sample, (_trajectory(sample),), {"correct": float(reward)}, float(reward), turns=1)
         for sample, reward in enumerate(rewards)

@@ -1,4 +1,4 @@
-"""What every generator must keep.
+"""The rules that every generator must keep.
 
     class TestHF(ModelGeneratorContract):
         transports = ("shared-memory", "disk")
@@ -6,8 +6,8 @@
         def make(self, site: Site) -> HfGenerator:
             return HfGenerator(HfConfig(), site)
 
-`ModelGeneratorContract` is for generators that serve a model folder, which is all but stand-ins: it also compares
-with `transformers`. A subclass with `processes = 1` keeps the same rules on a worker process.
+`ModelGeneratorContract` is for generators that serve a model folder, as all but stand-ins do. Its rules also compare
+completions with `transformers`. A subclass with `processes = 1` tests the same rules on a worker process.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
 
 
 class GeneratorContract(Placed):
-    """Inherit and override `make`."""
+    """Inherit this class and override `make`."""
 
     deadline_seconds: float = 60.0
-    """The longest that a few short requests may take."""
+    """Deadline of a few short requests."""
 
     def make(self, site: Site) -> Generator:
-        """Build the generator that is tested."""
+        """Build the generator under test."""
         raise NotImplementedError("override `make` to build the generator")
 
     @pytest.fixture(scope="class")
@@ -46,13 +46,13 @@ class GeneratorContract(Placed):
     def subject(
         cls, tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, tiny_tokenizer: Any, slices: Slices
     ) -> Iterator[Subject]:
-        """Build the generator once for all rules, and close it twice."""
+        """Yield one generator for all rules, and close it twice afterwards."""
         with cls().built(tmp_path_factory.mktemp("generator"), tiny_model_folder, tiny_tokenizer, slices) as subject:
             yield subject
 
     @contextmanager
     def built(self, folder: Path, model_folder: Path, tokenizer: Any, slices: Slices) -> Iterator[Subject]:
-        """Build a generator in an event loop of its own, and close both afterwards."""
+        """Yield a generator in an event loop of its own, and close both afterwards."""
         with asyncio.Runner() as runner:
             generator = self.make(self.site(folder, "generator", model_folder, slices))
             yield Subject(generator, model_folder, tokenizer, folder, self.deadline_seconds, runner)
@@ -189,27 +189,27 @@ class GeneratorContract(Placed):
 
 
 class ModelGeneratorContract(WeightRules, GeneratorContract):
-    """For generators that serve a model folder. Inherit and override `make`."""
+    """The contract of generators that serve a model folder. Inherit this class and override `make`."""
 
     transports: tuple[str, ...] = ("disk",)
-    """Ways to hand weights over, as in its facts, that work where `site` puts it."""
+    """Transports to test, named as in the facts of the component. They must work on the slice of `site`."""
     on_weight_update: tuple[OnWeightUpdate, ...] = ("drain",)
-    """What can happen to requests under way when new weights arrive, as in its facts."""
+    """Modes to test, named as in the facts: how running requests are treated when new weights arrive."""
     gpu_tolerance: float = 0.2
-    """Of logprobs on a GPU, where an engine may have to compute in bfloat16, in nats."""
+    """Largest allowed difference of a logprob on a GPU, in nats. An engine may have to compute in bfloat16 there."""
     survives_refusals: bool = False
-    """Whether a hand-over that was refused leaves it usable, so that one generator does for all rules."""
+    """Whether the generator stays usable after it refused weights. If so, one generator serves all rules."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def reference(cls, tiny_model_folder: Path) -> Reference:
-        """Load the same model with `transformers`."""
+        """Return the same model, loaded by `transformers`."""
         return Reference(tiny_model_folder)
 
     @pytest.fixture(scope="class")
     @classmethod
     def other(cls, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Reference:
-        """Make the same architecture with other weights."""
+        """Return a model of the same architecture with other weights."""
         return Reference(make_model(tmp_path_factory.mktemp("other-model"), tiny_tokenizer, seed=7))
 
     @pytest.fixture
@@ -221,7 +221,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
         tiny_tokenizer: Any,
         slices: Slices,
     ) -> Iterator[Subject]:
-        """Build a generator for one rule alone, which may leave it unusable."""
+        """Yield a generator for one rule alone. The rule may leave the generator unusable."""
         if self.survives_refusals:
             subject, reference = request.getfixturevalue("subject"), request.getfixturevalue("reference")
             yield subject
@@ -322,13 +322,16 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
 
 
 def _follows(reference: Reference, request: Request, completion: Completion, temperature: float) -> Any:
-    """Compute log_softmax(logits / temperature) that each token of the completion was drawn from. -> [L, V]."""
+    """Return log_softmax(logits / temperature) at the position of each token of the completion. -> [L, V]."""
     tokens = np.concatenate([request.tokens, completion.tokens])
     return reference.likelihoods(tokens, temperature)[len(request.tokens) - 1 : -1]
 
 
 def _stop_strings(subject: Subject) -> list[tuple[Request, Any, str]]:
-    """Find (request, tokens up to the one that completes it, stop string): within a token, and across two."""
+    """Return (request, tokens up to the end of the stop string, stop string).
+
+    Some stop strings lie within one token, others span two tokens.
+    """
     found = []
     for seed in range(20):
         request = subject.request(seed=seed, max_tokens=32)

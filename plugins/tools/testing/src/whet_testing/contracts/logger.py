@@ -1,4 +1,4 @@
-"""What every logger must keep.
+"""The rules that every logger must keep.
 
     class TestJsonl(LoggerContract):
         def make(self, run: RunInfo) -> JsonlLogger:
@@ -7,7 +7,7 @@
         def read(self, folder: Path) -> list[tuple[int, dict[str, float]]]:
             return [(row.pop("step"), row) for row in read_rows(folder / "metrics-log.jsonl")]
 
-`read` gives (step, metrics) in the order written, to prove that resuming loses and doubles nothing.
+`read` returns (step, metrics) in the order written. It proves that a resumed run loses no step and repeats none.
 """
 
 import math
@@ -28,19 +28,19 @@ HOSTILE_NAMES = (
 
 
 class LoggerContract:
-    """Inherit, override `make`, and better also `read`."""
+    """Inherit this class and override `make`. Override `read` too where the logger writes files."""
 
     def make(self, run: RunInfo) -> Logger:
-        """Build the logger that is tested."""
+        """Build the logger under test."""
         raise NotImplementedError("override `make` to build the logger")
 
     def read(self, folder: Path) -> Rows | None:
-        """Read back what was written: (step, metrics) in order; None: there is nothing to read."""
+        """Return the written (step, metrics) in order, or None if nothing can be read back."""
         return None
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunInfo:
-        """Give a fresh run of four steps; its folder is inside of `tmp_path`."""
+        """Return a fresh run of four steps. Its folder is inside of `tmp_path`."""
         folder = tmp_path / "runs" / "it"
         folder.mkdir(parents=True)
         return RunInfo(folder, "it", {"run": {"steps": 4}, "algorithm": {"use": "made-up"}}, steps=4)

@@ -1,10 +1,10 @@
-"""What every loss must keep.
+"""The rules that every loss must keep.
 
     class TestClippedPG(LossContract):
         def make(self) -> ClippedPG:
             return ClippedPG(ClippedPGConfig())
 
-Torch is imported inside the rules, so that importing a contract stays cheap.
+The rules import torch when they run, so that importing a contract stays cheap.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,29 @@ from whet_testing.batches import Column, random_batch
 
 
 class LossContract:
-    """Inherit and override `make`."""
+    """Inherit this class and override `make`."""
 
     unit_size: int = 1
-    """Sequences that must not be separated, e.g. 2 for preference pairs."""
+    """Number of sequences that must stay together, such as 2 for preference pairs."""
     optional_columns: tuple[str, ...] = ()
-    """Columns that it reads where the batch has them; inherit once more with these, to hold the rules both ways."""
+    """Columns that the loss reads if the batch has them. A second subclass that sets them tests the rules both ways."""
     makers: Mapping[str, Column] = {}
-    """How to make columns that `whet_testing.batches.COLUMNS` does not know: (batch, rng) -> array."""
+    """Functions (batch, rng) -> array for columns that are not in `whet_testing.batches.COLUMNS`."""
 
     def make(self) -> Loss:
-        """Build the loss that is tested."""
+        """Build the loss under test."""
         raise NotImplementedError("override `make` to build the loss")
 
     def batch(self, seed: int = 0) -> Batch:
-        """Give a NumPy batch with the columns that the loss declares, the optional ones, and no other."""
+        """Return a NumPy batch with the base columns, the columns that the loss declares, and the optional columns.
+
+        It has no other columns.
+        """
         columns = [*self.make().columns, *self.optional_columns]
         return random_batch(seed, columns=columns, unit_size=self.unit_size, makers=dict(self.makers))
 
     def outputs(self, batch: Batch, seed: int = 0) -> dict[str, Any]:
-        """Give the model outputs that the loss declares: NumPy float32 [N] or [N, K], 0 where `loss_mask` is false."""
+        """Return the declared model outputs as NumPy float32 [N] or [N, K]. They are 0 where `loss_mask` is false."""
         rng = np.random.default_rng(seed)
         negative = {name: name == "logprobs" or name.endswith("_logprobs") for name in self.make().outputs}
         made = {name: rng.exponential(size=batch.tokens) * (-1 if down else 1) for name, down in negative.items()}
@@ -194,12 +197,12 @@ class LossContract:
             np.testing.assert_allclose(other_gradient[name], values[tokens], rtol=1e-6, atol=1e-8)
 
     def _numbered(self) -> Batch:
-        """Give a batch whose sequences know their position."""
+        """Return a batch with the column `position`: the position of each sequence in the batch."""
         batch = self.batch()
         return batch.with_columns(position=np.arange(batch.sequences))
 
     def _cut(self, batch: Batch, sequences: Any) -> tuple[Batch, dict[str, Any]]:
-        """Give some sequences of a batch with their outputs."""
+        """Return some sequences of a batch and their model outputs."""
         outputs = self.outputs(batch)
         tokens = _tokens_of(batch, sequences)
         return batch.take(sequences), {name: values[tokens] for name, values in outputs.items()}
@@ -211,7 +214,7 @@ class LossContract:
     def _value_and_gradient(
         self, loss: Loss, batch: Batch, outputs: Mapping[str, Any], counts: Mapping[str, float] | None = None
     ) -> tuple[float, dict[str, Any]]:
-        """Compute sum over terms of weight x sum / count, and its gradient by each output [N]."""
+        """Return the sum over terms of weight x term / count, and its gradient with respect to each output."""
         counts = counts or _numbers(loss.counts(_torch(batch)))
         result, leaves = self._result(loss, batch, outputs)
         objective = sum(loss.weights[name] * term / max(counts[name], 1) for name, term in result.terms.items())
@@ -221,7 +224,7 @@ class LossContract:
 
 
 def _filled(values: Any, where: Any, number: float) -> Any:
-    """Put a number where a mask [N] is true, into values [N] or [N, K]."""
+    """Return values [N] or [N, K] with a number wherever the mask [N] is true."""
     filled = np.array(values)
     filled[where] = number
     return filled
@@ -248,6 +251,6 @@ def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 
 def _tokens_of(batch: Batch, sequences: Any) -> Any:
-    """Give the positions of the tokens of some sequences, in their order."""
+    """Return the positions of the tokens of some sequences, in the order of the sequences."""
     ends = np.cumsum(batch["lengths"])
     return np.concatenate([np.arange(ends[i] - batch["lengths"][i], ends[i]) for i in sequences])

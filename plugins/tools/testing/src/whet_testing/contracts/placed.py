@@ -1,4 +1,4 @@
-"""Where the workers of a backend or generator under test run: in this process, or in processes of their own."""
+"""Place the workers of a backend or generator under test: in this process, or in processes of their own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,28 +13,28 @@ from whet_testing.scripted_worker import TARGET
 from whet_testing.site import make_site
 
 Slices = Callable[[str], Slice]
-"""Gives a role its slice."""
+"""Function role -> slice."""
 
 
 def on_gpu(role: str) -> Slice:
-    """Put a role into this process, on its first GPU."""
+    """Return a slice in this process, on its first GPU."""
     return InlineSlice(role, device="cuda:0")
 
 
 class Placed:
-    """What contracts of components with workers have in common."""
+    """The common part of the contracts of components with workers."""
 
     processes: int = 0
-    """Worker processes, a rank for each; 0: one rank in the test's own process, so that a debugger works."""
+    """Number of worker processes, one rank in each. 0: one rank in the test's process, so that a debugger works."""
     held: tuple[str, ...] = ()
-    """Roles whose processes live on from rule to rule, for to start one takes seconds: workers that are closed must
-    leave nothing behind in them that others would notice. Where rules kill processes, none.
+    """Roles whose processes are kept from rule to rule, because starting a process takes seconds. A closed worker must
+    leave nothing in its process that could change the next rule. Leave this empty where rules kill processes.
     """
 
     @pytest.fixture(scope="class")
     @classmethod
     def slices(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slices]:
-        """Share the cluster among all rules of a class. No process may be left behind."""
+        """Yield a function role -> slice on one cluster for all rules of a class. Fail if a process is left behind."""
         if not cls.processes:
             yield InlineSlice
             return
@@ -54,5 +54,5 @@ class Placed:
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
     def site(self, folder: Path, role: str, model_folder: Path, slices: Slices) -> Site:
-        """Make the site that `make` gets."""
+        """Return the site that `make` gets."""
         return make_site(folder, role, model_folder, slices(role))

@@ -1,4 +1,4 @@
-"""What a backend must keep when it gives its memory back for a while; part of `BackendContract`."""
+"""The rules of a backend that frees its memory for a while and goes on later; part of `BackendContract`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +22,10 @@ LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 
 
 class SleepRules(Placed):
-    """Of a contract that has the fixtures `fresh` and `backend`."""
+    """Rules for a contract that has the fixtures `fresh` and `backend`."""
 
     def make(self, site: Site) -> Backend:
-        """Build the backend that is tested."""
+        """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
 
     def test_after_sleep_and_wake_it_goes_on_as_before(self, backend: Backend) -> None:
@@ -81,7 +81,7 @@ class SleepRules(Placed):
 
 
 def _works(backend: Backend, batch: Batch, folder: Path) -> list[Callable[[], Any]]:
-    """Give all that a backend may be asked."""
+    """Return a function for each kind of work of a backend."""
     link = TransferSpec("disk", str(folder), "session", 1)
     return [
         lambda: backend.train(batch, LIKELIHOOD),

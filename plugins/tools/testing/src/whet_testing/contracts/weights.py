@@ -1,4 +1,4 @@
-"""What a generator must keep when weights are handed to it; part of `ModelGeneratorContract`."""
+"""The rules of a generator that receives new weights; part of `ModelGeneratorContract`."""
 
 import asyncio
 import functools
@@ -22,13 +22,13 @@ from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
 
 
 class WeightRules:
-    """Of a contract that says how its generator can be reached, and has the fixtures."""
+    """Rules for a contract that sets the fields below and has the fixtures of `ModelGeneratorContract`."""
 
     transports: tuple[str, ...]
     on_weight_update: tuple[OnWeightUpdate, ...]
     processes: int
     receivers: int = 0
-    """Processes that take weights, where these are others than `processes`; 0: they are the same."""
+    """Number of processes that receive weights; 0: the same number as `processes`."""
 
     def test_weights_handed_over_are_used_from_then_on(
         self, subject: Subject, reference: Reference, other: Reference
@@ -81,7 +81,7 @@ class WeightRules:
     def _hand_over_meanwhile(
         self, subject: Subject, link: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
     ) -> tuple[list[Completion], Completion]:
-        """Hand weights over while requests run -> (their completions, that of a request made afterwards)."""
+        """Hand weights over while requests run. Return their completions, and the completion of a later request."""
 
         async def meanwhile() -> tuple[list[Completion], Completion]:
             tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
@@ -101,7 +101,10 @@ class WeightRules:
         old: tuple[int, Reference],
         new: tuple[int, Reference],
     ) -> bool:
-        """Check a completion that was under way when weights arrived, and say whether one could see that."""
+        """Check a completion of a request that was under way when weights arrived.
+
+        Return whether the completion shows that the request was under way at that moment.
+        """
         models = dict((old, new))
         if how == "abort" and completion.stop == "abort" and not len(completion.tokens):
             return True
@@ -110,7 +113,7 @@ class WeightRules:
         switch = rest[0][0] if rest else len(completion.tokens)
         assert how == "continue" or not rest, "only a request that is kept may be of two versions"
         assert how == "abort" or completion.stop != "abort", "nothing was to be aborted"
-        # After a switch keys and values are of both models, so no full forward gives the same logprobs.
+        # After a switch, keys and values come from both models, so no full forward pass gives the same logprobs.
         expected = models[first].logprobs(np.concatenate([request.tokens, completion.tokens]), 1.0)
         apart = np.abs(expected[len(request.tokens) :] - completion.logprobs)[:switch].max()
         assert apart < TOLERANCE, f"tokens that name version {first} were not made by it"
@@ -160,7 +163,7 @@ class WeightRules:
         return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
 
     def _hand_over(self, subject: Subject, link: TransferSpec, weights: list[tuple[str, Any]]) -> None:
-        """Send and receive: at once what is streamed, else one after the other."""
+        """Send and receive weights: at the same time if the transport streams, else one after the other."""
         if link.transport not in transfer.STREAMED:
             transfer.send(link, weights)
             self._receive(subject, link)
@@ -185,5 +188,5 @@ class WeightRules:
 
 @functools.cache
 def _exchange() -> Exchange:
-    """Give the one at which hand-overs of this test session meet."""
+    """Return the exchange at which senders and receivers of this test session meet."""
     return Exchange("127.0.0.1")

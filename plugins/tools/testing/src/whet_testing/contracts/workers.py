@@ -1,4 +1,4 @@
-"""What every launcher must keep.
+"""The rules that every launcher must keep.
 
     class TestLocal(WorkersContract):
         @contextmanager
@@ -6,7 +6,7 @@
             with LocalCluster(folder) as cluster:
                 yield cluster.slice
 
-The rules are those of `whet.interfaces.workers`, whatever the workers are.
+The rules follow from `whet.interfaces.workers`. They hold for workers in this process and for worker processes.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from whet_testing.scripted_worker import TARGET
 
 SOON_SECONDS = 3.0
 _PATIENCE_SECONDS = 30.0
-"""The longest that anything may take to be noticed; what is tested takes far less unless the machine is overloaded."""
+"""Longest wait for an event. Events come far sooner unless the machine is overloaded."""
 
 
 def collect(stream: AsyncIterator[Any]) -> list[Any]:
-    """Run an event loop for one stream."""
+    """Return the items of a stream, which runs in an event loop of its own."""
 
     async def run() -> list[Any]:
         return [item async for item in stream]
@@ -45,7 +45,7 @@ def collect(stream: AsyncIterator[Any]) -> list[Any]:
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
-    """Wait for something that must come true soon."""
+    """Wait until a condition is true. Fail the test if it stays false for too long."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not true():
         assert time.monotonic() < deadline, f"not within {_PATIENCE_SECONDS:g} s: {what}"
@@ -53,7 +53,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine lives."""
+    """Return whether a process of this machine is alive."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -61,24 +61,24 @@ def alive(pid: int) -> bool:
 
 
 class WorkersContract:
-    """Inherit and override `cluster`."""
+    """Inherit this class and override `cluster`."""
 
     ranks = 2
 
     def cluster(self, folder: Path) -> AbstractContextManager[Callable[[str, int], Slice]]:
-        """Give a function (role, ranks) -> Slice, for as long as the context lasts."""
+        """Open a cluster as a context manager of a function (role, ranks) -> slice."""
         raise NotImplementedError("override `cluster` to give slices")
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_workers(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-        """Give workers to tests that leave them as they were."""
+        """Yield workers for all tests that leave the workers unchanged."""
         with cls().cluster(tmp_path_factory.mktemp("workers")) as make_slice:
             yield make_slice("actor", cls.ranks).spawn(TARGET, {"offset": 3})
 
     @pytest.fixture
     def own_workers(self, tmp_path: Path) -> Iterator[Workers]:
-        """Give workers that the test may harm."""
+        """Yield workers for one test, which may end them."""
         with self.cluster(tmp_path) as make_slice:
             yield make_slice("actor", self.ranks).spawn(TARGET, {"offset": 3, "trace": str(tmp_path)})
 
@@ -319,10 +319,10 @@ class WorkersContract:
 
 
 class ProcessWorkersContract(WorkersContract):
-    """For launchers whose workers are processes of their own: they may die, hang and be killed."""
+    """The contract of launchers whose workers are processes. Such workers may die, hang and be killed."""
 
     def pids(self, workers: Workers) -> list[int]:
-        """Give the processes of the ranks."""
+        """Return the process id of each rank."""
         return [state["pid"] for state in workers.call("state")]
 
     def test_every_rank_is_a_process_and_knows_where_to_meet_the_others(self, own_workers: Workers) -> None:
