@@ -50,7 +50,7 @@ MAX_NONFINITE = 3
 
 
 def _leaving_room(method: Callable[Concatenate["Worker", P], T]) -> Callable[Concatenate["Worker", P], T]:
-    """Let what a call has cached go when it is over, see `Worker.let_go`."""
+    """Wrap a method so that it frees its cached GPU memory when it ends. See `Worker.let_go`."""
 
     @wraps(method)
     def call(self: "Worker", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -167,7 +167,7 @@ class Worker:
         return self._ranks.rank == 0
 
     def _of_step(self, value: float, norm: float, rate: float) -> dict[str, Metric]:
-        """Give what is the same on all ranks, from the first."""
+        """Return the metrics that are equal on all ranks: on rank 0 only, so that they are counted once."""
         if not self._first:
             return {}
         return {"loss": metrics.mean(value), "grad_norm": metrics.mean(norm), "lr": metrics.mean(rate)}
