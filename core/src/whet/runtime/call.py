@@ -1,4 +1,4 @@
-"""What a worker process is asked, and what is known of it: the words that a `Connection` has in common with others."""
+"""Calls to worker processes and the processes themselves: the types that `Connection` shares with its neighbours."""
 
 import socket
 import time
@@ -12,15 +12,18 @@ from whet.errors import WorkerError, WorkerLost
 
 @define(eq=False)
 class Call:
-    """Something asked of a worker, until it is answered."""
+    """A request to a worker, until it is answered."""
 
     role: str
     rank: int
     phase: str
     timeout_seconds: float
-    """For the answer, or for each item of a stream."""
+    """Limit for the answer, or for each item of a stream."""
     done: Callable[[Any, WorkerError | None], None]
-    """Called once; by threads that serve all calls, so it may not wait, and nor may `part`."""
+    """Called once, with the result or the error.
+
+    The threads that serve all calls call `done` and `part`, so neither may wait.
+    """
     part: Callable[[Any], None] = lambda item: None
     """Called with each item of a stream."""
     missed: Callable[[WorkerError], None] = lambda error: None
@@ -32,32 +35,33 @@ class Call:
         self.renew()
 
     def renew(self) -> None:
-        """Let the deadline begin anew."""
+        """Start the deadline again."""
         self.expires = time.monotonic() + self.timeout_seconds
 
     def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
-        """Say that this call failed."""
+        """Return the error of this call, which failed."""
         return WorkerError(self.role, self.rank, self.phase, cause, words, details)
 
     def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
-        """Say that the process that this call was made of is lost."""
+        """Return the error of this call, whose process is lost."""
         return kind(self.role, self.rank, self.phase, cause, words)
 
 
 @frozen
 class UnderWay:
-    """What a worker process was asked and has not answered yet."""
+    """A call that a worker process has not answered yet."""
 
     role: str
     rank: int
     phase: str
     seconds: float
-    """Since it was asked, or since the oldest of several such calls was."""
+    """Seconds since the call began. For several calls of one phase: since the oldest began."""
     doing: str
-    """What its compute thread does, by its own last word; empty: nothing."""
+    """What the compute thread of the process does, as the process last reported; empty: nothing."""
     doing_seconds: float
+    """Seconds since the compute thread began to do this."""
     silence_seconds: float
-    """Since it was last heard of."""
+    """Seconds since the last message from the process."""
 
     def __str__(self) -> str:
         said = f"computes {self.doing} since {self.doing_seconds:.0f} s" if self.doing else "computes nothing"
@@ -66,50 +70,50 @@ class UnderWay:
 
 
 class HostProcess(Protocol):
-    """A process that runs `whet.runtime.worker_process`, however it is started. What it writes ends in its log."""
+    """A process that runs `whet.runtime.worker_process`, however it is started. Its output goes to its log."""
 
     @property
     def pid(self) -> int:
-        """On its machine; 0 before it is started."""
+        """Return the process id on its machine; 0 before the start."""
         ...
 
     @property
     def node(self) -> str:
-        """Name the machine that it is on, once it has been heard of."""
+        """Return the name of its machine, once that is known."""
         ...
 
     def start(self) -> socket.socket:
-        """Start it and give the driver's end of the socket to it. Raises `OSError` or `WhetError` saying why not.
+        """Start the process and return the driver's end of its socket. Raises `OSError` or `WhetError` with the reason.
 
-        `start` and `wait` are called by one thread, which lives as long as the process may. Both raise `ClusterGone`
-        where no other process could be started in its place.
+        One thread calls `start` and `wait`. It lives as long as the process may. Both methods raise `ClusterGone`
+        when no other process could be started in place of this one.
         """
         ...
 
     def wait(self) -> str:
-        """Wait for its end and for that of all it started; say how it ended, in words."""
+        """Wait until the process and all that it started have ended. Return how the process ended, in words."""
         ...
 
     def kill(self) -> None:
-        """End it, from any thread, and without waiting; where it is not started yet, as soon as it is."""
+        """End the process without waiting. Any thread may call this; before the start, the end follows the start."""
         ...
 
     def state(self) -> str:
-        """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where that is not known."""
+        """Return the kernel's letter for the state of the process, e.g. `T`: stopped. Empty: unknown."""
         ...
 
     def show_stacks(self) -> None:
-        """Let it write what its threads do to its log, as far as it still can."""
+        """Ask the process to write the stacks of its threads to its log, if it still can."""
         ...
 
 
 @frozen
 class Terms:
-    """What the calls of a cluster have in common."""
+    """What all calls of a cluster have in common."""
 
     numbers: Iterator[int]
-    """Of the messages; none is given twice."""
+    """Numbers for the messages, each used once."""
     deadline: Callable[[str], float]
-    """Seconds that a phase may take."""
+    """Returns the seconds that a phase may take."""
     grace_seconds: float
-    """How long closing waits before it kills."""
+    """How long closing waits before it kills the processes."""

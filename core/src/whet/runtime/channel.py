@@ -16,19 +16,19 @@ from whet.runtime.wire import Buffer, WireError
 _MAGIC: Final = 0x31544857
 _HEAD: Final = struct.Struct("<II")
 _BARE: Final = struct.Struct("<IIQ")
-"""Of a message of one buffer."""
+"""Count and size of a message of one buffer."""
 _ALIGN: Final = 64
 _PADDING: Final = bytes(_ALIGN)
 _SMALL: Final = 1 << 16
-_MOST_PIECES: Final = 512  # of one sendmsg; the kernel takes 1024
+_MOST_PIECES: Final = 512  # in one sendmsg; the kernel takes 1024
 _MOST_BUFFERS: Final = 1 << 20
 _FEW_BUFFERS: Final = 1 << 10
-"""Of a small message; a large one may have a buffer for each KiB of its limit."""
+"""Most buffers of a small message. A large message may have one buffer for each KiB of its limit."""
 _LIMIT: Final = 1 << 42
 
 
 def of_this_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is a process of this user."""
+    """Return whether the other end of a Unix socket is a process of this user."""
     user: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     return user == os.geteuid()
 
@@ -38,7 +38,10 @@ class Framed(list[memoryview]):
 
 
 def frame(buffers: Sequence[Buffer]) -> Framed:
-    """Give the pieces of one message; a small one is a single piece, the others are not copied. Again: the same."""
+    """Return the pieces of one message. A small message is copied into a single piece; a large one is not copied.
+
+    A message that is framed already is returned as it is.
+    """
     if isinstance(buffers, Framed):
         return buffers
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
@@ -51,7 +54,7 @@ def frame(buffers: Sequence[Buffer]) -> Framed:
 
 
 def send(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
-    """Send one message. Blocks while the other end does not read; raises `OSError` when it is gone."""
+    """Send one message. Blocks while the other end does not read; raises `OSError` when the other end is gone."""
     pieces = deque(frame(buffers))
     if len(pieces) == 1:
         sock.sendall(pieces[0])
@@ -61,7 +64,10 @@ def send(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
 
 
 def send_some(sock: socket.socket, pieces: deque[memoryview]) -> None:
-    """Send once, and take away what has left. Raises `BlockingIOError` where a non-blocking socket takes nothing."""
+    """Send once, and remove from `pieces` what was sent.
+
+    Raises `BlockingIOError` when a non-blocking socket accepts nothing.
+    """
     sent = sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(list(islice(pieces, _MOST_PIECES)))
     while pieces and sent >= len(pieces[0]):
         sent -= len(pieces.popleft())
@@ -70,10 +76,10 @@ def send_some(sock: socket.socket, pieces: deque[memoryview]) -> None:
 
 
 def receive(sock: socket.socket, limit: int = _LIMIT, deadline: float | None = None) -> list[memoryview]:
-    """Receive the buffers of one message, writable.
+    """Receive one message and return its buffers, which are writable.
 
-    `limit` bytes are the most that is taken. `deadline` is in the seconds of `time.monotonic`. Raises `EOFError`
-    when the other end is gone, `TimeoutError` at the deadline and `WireError` for what is no message.
+    A message of more than `limit` bytes is refused. `deadline` is in the seconds of `time.monotonic`. Raises `EOFError`
+    when the other end is gone, `TimeoutError` at the deadline, and `WireError` when the bytes are not a valid message.
     """
     count = _count(receive_exactly(sock, _HEAD.size, deadline), limit)
     shape = _Shape(receive_exactly(sock, 8 * count, deadline), limit)
@@ -81,22 +87,23 @@ def receive(sock: socket.socket, limit: int = _LIMIT, deadline: float | None = N
 
 
 class Incoming:
-    """Puts messages together from what has come, without waiting for the rest."""
+    """Assembles messages from the bytes that have arrived, without waiting for the rest."""
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._begin, self._wanted = bytearray(), _HEAD.size
-        """What has come of a message's count and sizes, and how long that is when it is whole."""
+        """The part of a message's count and sizes that has arrived, and the length of the whole of it."""
         self._shape: _Shape | None = None
         self._payload = memoryview(b"")
         self._got = 0
-        """Bytes of the payload that have come."""
+        """Bytes of the payload that have arrived."""
 
     def receive(self, sock: socket.socket, scratch: memoryview) -> Iterator[list[memoryview]]:
-        """Receive once, and give the messages that are whole by now: the buffers of each, writable.
+        """Receive once, and yield the buffers, which are writable, of each message that is complete now.
 
-        What begins with a message goes through `scratch`, which is free again after the last; the rest of a large one
-        is received where it stays. Raises as `receive` does, and `BlockingIOError` where nothing has come.
+        The beginning of a message is received into `scratch` and copied from there. `scratch` is free again after the
+        last message. The rest of a large message is received directly into its final memory. Raises the errors of the
+        function `receive`, and `BlockingIOError` when nothing has arrived.
         """
         rest = self._payload[self._got :]
         got = sock.recv_into(rest or scratch)
@@ -118,7 +125,7 @@ class Incoming:
             yield from self._whole()
 
     def _announce(self, data: memoryview) -> memoryview:
-        """Take of a message's count and sizes what is there; give what comes after it."""
+        """Take the bytes of `data` that belong to a message's count and sizes. Return the bytes after them."""
         missing = self._wanted - len(self._begin)
         self._begin += data[:missing]
         if len(self._begin) == self._wanted == _HEAD.size:
@@ -130,14 +137,14 @@ class Incoming:
         return data[missing:]
 
     def _fill(self, data: memoryview) -> memoryview:
-        """Take what is there of the payload; give what comes after it."""
+        """Take the bytes of `data` that belong to the payload. Return the bytes after them."""
         part = data[: len(self._payload) - self._got]
         self._payload[self._got : self._got + len(part)] = part
         self._got += len(part)
         return data[len(part) :]
 
     def _whole(self) -> Iterator[list[memoryview]]:
-        """Give the message that is whole now, if one is."""
+        """Yield the message, if it is complete now."""
         if self._shape is not None and self._got == len(self._payload):
             message = self._shape.cut(self._payload)
             self._shape, self._payload, self._got = None, memoryview(b""), 0
@@ -151,7 +158,7 @@ class _Shape:
         self._sizes = struct.unpack(f"<{len(announced) // 8}Q", announced)
         self._begins = list(accumulate((size + -size % _ALIGN for size in self._sizes), initial=0))
         self.size = self._begins[-1]
-        """Of the payload."""
+        """Bytes of the payload."""
         if self.size > limit:
             raise WireError(f"a message of {self.size} bytes was announced, at most {limit} are taken")
 
@@ -160,7 +167,10 @@ class _Shape:
 
 
 def _bare_size(data: memoryview) -> int:
-    """Give the size of the buffer of a message that is all there and has only that one; 0: it is another."""
+    """Return the size of the only buffer of the message that `data` begins with.
+
+    0: the message is not complete, or it does not have exactly one buffer.
+    """
     if len(data) < _BARE.size:
         return 0
     magic, count, size = _BARE.unpack_from(data)
@@ -169,7 +179,10 @@ def _bare_size(data: memoryview) -> int:
 
 
 def _count(head: Buffer, limit: int) -> int:
-    """Read how many buffers a message has, or raise `WireError` where none begins, or too many for its limit."""
+    """Return how many buffers a message has.
+
+    Raises `WireError` when no message begins here, or when it has too many buffers for its limit.
+    """
     magic, count = _HEAD.unpack_from(head)
     if magic != _MAGIC or count > min(_MOST_BUFFERS, max(_FEW_BUFFERS, limit >> 10)):
         raise WireError("a message is damaged: it has no proper beginning")
@@ -177,15 +190,18 @@ def _count(head: Buffer, limit: int) -> int:
 
 
 def _room(size: int) -> memoryview:
-    """Give memory for so many bytes, writable and aligned."""
-    # An offset into a larger array rather than a bytearray: neither zeroed nor off the alignment of vector code.
+    """Return writable, aligned memory of `size` bytes."""
+    # Part of a larger array instead of a bytearray: the memory is not zeroed, and it is aligned for vector code.
     room = np.empty(size + _ALIGN, np.uint8)
     start = -room.ctypes.data % _ALIGN
     return room[start : start + size].data
 
 
 def receive_exactly(sock: socket.socket, size: int, deadline: float | None) -> memoryview:
-    """Receive so many bytes, writable and aligned. Raises `EOFError` and, at the deadline, `TimeoutError`."""
+    """Receive `size` bytes and return them in writable, aligned memory.
+
+    Raises `EOFError` when the other end is gone, and `TimeoutError` at the deadline.
+    """
     view, got = _room(size), 0
     while got < size:
         if deadline is not None:

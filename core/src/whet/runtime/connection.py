@@ -1,7 +1,7 @@
-"""The driver's end of one worker process: what was asked, what came back, and how it ended.
+"""The driver's end of one worker process: its open calls, their answers, and the end of the process.
 
-A thread for each process starts it and waits for its end (the kernel ties the process to this thread). The messages
-of all of them pass through the one thread of `whet.runtime.traffic`, and one `Clock` watches all deadlines.
+One thread for each process starts the process and waits for its end. The kernel ties the process to this thread. The
+messages of all processes pass through the one thread of `whet.runtime.traffic`. One `Clock` watches all deadlines.
 """
 
 import math
@@ -20,22 +20,22 @@ from whet.runtime.traffic import Line, Traffic
 from whet.runtime.wire import Buffer, decode, encode
 
 _PATIENCE_FOR_STACKS = 0.1
-_PATIENCE_FOR_AN_END = 5.0  # more than it takes to find out why a node was lost
+_PATIENCE_FOR_AN_END = 5.0  # longer than it takes to find out why a node was lost
 _PATIENCE_FOR_LAST_ANSWERS = 1.0
 _DEEPEST_STACK = 20
 _MOMENT_SECONDS = 0.05
 _STANDSTILLS = {"T": "; its process is stopped", "D": "; its process waits for a disk or another device"}
 _SLOWEST_BEAT_SECONDS = 5.0
 _MOST_BEATS_A_SECOND = 32
-"""Of all processes together, where their deadline allows that."""
+"""Heartbeats of all processes together, if their deadline allows so few."""
 _OVER = ("done", "failed")
-"""What ends a call."""
+"""The kinds of message that end a call."""
 _IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
-"""Where a thread of a worker process waits for something to do."""
+"""Files in which an idle thread of a worker process waits."""
 
 
 class Connection:
-    """One worker process, started at once in the background."""
+    """One worker process. Its start begins at once, in the background."""
 
     def __init__(self, name: str, log: Path, process: HostProcess, clock: Clock, traffic: Traffic) -> None:
         self.name, self.process, self._log, self._clock = name, process, log, clock
@@ -48,13 +48,13 @@ class Connection:
         self._gone = threading.Event()
         self._exited = False
         self._cause = ""
-        """Why it is no longer of use; empty while it is."""
+        """Why the process can no longer be used; empty while it can."""
         self._left = False
-        """Whether it was asked to end, or never came to be."""
+        """Whether the process was asked to end, was never started, or was given up because of a fault of the driver."""
         self._loss = WorkerLost
-        """What its loss is."""
+        """The class of the error that calls get when the process is lost."""
         self._deaf_until, self._deaf_cause = math.inf, ""
-        """When a process that lives on without a connection is ended, and why."""
+        """When and why to kill a process that has lost its connection and has not ended."""
         self._heartbeat_seconds = 0.0
         self._heard, self._said = 0.0, ("", 0.0)
         self._started = threading.Event()
@@ -62,17 +62,17 @@ class Connection:
 
     @property
     def dead(self) -> bool:
-        """Whether the process is gone, or about to be."""
+        """Return whether the process is gone, or is about to end."""
         return bool(self._cause)
 
     @property
     def pid(self) -> int:
-        """Of the process, once it is started; 0 where it could not be."""
+        """Wait for the start and return the process id; 0 if the start failed."""
         self._started.wait()
         return self.process.pid
 
     def ask(self, number: int, buffers: Sequence[Buffer], call: Call) -> None:
-        """Send a message whose answer `call` waits for. Of a dead process the call fails at once."""
+        """Send a message whose answer `call` waits for. If the process is dead, the call fails at once."""
         with self._lock:
             cause = self._cause
             if not cause:
@@ -84,18 +84,22 @@ class Connection:
             self._clock.watch(self, call.expires)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send a message that is encoded already and has no answer."""
+        """Send a message that is already encoded and has no answer."""
         self._line.send(buffers)
 
     def expect_heartbeats(self, seconds: float, processes: int = 1) -> None:
-        """Hold it for hung once it has been silent for so long after its first sign of life; it is one of so many."""
+        """Ask the process for heartbeats, and kill it after `seconds` without any message from it.
+
+        The limit applies from its first message on. The interval between heartbeats grows with the number of
+        `processes` of the cluster.
+        """
         self._heartbeat_seconds = seconds
         self.tell(
             {"do": "beat", "every": min(seconds / 4, max(_SLOWEST_BEAT_SECONDS, processes / _MOST_BEATS_A_SECOND))}
         )
 
     def under_way(self) -> "list[UnderWay]":
-        """Say what the process was asked and has not answered: the oldest call of each phase first."""
+        """Return the calls that the process has not answered: the oldest of each role, rank and phase, oldest first."""
         now = time.monotonic()
         with self._lock:
             calls = list(self._calls.values())
@@ -107,13 +111,16 @@ class Connection:
         return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
 
     def excuse(self, seconds: float) -> None:
-        """Count so many seconds of silence as not heard, rather than not said."""
+        """Subtract `seconds` from the silence of the process, because the driver could not hear it meanwhile."""
         with self._lock:
             self._heard += seconds if self._heard else 0.0
             self._deaf_until += seconds
 
     def doubt(self, cause: str) -> None:
-        """Give the process a while to end, which tells more than that a connection of it did, and then end it."""
+        """Wait a few seconds for the process to end by itself after its connection broke, then kill it.
+
+        The way in which a process ends tells more than a broken connection.
+        """
         with self._lock:
             if self._exited:
                 return
@@ -126,27 +133,30 @@ class Connection:
         self._line.send(encode(message))
 
     def drop(self, number: int) -> None:
-        """Wait no longer for the answer to a call."""
+        """Stop waiting for the answer to a call."""
         with self._lock:
             self._calls.pop(number, None)
 
     def busy(self, role: str | None = None) -> bool:
-        """Whether calls of a role, or any, are under way."""
+        """Return whether calls of a role are under way. None: calls of any role."""
         with self._lock:
             return any(role in (None, call.role) for call in self._calls.values())
 
     def enter(self, slot: int) -> None:
-        """Note that workers of a spawn live here."""
+        """Record that the process hosts workers of a spawn."""
         with self._lock:
             self._slots.add(slot)
 
     def houses_only(self, slot: int) -> bool:
-        """Whether no other workers live here."""
+        """Return whether the process hosts no workers of other spawns."""
         with self._lock:
             return self._slots <= {slot}
 
     def exit(self, slot: int) -> bool:
-        """Note that they are gone; where they were the last, ask the process to end and say so."""
+        """Record that the workers of a spawn are gone, and return whether they were the last of the process.
+
+        After the last, the process is asked to end.
+        """
         with self._lock:
             self._slots.discard(slot)
             last = not self._slots
@@ -162,36 +172,39 @@ class Connection:
         self.tell({"do": "exit"})
 
     def end(self, deadline: float) -> None:
-        """Wait for its end, and bring it about at a deadline in the seconds of `time.monotonic`."""
+        """Wait for the end of the process, and kill it at `deadline`, in the seconds of `time.monotonic`."""
         if not self._gone.wait(max(0.0, deadline - time.monotonic())):
             self._kill()
             self._gone.wait(10.0)
 
     def kill(self, reason: WorkerError) -> None:
-        """End the process because of a failure; every call under way fails."""
+        """Kill the process because of a failure. Every call under way fails."""
         with self._lock:
             self._cause = self._cause or f"its process was ended because {str(reason).splitlines()[0]}"
         self._kill()
 
     def fail(self, words: str) -> None:
-        """Fail every call because of a fault of the driver, and end the process. No restart would mend that."""
+        """Fail every call because of a fault of the driver, and kill the process. A restart would not help."""
         self._left = True
         self._bury(words)
         self._started.set()
         self._kill()
 
     def next_deadline(self) -> float:
-        """Give the time at which the first of the calls under way must have been answered, or a sign of life heard."""
+        """Return the earliest time at which a call misses its deadline, or the process has been silent for too long."""
         with self._lock:
             return min(self._deaf_until, self._silent_at(), *(call.expires for call in self._calls.values()))
 
     @property
     def overdue(self) -> bool:
-        """Whether a call has missed its deadline; those that were made with it a moment later count as well."""
+        """Return whether a deadline has passed. A deadline that passes within a moment counts as well.
+
+        So calls that were made together are overdue together.
+        """
         return self.next_deadline() <= time.monotonic() + _MOMENT_SECONDS
 
     def end_if_deaf(self) -> None:
-        """End the process where it has lost the connection and lived on for too long."""
+        """Kill the process if it lost its connection and has not ended in time."""
         with self._lock:
             if self._deaf_until > time.monotonic() + _MOMENT_SECONDS:
                 return
@@ -200,15 +213,15 @@ class Connection:
         self._kill()
 
     def standstill(self) -> str:
-        """Say why the process cannot even be scheduled, where it cannot."""
+        """Return why the kernel does not schedule the process; empty if it does."""
         return _STANDSTILLS.get(self.process.state(), "")
 
     def last_words(self) -> str:
-        """Give the end of the process's log, and what its busy threads do."""
+        """Return the end of the process's log and the stacks of its busy threads."""
         return "\n".join(filter(None, (self._words(), self._stacks())))
 
     def end_overdue(self, standstill: str, words: str) -> None:
-        """Fail the calls that have missed their deadlines, and end the processes that they were made of."""
+        """Fail the calls that have missed their deadlines, and end their processes."""
         latest = time.monotonic() + _MOMENT_SECONDS
         with self._lock:
             silent = self._silent_at() <= latest
@@ -226,7 +239,7 @@ class Connection:
             self._kill()
 
     def _silent_at(self) -> float:
-        """Give the time at which the process will have been silent for too long."""
+        """Return the time at which the process will have been silent for too long."""
         if not self._heard or not self._heartbeat_seconds or self._cause:
             return math.inf
         return self._heard + self._heartbeat_seconds
@@ -235,9 +248,9 @@ class Connection:
         self.process.kill()
 
     def _stacks(self) -> str:
-        """Say what each busy thread of the process is doing, as far as it can still tell."""
+        """Return the stacks of the busy threads of the process, if it can still write them."""
         if not self._heard:
-            return ""  # it may not be able yet to bear the question
+            return ""  # the process may not handle the signal yet
         begin = self._log.stat().st_size if self._log.exists() else 0
         self.process.show_stacks()
         time.sleep(_PATIENCE_FOR_STACKS)
@@ -269,7 +282,7 @@ class Connection:
         else:
             with self._lock:
                 self._exited, self._deaf_until = True, math.inf
-            self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # what it said before it ended counts
+            self._line.over.wait(_PATIENCE_FOR_LAST_ANSWERS)  # answers that the process sent before its end count
             self._bury(cause)
         self._line.close()
 
@@ -291,7 +304,7 @@ class Connection:
         return call.error(self._cause, words) if self._left else call.lost(self._cause, words, self._loss)
 
     def _hear(self) -> None:
-        """Note a sign of life: a part of a message that takes long to come."""
+        """Record a sign of life: bytes have arrived, perhaps of a long message that is not complete."""
         if self._heard:
             self._heard = time.monotonic()
 

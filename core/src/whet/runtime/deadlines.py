@@ -1,4 +1,4 @@
-"""One thread that watches the deadlines of everything that the processes of a cluster were asked."""
+"""One thread that watches the deadlines of all calls to the processes of a cluster."""
 
 import math
 import threading
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from whet.runtime.connection import Connection
 
 _PATIENCE_FOR_WORDS = 1.5
-"""For whatever the processes that missed a deadline can still tell: more than a distant one needs for its stacks."""
+"""How long to wait for the logs and stacks of processes that missed a deadline; enough for one on another node."""
 _STOOD_STILL_SECONDS = 1.0
-"""A clock that is so late stood still, with the driver: what processes said meanwhile was not heard."""
+"""If the clock is this late, the whole driver stood still, and did not receive what processes sent meanwhile."""
 _LONGEST_WAIT_SECONDS = 3600.0
-"""A lock takes no wait of any length: the clock looks again after this."""
+"""A wait on a lock has a maximal length, so the clock looks again after this time."""
 
 
 class Clock:
     """One thread that watches the deadlines of all calls of a cluster."""
 
     def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
-        """`lost` is called with words if the thread ends unexpectedly: nobody watches deadlines any more."""
+        """Make a clock. If its thread ends unexpectedly, so that no deadline is watched, it calls `lost` with why."""
         self._lost, self._guard = lost, Guard("whet-deadlines")
         self._connections: set[Connection] = set()
         self._next = math.inf
@@ -34,7 +34,7 @@ class Clock:
         self._stopped = False
 
     def watch(self, connection: "Connection", expires: float) -> None:
-        """Look at a connection's calls when that time comes, at the latest."""
+        """Watch a connection, and check its calls at the time `expires` or earlier."""
         with self._changed:
             self._connections.add(connection)
             if self._thread is None:
@@ -43,7 +43,7 @@ class Clock:
                 self._changed.notify()
 
     def forget(self, connection: "Connection") -> None:
-        """Look at it no longer."""
+        """Stop watching a connection."""
         with self._changed:
             self._connections.discard(connection)
 
@@ -59,7 +59,7 @@ class Clock:
                 self._look()
 
     def _look(self) -> None:
-        """Wait for the next deadline, and see to the connections that have missed one."""
+        """Wait for the next deadline, and fail the calls that have missed theirs."""
         with self._changed:
             self._next = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
             wait = self._next - time.monotonic()
@@ -77,7 +77,7 @@ class Clock:
                 connection.end_if_deaf()
                 if connection.overdue:
                     overdue.append(connection)
-            except Exception as error:  # of one connection: the deadlines of the others must be watched
+            except Exception as error:  # a fault of one connection must not stop the watch over the others
                 self._give_up(connection, error)
         _end_overdue(sorted(overdue, key=lambda c: (len(c.name), c.name)))
 
@@ -89,17 +89,18 @@ class Clock:
             return math.inf
 
     def _give_up(self, connection: "Connection", error: Exception) -> None:
-        """Fail the calls of a connection whose deadlines cannot be watched: they must not wait without any."""
+        """Fail the calls of a connection whose deadlines cannot be watched: a call must not wait without a deadline."""
         self._guard.report(error)
         self._connections.discard(connection)
         words = f"its deadlines cannot be watched: {in_words(error)}"
-        # On a thread of its own: it calls those who wait, who may ask the clock, which holds its lock.
+        # A separate thread, because the clock may hold its lock: `fail` calls the waiting callers, who may need it.
         threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
 
 
 def _end_overdue(connections: "Sequence[Connection]") -> None:
-    """Fail the calls that have missed their deadlines: first that of a process which stands still, for where ranks
-    wait for each other it is the one to blame, and the first failure is the one that is told.
+    """Fail the calls that have missed their deadlines, and begin with the processes that stand still.
+
+    When ranks wait for each other, the process that stands still is the cause, and users see the first failure.
     """
     told = told_at_once([ask for connection in connections for ask in (connection.standstill, connection.last_words)])
     stands = dict(zip(connections, told[::2], strict=True))
@@ -110,9 +111,9 @@ def _end_overdue(connections: "Sequence[Connection]") -> None:
 
 
 def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
-    """Ask what helps to understand an error, of any number of processes in the time that one may take.
+    """Return what explains an error. All of `asks` run at the same time, and together take no longer than one may.
 
-    What is not known by then is empty. Nothing that goes wrong hides the error, or ends the thread that asks.
+    An answer that is not there in time is empty. A failure here never hides the error, or ends the calling thread.
     """
     answers = [_asked(ask) for ask in asks]
     wait(answers, _PATIENCE_FOR_WORDS)
@@ -123,7 +124,7 @@ def _asked(ask: Callable[[], str]) -> "Future[str]":
     answer: Future[str] = Future()
     try:
         threading.Thread(target=lambda: answer.set_result(_told(ask)), name="whet-asking", daemon=True).start()
-    except RuntimeError as error:  # no thread more
+    except RuntimeError as error:  # no further thread can be started
         answer.set_result(f"(nothing more is known: {in_words(error)})")
     return answer
 
@@ -131,5 +132,5 @@ def _asked(ask: Callable[[], str]) -> "Future[str]":
 def _told(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception as error:  # of a launcher, a full disk, a process that is gone meanwhile
+    except Exception as error:  # for example of a launcher, a full disk, or a process that is gone by now
         return f"(nothing more is known: {in_words(error)})"
