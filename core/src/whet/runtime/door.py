@@ -5,9 +5,9 @@
     guest   HMAC(token, "guest" + both nonces + name) + name  ->
             <-  "in"                                                              door
 
-The token itself never crosses. Whoever does not know it is refused and logged, under a deadline, and sooner where
-others wait for its place; a guest that loses its place to strangers comes back. What crosses later is neither encrypted
-nor signed: the network between the nodes is as trusted as Ray's own traffic makes it.
+The token itself is never sent. A guest that does not know it is refused and logged. Each handshake has a deadline, and
+ends sooner when others wait for its place; a guest that loses its place to strangers tries again. Later messages are
+neither encrypted nor signed: whet trusts the network between the nodes as Ray does for its own traffic.
 """
 
 import hmac
@@ -36,15 +36,15 @@ _LONGEST_NAME: Final = 255
 _PAUSE_SECONDS: Final = 0.1
 _LEAST_SECONDS: Final = 1e-4
 _SILENCE_SECONDS: Final = 60
-"""After which a connection whose other end answers nothing, not even the kernel's probes, is given up."""
+"""A connection is given up when its other end has not answered the kernel's probes for this long."""
 
 
 class DoorError(WhetError):
-    """Somebody at one end of a connection does not know the run's token."""
+    """A connection was refused: one end does not know the run's token, or the guest is not expected."""
 
 
 class Door:
-    """Listens for guests and hands each to `take`, with the name that it gave, on a thread of its own."""
+    """Listens for guests, and calls `take` with the name and the connection of each, on a thread for each guest."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Door:
         handshake_seconds: float = _HANDSHAKE_SECONDS,
         purpose: str = "processes of the run",
     ) -> None:
-        """Listen on an address of this machine, at a port that is free. `purpose` says what for where there is none.
+        """Listen on an address of this machine, at a free port. The error for no free port names the `purpose`.
 
-        The connection is `take`'s from then on, unless it raises `DoorError`: then the guest is refused.
+        `take` owns the connection that it is called with. If it raises `DoorError`, the guest is refused.
         """
         self._listener = listen(address, purpose)
         self._closed = False
@@ -66,12 +66,12 @@ class Door:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens: host and port."""
+        """Return the host and port that it listens on."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -85,12 +85,12 @@ class Door:
             except Exception as error:
                 if self._closed:
                     return
-                # Out of file descriptors or threads, or a guest that left while it waited: others will still come.
+                # No file descriptor or thread is left, or the guest left while it waited. Other guests will come.
                 self._refusals.add(f"could not let a guest in: {error}")
                 time.sleep(_PAUSE_SECONDS)
 
     def _lost(self, words: str) -> None:
-        """Refuse guests at once, who would wait for an answer."""
+        """Close the listening socket, so that guests are refused at once and do not wait for an answer."""
         self._refusals.add(words)
         self._listener.close()
 
@@ -123,24 +123,24 @@ class Door:
 
 
 class Expected:
-    """Guests that somebody waits for, by name. Its `take` is for a `Door`."""
+    """The guests that are expected, by name. Pass its `take` to a `Door`."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[socket.socket]] = {}
         self._lock = threading.Lock()
 
     def expect(self, name: str) -> "Future[socket.socket]":
-        """Give the connection of the guest of that name, once it comes."""
+        """Return a future of the connection of the guest with this name."""
         with self._lock:
             return self._futures.setdefault(name, Future())
 
     def forget(self, name: str) -> None:
-        """Expect a guest no longer."""
+        """Stop expecting a guest."""
         with self._lock:
             self._futures.pop(name, None)
 
     def take(self, name: str, guest: socket.socket) -> None:
-        """Hand a guest over, once."""
+        """Set the future of this guest to its connection. Raises `DoorError` for a guest that is not expected."""
         with self._lock:
             future = self._futures.pop(name, None)
         if future is None:
@@ -149,7 +149,7 @@ class Expected:
 
 
 def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
-    """Be the door of one connection until its welcome: give the guest's name.
+    """Do the door's side of the handshake on one connection, up to the welcome, and return the guest's name.
 
     Raises `DoorError`, `EOFError` or `OSError`.
     """
@@ -166,9 +166,10 @@ def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
 
 
 def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
-    """Connect to a door under a name; where it is put out for a stranger, come back until the time is over.
+    """Connect to a door under a name, and return the connection.
 
-    Raises `DoorError`, `EOFError` or `OSError`.
+    If the door drops the connection during the handshake, to make room for others, connect again until `seconds` are
+    over. Raises `DoorError`, `EOFError` or `OSError`.
     """
     words = name.encode()
     if len(words) > _LONGEST_NAME:
@@ -213,7 +214,7 @@ def _proof(token: bytes, who: bytes, *said: bytes) -> bytes:
 
 
 def _keep_open(connection: socket.socket) -> None:
-    """Block without a deadline from now on; send at once, and notice when the other machine is gone."""
+    """Make a connection block without a deadline, send without delay, and notice when the other machine is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""An event loop on its own thread, on which all episodes of a run are played."""
+"""An event loop on its own thread, which plays all episodes of a run."""
 
 import asyncio
 import sys
@@ -16,29 +16,32 @@ from whet.runtime.threads import watched
 Result = TypeVar("Result")
 
 TICK_SECONDS = 0.2
-"""How often a caller that waits is told how far it is."""
+"""Time between two calls of the `tick` of a caller that waits."""
 _MOST_PLACES = 4
 CLOSE_SECONDS = 5.0
-"""How long closing waits for code that does not come back to the loop."""
+"""How long closing waits for code that does not return to the loop."""
 
 
 class EpisodeLoop:
     """Runs coroutines for a caller that waits on another thread, usually the driver's main one.
 
-    A signal or `KeyboardInterrupt` during the wait cancels the coroutine and reaches the caller at once. Code that
-    keeps the loop busy for `stall_seconds` without awaiting anything is reported with file and line.
+    A signal or `KeyboardInterrupt` during the wait cancels the coroutine and reaches the caller at once. If code keeps
+    the loop busy for `stall_seconds` without awaiting anything, the caller gets an error with its file and line.
     """
 
     def __init__(self, stall_seconds: float = 300.0) -> None:
         self._stall_seconds = stall_seconds
         self._loop = asyncio.new_event_loop()
         self._lost = ""
-        """Why the thread ended, where it should not have."""
+        """Why the thread ended unexpectedly; empty while it has not."""
         self._closing = False
         self._thread = watched("whet episodes", self._loop.run_forever, self._lose, lambda: self._closing)
 
     def run(self, coroutine: Coroutine[Any, Any, Result], tick: Callable[[], None] = lambda: None) -> Result:
-        """Run a coroutine on the loop and wait for it, calling `tick` on this thread a few times a second."""
+        """Run a coroutine on the loop and return its result. While waiting, call `tick` a few times a second.
+
+        `tick` runs on the thread of the caller.
+        """
         future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         alive, answer = time.monotonic(), None
         try:
@@ -56,7 +59,7 @@ class EpisodeLoop:
             raise
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Call a plain function on the loop's thread and wait for it."""
+        """Call a plain function on the loop's thread and return its result."""
 
         async def calling() -> Result:
             return function(*args)
@@ -64,7 +67,7 @@ class EpisodeLoop:
         return self.run(calling())
 
     def where(self) -> list[str]:
-        """Say where tasks wait, the most common places first, e.g. `8 at environment.py:60 in run`."""
+        """Return the places where tasks wait, the most common first, e.g. `8 at environment.py:60 in run`."""
         try:
             places = Counter(place for task in asyncio.all_tasks(self._loop) if (place := _place(task)))
         except RuntimeError:  # tasks came and went while they were counted
@@ -72,15 +75,15 @@ class EpisodeLoop:
         return [f"{count} at {place}" for place, count in places.most_common(_MOST_PLACES)]
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
-        """Run a coroutine that cleans up; whether it came to its end within a few seconds."""
+        """Run a coroutine that cleans up. Return whether it ended within a few seconds."""
         return _done(asyncio.run_coroutine_threadsafe(coroutine, self._loop), CLOSE_SECONDS)
 
     def close(self) -> None:
-        """Cancel everything that runs and end the thread. Safe to call twice."""
+        """Cancel all tasks and end the thread. Safe to call twice."""
         if self._loop.is_closed() or not self._thread.is_alive():
             return
         if not self.try_run(_cancel_all()):
-            return  # a daemon thread that never comes back ends with the process
+            return  # code that never returns keeps the daemon thread until the process ends
         self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -99,7 +102,7 @@ class EpisodeLoop:
 
 
 def _place(task: "asyncio.Task[Any]") -> str:
-    """Give file, line and name of the innermost coroutine of a task that is not asyncio's own."""
+    """Return the file, line and name of a task's innermost coroutine outside asyncio; empty if there is none."""
     place = ""
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
@@ -119,7 +122,10 @@ def _done(future: "Future[Any]", seconds: float) -> bool:
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all at once and give their results in order. The first error cancels the others, and comes through."""
+    """Run all coroutines at the same time and return their results in order.
+
+    The first error cancels the other coroutines, and is raised.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -131,7 +137,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) ->
 
 
 async def _cancel_all() -> None:
-    """Cancel all other tasks; one that will not end is left behind after a second."""
+    """Cancel all other tasks. A task that does not end within a second is left behind."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()

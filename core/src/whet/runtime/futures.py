@@ -20,10 +20,10 @@ class Gathering:
         self._lock = threading.Lock()
         self._future: Future[list[Any]] = Future()
         self._death: Future[WorkerLost | None] = Future()
-        """Of a rank that did not raise but was lost; None: all ranks have answered, and none was."""
+        """The error of a rank whose process was lost; None: all ranks have answered, and no process was lost."""
 
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
-        """Take a rank's answer; what comes after a failure is dropped, but for a death."""
+        """Take a rank's answer. After a failure, answers are dropped, except that a process was lost."""
         with self._lock:
             self._results[rank] = result
             self._missing -= 1
@@ -40,9 +40,10 @@ class Gathering:
                 self._future.set_result(self._results)
 
     def result(self) -> list[Any]:
-        """Wait for the results, in rank order; raises `WorkerError`.
+        """Wait for the results and return them in rank order. Raises `WorkerError`.
 
-        Where a rank dies, those that talk to it raise, often before its death is known here: it is the one to blame.
+        When a rank dies, the ranks that talk to it raise, often before its death is known here. So after an error this
+        waits a moment for a death, and raises that instead: the dead rank is the cause.
         """
         try:
             return self._future.result()
@@ -56,12 +57,12 @@ class Gathering:
             raise death from raised
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return or raise without waiting for answers."""
         return self._future.done()
 
 
 class Answers:
-    """A call under way on several ranks, each of which stands or falls by itself."""
+    """A call under way on several ranks, whose results are independent of each other."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         self._missing = set(ranks)
@@ -72,7 +73,7 @@ class Answers:
         self._changed = threading.Condition()
 
     def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
-        """Take a rank's answer, or why there is none; the first one counts."""
+        """Take a rank's result or its error. Only the first counts."""
         with self._changed:
             if rank not in self._missing:
                 return
@@ -88,9 +89,10 @@ class Answers:
             call(error)
 
     def when(self, rank: int, call: Callable[[WorkerError | None], None]) -> bool:
-        """Call this once a rank has answered, or with why it has not; False: that was before, or it was not asked.
+        """Register `call` for the time when a rank has answered or failed, and return True.
 
-        It is called by threads that serve all calls, so it may not wait.
+        False: the rank has answered or failed already, or was not asked. `call` gets the error or None. The threads
+        that serve all calls call it, so it may not wait.
         """
         with self._changed:
             if rank in self._missing:
@@ -99,7 +101,7 @@ class Answers:
             return False
 
     def result(self, rank: int) -> Any:
-        """Wait for that of a rank; raises `WorkerError`."""
+        """Wait for the result of a rank and return it. Raises `WorkerError`."""
         if rank in self._missing:
             with self._changed:
                 self._awaited.add(rank)
@@ -110,10 +112,10 @@ class Answers:
         return self._results[rank]
 
     def wait(self) -> None:
-        """Wait until all have answered, or one has not."""
+        """Wait until all ranks have answered, or one has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._errors or not self._missing)
 
     def done(self) -> bool:
-        """Whether `result` would return at once for every rank."""
+        """Return whether `result` would return or raise at once for every rank."""
         return not self._missing

@@ -1,4 +1,4 @@
-"""What keeps a door open for who belongs to the run, however many strangers come: places, and what is said of them."""
+"""Limits on the handshakes of a door and on the log of its refusals: many strangers cannot keep the run's guests out."""
 
 import logging
 import socket
@@ -13,29 +13,35 @@ log = logging.getLogger(__name__)
 _MOST: Final = 64
 """Handshakes under way at one time, each with a thread."""
 _SURE_SECONDS: Final = 0.1
-"""That a handshake has for itself. Who knows the token answers at once; a thousand strangers are through in 1.6 s."""
+"""Time in which a handshake cannot lose its place.
+
+A guest that knows the token answers at once. A thousand strangers are done after 1.6 s.
+"""
 _TOLD_ONE_BY_ONE: Final = 5
 _COUNT_EVERY_SECONDS: Final = 60.0
 
 
 class Greetings:
-    """The handshakes under way. Where all places are taken, the oldest of the address that has the most makes room."""
+    """The handshakes under way, in a limited number of places.
+
+    When all places are taken, the address that holds the most places loses its oldest handshake.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[socket.socket, tuple[str, float]] = {}
-        """Where each guest comes from and since when it is here, the oldest first."""
+        """The address of each guest and the time at which it came, the oldest first."""
         self._put_out: set[socket.socket] = set()
         self._changed = threading.Condition()
 
     def enter(self, guest: socket.socket, host: str) -> None:
-        """Take a place, once there is one."""
+        """Wait for a place and take it."""
         with self._changed:
             while len(self._under_way) >= _MOST:
                 self._changed.wait(self._put_one_out())
             self._under_way[guest] = host, time.monotonic()
 
     def leave(self, guest: socket.socket) -> bool:
-        """Give the place back, and say whether the guest may stay; from here on it is not put out any more."""
+        """Release the place, and return whether the guest may stay. After this the guest cannot be put out."""
         with self._changed:
             del self._under_way[guest]
             self._changed.notify()
@@ -44,7 +50,7 @@ class Greetings:
             return stays
 
     def _put_one_out(self) -> float:
-        """End one handshake, or none yet; give the seconds after which to look again."""
+        """End one handshake, if one has had its time. Return the seconds to wait before the next attempt."""
         held = Counter(host for host, _ in self._under_way.values())
         most = max(held.values())
         guest, begin = next((g, begin) for g, (host, begin) in self._under_way.items() if held[host] == most)
@@ -53,12 +59,12 @@ class Greetings:
             return left
         self._put_out.add(guest)
         with suppress(OSError):
-            guest.shutdown(socket.SHUT_RDWR)  # its thread, which waits for what it says, hears that it is gone
+            guest.shutdown(socket.SHUT_RDWR)  # wakes the guest's thread, which waits for a message
         return _SURE_SECONDS
 
 
 class Refusals:
-    """Logs who was refused: the first few one by one, and then how many there were, now and then."""
+    """Logs refused guests: the first few one by one, and then their number from time to time."""
 
     def __init__(self) -> None:
         self._count = self._told = 0
@@ -67,7 +73,7 @@ class Refusals:
         self._lock = threading.Lock()
 
     def add(self, words: str) -> None:
-        """Tell of one."""
+        """Count a refusal, and log it or the number of refusals if that is due."""
         with self._lock:
             self._count, self._last = self._count + 1, words
             if self._count <= _TOLD_ONE_BY_ONE:
@@ -77,7 +83,7 @@ class Refusals:
                 self._tell()
 
     def close(self) -> None:
-        """Tell of those that are not told yet."""
+        """Log the number of refusals that are not logged yet."""
         with self._lock:
             if self._told < self._count:
                 self._tell()
