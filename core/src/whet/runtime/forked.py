@@ -1,7 +1,7 @@
 """The owner's end of processes that a fork server makes; see `whet.runtime.forkserver`.
 
-A launcher has `ForkServers`, which begin to import; in place of a `Child` there is then a `Forked` wherever
-`ForkServers.of` gives a server.
+A launcher starts `ForkServers`, which import modules. For each process for which `ForkServers.of` returns a server, the
+launcher makes a `Forked` in place of a `Child`.
 """
 
 import os
@@ -33,17 +33,17 @@ _END_SECONDS: Final = 5.0
 _WORD_SECONDS: Final = 2.0
 _LARGEST_WORD: Final = 1 << 16
 _ALONE: Final = {"OPENBLAS_NUM_THREADS": "1"}
-"""Variables of a fork server itself: NumPy starts its threads when it is imported."""
+"""Variables of a fork server itself: with more threads, NumPy would start them when it is imported."""
 _OF_EACH: Final = ("GLOO_SOCKET_IFNAME",)
-"""Variables that processes of one fork server need not have alike."""
+"""Variables that may differ between the processes of one fork server."""
 
 
 class NoForkServer(WhetError):  # noqa: N818 - it says what there is
-    """There is none that forks; nothing has happened to the connection yet."""
+    """No fork server can fork the process. The connection that the process would get is still unused."""
 
 
 class Forked(Offspring):
-    """A process that hosts workers, forked from one that had imported what they need. See `Child`."""
+    """A process that hosts workers, forked from a server that has imported their modules. See `Child`."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Forked(Offspring):
         patience_seconds: float = _FORK_SECONDS,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Have it made, at the end of a new socket pair or of a connection that is there, which becomes its alone.
+        """Ask the server to fork the process, and give it one end of a new socket pair, or the existing `connection`.
 
-        `environment` is added to the server's; what it writes goes to the descriptor `output`. Raises `NoForkServer`
-        where the server is not ready in time, is gone, must not fork, or `stopped()` meanwhile, and where it fails or
-        ends while it forks; a connection that was given is then still the caller's.
+        `environment` is added to the server's. The process writes its output to the descriptor `output`. Raises
+        `NoForkServer` when the server is not ready in time, is gone, must not fork, or fails while it forks, and when
+        `stopped()` becomes true during the wait. The caller then still owns the `connection` that it passed.
         """
         self._line = _greeted(server, time.monotonic() + patience_seconds, stopped)
         self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
@@ -81,12 +81,12 @@ class Forked(Offspring):
         super().__init__(pid, mark)
         self._code: int | None = None
         self._server = ""
-        """What became of the server, where nobody gives the code."""
+        """What happened to the server, when it does not report the exit code."""
 
     def _linger(self) -> bool:
         _readable(self._line, self._end)
         try:
-            # The server hears of the end as soon as this process does, unless it is stopped.
+            # The server learns of the end as soon as this process does, unless the server is stopped.
             self._code = int(_said(self._line, time.monotonic() + _WORD_SECONDS)["ended"])
             return True
         except TimeoutError:
@@ -105,11 +105,11 @@ class Forked(Offspring):
         return -signal.SIGKILL if self._code is None else self._code
 
     def _send(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # where the server is gone nobody has kept the zombie
+        with suppress(ProcessLookupError):  # without the server nobody keeps the zombie
             signal.pidfd_send_signal(self._end, number)
 
     def end(self) -> str:
-        """Wait for its end, end what it started, and say how it ended."""
+        """Wait until the process has ended, end all that it started, and return how it ended, in words."""
         code = describe_end(self.wait())
         return code if self._code is not None else f"its process ended: {self._server}"
 
@@ -126,23 +126,23 @@ class ForkServer:
         log: Path,
         patience_seconds: float = _FORK_SECONDS,
     ) -> None:
-        """Start it in the background. `folders` say where it imports from, as `Launcher.import_folders` does."""
+        """Start the server in the background. It imports from `folders`, as in `Launcher.import_folders`."""
         self.name = f"whet-{secrets.token_hex(16)}"
         self.patience_seconds = patience_seconds
-        """How long who wants a process waits for it to be ready."""
+        """How long an owner that wants a process waits for the server to be ready."""
         self.began, self.imported = time.time(), 0.0
-        """When it was asked for and when it had imported, in seconds since the epoch; 0.0: not yet."""
+        """When the start began and when the imports were done, in seconds since the epoch; 0.0: not done yet."""
         self._title, self._environment, self._log = title, environment, log
         self._order = encode({**folders, "modules": list(modules)})
         self._child: Child | None = None
         self._closed = False
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(f"\0{self.name}")  # without a file, which nobody would remove after a kill
+        self._listening.bind(f"\0{self.name}")  # an abstract address: a file would remain after a kill
         self._listening.listen(_MOST_WAITING)
         self._thread = watched(f"whet-{title.strip()}", self._live, over=lambda: True)
 
     def close(self) -> None:
-        """End it, and with it what it forked."""
+        """Kill the server, and with it the processes that it forked."""
         self._closed = True
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
@@ -152,7 +152,7 @@ class ForkServer:
                 self._log.unlink()
 
     def _live(self) -> None:
-        """Start it from a thread that lives as long as it may: the kernel ends it with this thread."""
+        """Start the server and wait for its end, on one thread: the kernel ends the server with the thread."""
         with suppress(OSError), self._log.open("ab") as log:
             with self._listening:
                 self._child = Child(
@@ -170,13 +170,16 @@ class ForkServer:
 
 
 class ForkServers:
-    """The fork servers of a launcher: one for all processes of as many threads, which share an environment."""
+    """The fork servers of a launcher: one for all processes with the same number of threads."""
 
     def __init__(self, environment: Callable[[int], Mapping[str, str]], least: int) -> None:
-        """Take the environment of processes with so many threads. For fewer than `least` of them there is none."""
+        """Take a function that returns the variables of a process by its number of threads.
+
+        Fewer than `least` processes with the same number of threads get no server.
+        """
         self._environment, self._least = environment, least
         self._servers: dict[str, ForkServer] = {}
-        """By the name of each process."""
+        """The server of each process, by the name of the process."""
 
     def start(
         self,
@@ -185,7 +188,7 @@ class ForkServers:
         logs: Path,
         patience_seconds: float,
     ) -> None:
-        """Start those that are worth it for such processes, without waiting for it."""
+        """Start the servers for these processes, without waiting. `modules` has what each process imports."""
         if not hasattr(os, "pidfd_open"):
             return
         for threads in sorted({host.threads for host in modules}):
@@ -193,7 +196,7 @@ class ForkServers:
             if len(alike) < self._least:
                 continue
             wanted = list(dict.fromkeys(module for host in alike for module in modules[host]))
-            # Room for the names that the forked processes will show, and for that of their module, which is longer.
+            # Padding, so that the arguments of a forked process, with its longer names, fit into those of the server.
             title = "fork-server".ljust(max(len(host.name) for host in alike) + len("worker_process"))
             environment = {**self._environment(threads), **_ALONE}
             log = logs / f"fork-server-{threads}.log"
@@ -201,15 +204,15 @@ class ForkServers:
             self._servers |= dict.fromkeys((host.name for host in alike), server)
 
     def of(self, name: str) -> ForkServer | None:
-        """Give the server for a process, where there is one."""
+        """Return the server for a process; None: it has none."""
         return self._servers.get(name)
 
     def spans(self) -> list[Span]:
-        """Give the imports, as far as they are over."""
+        """Return a span for the imports of each server that has done them."""
         return [Span("run", "import", s.began, s.imported - s.began) for s in self._all() if s.imported]
 
     def close(self) -> None:
-        """End them all."""
+        """End all servers."""
         for server in self._all():
             server.close()
         self._servers.clear()
@@ -219,12 +222,15 @@ class ForkServers:
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables of a process that its fork server does not have."""
+    """Return the variables of a process that its fork server may not have, or has with another value."""
     return {name: environment[name] for name in (*_ALONE, *_OF_EACH) if name in environment}
 
 
 def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socket.socket:
-    """Give a line to a server that is ready to fork."""
+    """Connect to a fork server, wait until it is ready to fork, and return the connection.
+
+    Raises `NoForkServer` when it cannot fork.
+    """
     line = socket.socket(socket.AF_UNIX)
     try:
         line.connect(f"\0{server}")
@@ -245,10 +251,10 @@ def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socke
 
 
 def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.socket, output: int) -> tuple[int, int]:
-    """Have a process forked and let it begin; give its number and a descriptor of it."""
+    """Ask the server to fork a process, and allow the process to begin. Return its id and a descriptor of it."""
     waiting, go = os.pipe()
     with os.fdopen(go, "wb", buffering=0) as permit:
-        with os.fdopen(waiting, "rb"):  # which its process alone has from here on
+        with os.fdopen(waiting, "rb"):  # closed here once the server has a copy
             socket.send_fds(line, [b"+"], [connection.fileno(), output, waiting])
         send(line, encode(order))
         pid = int(_said(line, time.monotonic() + _FORK_SECONDS)["pid"])
@@ -264,7 +270,10 @@ def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.soc
 
 
 def _readable(*ends: socket.socket | int, seconds: float | None = None) -> bool:
-    """Wait until one of these has something to say; `select` would know none beyond the first thousand descriptors."""
+    """Wait until one of these can be read, and return whether one can.
+
+    `poll` instead of `select`, which refuses descriptors above 1023.
+    """
     waiting = select.poll()
     for end in ends:
         waiting.register(end, select.POLLIN)

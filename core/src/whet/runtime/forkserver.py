@@ -1,16 +1,18 @@
-"""A program that imports what workers need once, and forks a process for each that is wanted.
+"""A program that imports the modules of workers once, and forks itself for each worker process.
 
     driver ── order: modules ──────> fork server ── fork ──> worker_process, with the owner's connection and output
     owner  ── order, descriptors ──>      │                        │
            <── greeting, pid, end ────────┘                        │
            ── go ──────────────────────────────────────────────────┘
 
-The owner of a process, `whet.runtime.forked`, is the driver, or under Ray a keeper on the driver's machine. Where it
-closes its line the process is ended, and where this program ends the kernel ends all of them. Until its owner says go a
-process leaves the connection alone: where this program fails while it forks, another process can still have it.
+The owner of a process (see `whet.runtime.forked`) is the driver, or under Ray a keeper on the driver's machine. When
+an owner closes its line, the server ends the owner's process. When the server ends, the kernel ends all processes that
+it forked. A process does not touch its connection until its owner says go. So if the server fails while it forks, the
+owner can give the connection to another process.
 
-A fork copies the thread that forks, and whatever the others had locked stays locked. So there is but one here: where an
-import has started another, every owner is told so, forks nothing, and starts its process as ever.
+A fork copies only the thread that forks, and locks that other threads held stay locked. So the server must have one
+thread only. Its greeting reports the number of threads. If an import has started another, the owner does not ask for a
+fork, and starts its process in the normal way.
 """
 
 import ctypes
@@ -40,28 +42,28 @@ _PR_SET_NAME: Final = 15
 
 @frozen
 class Order:
-    """What a process that was just forked is to be."""
+    """The task of a process that was just forked."""
 
     connection: socket.socket
-    """To the driver."""
+    """The connection to the driver."""
     name: str
     """`ROLE-RANK`."""
 
 
 class ForkServer:
-    """Lines of owners, and the processes that were forked for them."""
+    """Serves the lines of owners, and watches the processes that it forked for them."""
 
     def __init__(self, driver: socket.socket, listening: socket.socket) -> None:
         self._driver, self._listening = driver, listening
         self._waiting = select.poll()
         self._lines: dict[int, socket.socket] = {}
-        self._pids: dict[int, int] = {}  # of a line's descriptor
-        self._ends: dict[int, tuple[int, int]] = {}  # of a process's descriptor: its number, and that of its line
+        self._pids: dict[int, int] = {}  # descriptor of a line -> process id
+        self._ends: dict[int, tuple[int, int]] = {}  # descriptor of a process -> its id, descriptor of its line
         for end in (driver, listening):
             self._waiting.register(end, select.POLLIN)
 
     def serve(self) -> Order | None:
-        """Serve until the driver is gone. In each process that is forked this returns, with what it is to be."""
+        """Serve until the driver is gone, then return None. In each forked process, return the order of it."""
         while True:
             for descriptor, _ in self._waiting.poll():
                 if descriptor == self._driver.fileno():
@@ -78,7 +80,7 @@ class ForkServer:
     def _welcome(self) -> None:
         try:
             line, _ = self._listening.accept()
-        except OSError:  # out of descriptors, or it left while it waited: it starts its process as ever
+        except OSError:  # no descriptor is left, or the owner left; it then starts its process without a fork
             time.sleep(_PAUSE_SECONDS)
             return
         if not of_this_user(line):
@@ -87,11 +89,11 @@ class ForkServer:
         line.settimeout(_ORDER_SECONDS)
         self._lines[line.fileno()] = line
         self._waiting.register(line, select.POLLIN)
-        with suppress(OSError):  # who is gone is noticed as all are
+        with suppress(OSError):  # `serve` notices a line that is closed
             send(line, encode({"threads": threads()}))
 
     def _fork(self, descriptor: int) -> Order | None:
-        """Take an order; None in this process."""
+        """Take an order and fork. Return the order in the new process, and None in the server."""
         line = self._lines[descriptor]
         try:
             _, given, _, _ = socket.recv_fds(line, 1, 3)
@@ -104,7 +106,7 @@ class ForkServer:
         me = os.getpid()
         try:
             pid = os.fork()
-        except OSError:  # what was forked before goes on
+        except OSError:  # the processes that were forked before continue
             for theirs in given:
                 os.close(theirs)
             self._leave(descriptor)
@@ -127,7 +129,7 @@ class ForkServer:
         return None
 
     def _become(self, said: dict[str, Any], parent: int, connection: int, output: int, go: int) -> Order:
-        """Be a process of its own from here on, once its owner lets it."""
+        """Become an independent process, wait until the owner says go, and return the order of this process."""
         os.setsid()
         die_with(parent)
         for target in (1, 2):
@@ -146,7 +148,7 @@ class ForkServer:
         return Order(socket.socket(fileno=connection), said["name"])
 
     def _ended(self, end: int) -> None:
-        """Tell the owner how its process ended. The zombie keeps its number until the owner lets go of it."""
+        """Send the exit code of a process to its owner. The zombie keeps the process id until the line is closed."""
         pid, descriptor = self._ends.pop(end)
         self._waiting.unregister(end)
         os.close(end)
@@ -159,14 +161,14 @@ class ForkServer:
             os.waitpid(pid, 0)
 
     def _leave(self, descriptor: int) -> None:
-        """End what was forked for an owner that closed its line, or let go of its number where it has ended."""
+        """Kill the process of an owner that closed its line. If the process has already ended, release its id."""
         line, pid = self._lines.pop(descriptor), self._pids.pop(descriptor, None)
         self._waiting.unregister(descriptor)
         line.close()
         if pid is None:
             return
         if any(number == pid for number, _ in self._ends.values()):
-            os.kill(pid, signal.SIGKILL)  # and `_ended` does the rest
+            os.kill(pid, signal.SIGKILL)  # `_ended` releases the process id
             kill_group(pid)
         else:
             os.waitpid(pid, 0)
@@ -177,12 +179,12 @@ class ForkServer:
 
 
 def threads() -> int:
-    """Count the threads of this process, whoever started them."""
+    """Return the number of threads of this process, including threads of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def _show_name(name: str) -> None:
-    """Let the list of processes show this one as what it is: a host of workers of that name."""
+    """Set what the list of processes shows for this process: a host of workers with this name."""
     with suppress(OSError, ValueError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
@@ -195,7 +197,7 @@ def _show_name(name: str) -> None:
 
 
 def main() -> None:
-    """Be a fork server, or what it has forked."""
+    """Run as a fork server. In each forked process, run its workers."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
     leave_signals_to_driver()
@@ -206,7 +208,7 @@ def main() -> None:
     wanted = decode(receive(driver))
     import_from(wanted["path"], wanted["add"])
     import_ahead(wanted["modules"])
-    gc.freeze()  # or every process would soon have a copy of all this
+    gc.freeze()  # otherwise garbage collection would soon copy this memory into every process
     send(driver, encode({"imported": time.time()}))
     order = ForkServer(driver, socket.socket(fileno=listening)).serve()
     if order is not None:
