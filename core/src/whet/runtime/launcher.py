@@ -1,8 +1,8 @@
-"""A cluster of worker processes: which roles live in which process, and what they have in common.
+"""A cluster of worker processes: which roles live in which process, and how the processes start and end.
 
 Cluster ── slice(role) ──> ProcessSlice ── spawn(target) ──> ConnectedWorkers
    │                                                              │ call, scatter, stream
-   ├── one `Connection` for each process, which roles that share it have in common <──┘
+   ├── one `Connection` for each process, used by all roles that share the process <──┘
    └── a `Launcher` starts the processes: `whet.runtime.local` on this machine, `whet.runtime.ray` through Ray
 """
 
@@ -36,60 +36,64 @@ _NO_PHASES = ("heartbeat", "notice")
 
 @frozen
 class Host:
-    """A process that is wanted: its name, and what those who live in it need."""
+    """A process to start: its name, and what the roles that live in it need."""
 
     name: str
     """`ROLE-RANK` of the role that names its group."""
     roles: tuple[str, ...]
-    """That share it."""
+    """The roles that share the process."""
     threads: int
-    """Compute threads: the most that one of its roles has."""
+    """Number of compute threads: the largest of its roles."""
     gpus: tuple[str, ...]
-    """Indices of the GPUs: none, or the one that all its roles use."""
+    """Indices of the GPUs, which all its roles use; empty: it uses no GPU."""
     python: str = ""
-    """Path of the interpreter that all its roles want; empty: that of the driver, or of Ray on its node."""
+    """Path of the interpreter of all its roles; empty: the driver's interpreter, or Ray's on its node."""
 
 
 class Launcher(Protocol):
     """Starts the processes of a cluster."""
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> HostProcess:
-        """Make a process, not started yet; `group` are the processes of its roles, itself among them.
+        """Return a process that is not started yet. `group` has all processes of its roles, this one included.
 
-        What it writes belongs into `log`.
+        The output of the process must go to `log`.
         """
         ...
 
     def fork(self, modules: "Mapping[Host, Sequence[str]]", logs: Path, patience_seconds: float) -> None:
-        """Have such modules imported once for all processes that may be forked after that; see `Facts.forkable`.
+        """Import modules once for all the processes that may be forked afterwards; see `Facts.forkable`.
 
-        What cannot be forked within that patience is started as any other. A launcher that forks nothing does nothing.
+        A process that cannot be forked within `patience_seconds` is started in the normal way. A launcher that does not
+        fork does nothing here.
         """
         ...
 
     def import_folders(self, host: Host) -> dict[str, Any]:
-        """Say in the first message to a process where it imports from: `path` in place of its own, or `add` to it."""
+        """Return the part of the first message to a process that holds the folders from which it imports.
+
+        `path` replaces its `sys.path`; `add` is added to it.
+        """
         ...
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Give a fresh URL at which the ranks of one spawn meet; rank 0 lives in the first process."""
+        """Return a new URL at which the ranks of one spawn meet. Rank 0 lives in the first of `processes`."""
         ...
 
     def address(self) -> str:
-        """Give the address of this machine at which processes reach it, for what listens here."""
+        """Return the address at which processes reach this machine. Servers on this machine listen there."""
         ...
 
     def preparations(self) -> list[Span]:
-        """Say what had to be over, in the background, before processes were there; as far as it is."""
+        """Return spans for the work in the background that processes had to wait for, as far as it is done."""
         ...
 
     def close(self) -> None:
-        """Take back what was claimed, after all processes have ended."""
+        """Release everything that was reserved, after all processes have ended."""
         ...
 
 
 class Cluster:
-    """Makes slices whose workers are processes, and ends them all."""
+    """Makes slices whose workers are processes, and ends all the processes."""
 
     def __init__(
         self,
@@ -104,8 +108,8 @@ class Cluster:
         """Make a cluster.
 
         The output of workers goes to `log_folder/ROLE-RANK.log`. `share` lists groups of roles that live in the same
-        processes. `python` has the path of the interpreter of each role that does not run in the driver's.
-        `grace_seconds` is how long `close` waits before it kills.
+        processes. `python` has the path of the interpreter of each role that does not run in the driver's interpreter.
+        `grace_seconds` is how long `close` waits before it kills the processes.
         """
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
@@ -113,18 +117,19 @@ class Cluster:
         self.terms = Terms(itertools.count(1), self.deadline, grace_seconds)
         self.clock, self.traffic = Clock(self._lose), Traffic(self._lose)
         self._broken = ""
-        """Why no process can be used any more: a thread of the driver was lost."""
+        """Why no process can be used: a thread of the driver was lost. Empty: none was."""
         self._slices: dict[str, ProcessSlice] = {}
         self._groups: dict[str, list[Host]] = {}
-        """Of processes, by the role that names them."""
+        """Groups of processes, by the role that names them."""
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     def slice(self, role: str, size: int = 1, threads: int = 1, device: str | Sequence[str] = "cpu") -> "ProcessSlice":
-        """Give a role its share: ranks, compute threads for each, and a device for all or a list of one for each.
+        """Return the share of a role: `size` ranks, with `threads` compute threads each, and their devices.
 
-        A device is `cpu`, `cuda:2`, or `cuda:2,3` for a rank that spreads over two.
+        `device` is one device for all ranks, or a list with one for each rank. A device is `cpu`, `cuda:2`, or
+        `cuda:2,3` for a rank that uses two GPUs.
         """
         devices = (device,) * size if isinstance(device, str) else tuple(device)
         if size < 1 or len(devices) != size:
@@ -137,10 +142,10 @@ class Cluster:
         return made
 
     def warm(self, modules: Mapping[str, Sequence[str]], forkable: Collection[str] = ()) -> None:
-        """Start the processes of roles and let them import each role's modules, without waiting for it.
+        """Start the processes of roles and make them import each role's modules, without waiting.
 
-        Make all slices first: what a process gets depends on all the roles that share it. One whose roles are all
-        `forkable` may be forked from a process that has imported the modules of all these.
+        Make all slices first: the threads and devices of a process depend on all the roles that share it. A process
+        whose roles are all `forkable` may be forked from a server that has imported the modules of all such processes.
         """
         hosts = {name: self._host(name) for role in modules for name in self._slices[role].host_groups}
         wanted = {
@@ -153,7 +158,7 @@ class Cluster:
                 self.connection(name).tell({"do": "import", "modules": list(own)})
 
     def connection(self, name: str) -> Connection:
-        """Give the process of that name, started if there is none alive."""
+        """Return the connection to the process of that name. If no such process is alive, start one."""
         with self._lock:
             if self._closed:
                 raise WorkerError(name, None, "start", "the cluster is closed")
@@ -173,37 +178,37 @@ class Cluster:
             return found
 
     def deadline(self, phase: str) -> float:
-        """Give the seconds that a phase may take: as configured, or the longest where it is not one of those."""
+        """Return the seconds that a phase may take: its configured deadline, or the longest one if it has none."""
         seconds: dict[str, float] = attrs.asdict(self._deadlines, filter=lambda field, _: field.name not in _NO_PHASES)
         return seconds.get(phase, max(seconds.values()))
 
     def address(self) -> str:
-        """Give the address of this machine at which workers reach it."""
+        """Return the address at which workers reach this machine."""
         return self._launcher.address()
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Give a fresh URL at which the ranks of one spawn meet."""
+        """Return a new URL at which the ranks of one spawn meet."""
         return self._launcher.rendezvous(role, slot, processes)
 
     def preparations(self) -> list[Span]:
-        """Say what had to be over, in the background, before processes were there; as far as it is."""
+        """Return spans for the work in the background that processes had to wait for, as far as it is done."""
         return self._launcher.preparations()
 
     def under_way(self) -> list[UnderWay]:
-        """Say what all processes were asked and have not answered, the oldest first."""
+        """Return the calls that processes have not answered, the oldest first."""
         with self._lock:
             connections = list(self._connections.values())
         return sorted((u for c in connections for u in c.under_way()), key=lambda u: -u.seconds)
 
     def stacks(self) -> dict[str, str]:
-        """Give the end of the log of each process that owes an answer, and what its busy threads do."""
+        """Return, for each process that owes an answer, the end of its log and the stacks of its busy threads."""
         with self._lock:
             connections = [connection for connection in self._connections.values() if connection.busy()]
         words = told_at_once([connection.last_words for connection in connections])
         return {connection.name: found for connection, found in zip(connections, words, strict=True)}
 
     def close(self) -> None:
-        """End every process, with everything that it started. Safe to call twice."""
+        """End every process and all that it started. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -220,7 +225,7 @@ class Cluster:
         self._launcher.close()
 
     def _lose(self, words: str) -> None:
-        """Fail every call, and those to come: without the thread they would wait for ever."""
+        """Fail all current and later calls: without the lost thread they would wait for ever."""
         with self._lock:
             self._broken = self._broken or f"{words}; start the same command again: it resumes"
             connections = list(self._connections.values())
@@ -243,7 +248,7 @@ class Cluster:
 
     def _host(self, name: str) -> Host:
         first, _, number = name.rpartition("-")
-        rank = int(number)  # not looked up among all names: a thousand processes would do so a thousand times each
+        rank = int(number)  # parsed, because a search among all names is quadratic in the number of processes
         here = [(p, rank) for p in self._slices.values() if self._sharing(p.role)[0] == first and rank < p.size]
         devices = {part.role: part.devices[rank] for part, rank in here}
         gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
@@ -267,7 +272,7 @@ class Cluster:
 
     def _group(self, name: str) -> list[Host]:
         first = name.rpartition("-")[0]
-        if first not in self._groups:  # made once: a thousand processes would make it a thousand times
+        if first not in self._groups:  # kept, because a list made for each process is quadratic in their number
             parts = [part for part in self._slices.values() if part.role in self._sharing(first)]
             names = max((part.host_groups for part in parts), key=len, default=(name,))
             self._groups[first] = [self._host(name) for name in names]
@@ -299,8 +304,8 @@ class ProcessSlice:
     host_groups: tuple[str, ...]
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> ConnectedWorkers:
-        """Build one worker object for each rank, all at once, and wait for them under the deadline `start`."""
-        encode(dict(arguments))  # what cannot cross is refused before any process starts
+        """Build one worker object for each rank, all at the same time, and return them. The deadline is `start`."""
+        encode(dict(arguments))  # raises for arguments that cannot be sent, before any process starts
         slot = next(self.cluster.terms.numbers)
         connect = [partial(self.cluster.connection, name) for name in self.host_groups]
         workers = ConnectedWorkers(self.role, slot, connect, self.cluster.terms)

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, without Ray: children of the driver, each at the end of a socket pair."""
+"""Worker processes on this machine, without Ray: children of the driver, each connected by a socket pair."""
 
 import logging
 import os
@@ -23,11 +23,11 @@ from whet.runtime.watchdog import watchdog
 logger = logging.getLogger(__name__)
 
 LEAST_FORKED: Final = 2
-"""One process alone imports as fast by itself."""
+"""Fewest processes for which a fork server starts. A single process imports as fast without one."""
 
 
 class LocalCluster(Cluster):
-    """Makes slices whose workers are processes of this machine, and ends them all."""
+    """Makes slices whose workers are processes of this machine, and ends all the processes."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class LocalCluster(Cluster):
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
     ) -> None:
-        """Make a cluster, as `Cluster` says. `environment` is added to that of the workers."""
+        """Make a cluster; see `Cluster`. `environment` is added to the variables of the workers."""
         launcher = LocalLauncher(environment or {})
         super().__init__(launcher, log_folder, deadlines, share, python=python, grace_seconds=grace_seconds)
 
@@ -54,7 +54,7 @@ class LocalLauncher:
         self._lock = threading.Lock()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "LocalProcess":
-        """Make a process, of the driver's own interpreter where its roles have no other."""
+        """Return a process that is not started yet. It runs in the driver's interpreter if its roles name no other."""
         visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), host.gpus
         if gpus and visible != [""]:
             if beyond := next((gpu for gpu in gpus if int(gpu) >= len(visible)), ""):
@@ -66,15 +66,18 @@ class LocalLauncher:
         return LocalProcess(host.name, self._variables(host.threads, ",".join(gpus)), log, host.python, server)
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
-        """Import once where several processes want the same number of threads."""
+        """Start a fork server wherever several processes have the same number of threads."""
         self._fork_servers.start(modules, {"path": import_folders(), "add": []}, logs, patience_seconds)
 
     def import_folders(self, host: Host) -> dict[str, Any]:
-        """Let processes import what this one does; those of another interpreter only what is not installed in this."""
+        """Return the folders from which a process imports: the same as the driver.
+
+        A process of another interpreter gets only the driver's folders outside its installation.
+        """
         return {"path": [], "add": extra_folders()} if host.python else {"path": import_folders(), "add": []}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Give a fresh file."""
+        """Return the URL of a new file in a temporary folder."""
         with self._lock:
             if self._scratch is None:
                 self._scratch = Path(tempfile.mkdtemp(prefix="whet-"))
@@ -82,15 +85,15 @@ class LocalLauncher:
             return f"file://{self._scratch}/{role}-{slot}"
 
     def address(self) -> str:
-        """Give the address at which processes reach this one."""
+        """Return the address at which processes reach this machine."""
         return "127.0.0.1"
 
     def preparations(self) -> list[Span]:
-        """Give the imports of fork servers."""
+        """Return spans for the imports of the fork servers."""
         return self._fork_servers.spans()
 
     def close(self) -> None:
-        """End fork servers, and remove temporary files."""
+        """End the fork servers, and remove temporary files."""
         self._fork_servers.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -105,7 +108,7 @@ class LocalProcess:
     """A child of the driver. See `HostProcess`."""
 
     node = ""
-    """That of the driver."""
+    """Empty: the process is on the driver's machine."""
 
     def __init__(
         self,
@@ -122,11 +125,11 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 before it is started."""
+        """Return the process id; 0 before the start."""
         return 0 if self._child is None else self._child.pid
 
     def start(self) -> socket.socket:
-        """Start it from this thread, with which it ends."""
+        """Start the process from this thread and return the driver's end of its socket. It ends with the thread."""
         with self._log.open("ab") as log:
             self._child = self._forked(log.fileno()) or Child(
                 "whet.runtime.worker_process", self._name, environment=self._environment, stdout=log, stderr=log,
@@ -137,7 +140,7 @@ class LocalProcess:
         return self._child.socket
 
     def _forked(self, output: int) -> Forked | None:
-        """Have it forked, where there is a server for it that can."""
+        """Fork the process, if it has a server that can. Return None otherwise."""
         if self._server is None:
             return None
         try:
@@ -150,21 +153,21 @@ class LocalProcess:
             return None
 
     def wait(self) -> str:
-        """Wait for its end, end what it started, and say how it ended."""
+        """Wait until the process has ended, end all that it started, and return how it ended, in words."""
         assert self._child is not None
         return self._child.end()
 
     def kill(self) -> None:
-        """End it, or what will be started."""
+        """Kill the process. If it is not started yet, kill it as soon as it is."""
         self._killed = True
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
 
     def state(self) -> str:
-        """Give the kernel's letter for what it does."""
+        """Return the kernel's letter for the state of the process; empty before the start."""
         return "" if self._child is None else self._child.state()
 
     def show_stacks(self) -> None:
-        """Let it write to its log what its threads do; its interpreter need not be free for that."""
+        """Ask the process to write the stacks of its threads to its log. This works even if its interpreter is busy."""
         if self._child is not None:
             self._child.show_stacks()

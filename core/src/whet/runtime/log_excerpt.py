@@ -1,4 +1,4 @@
-"""Why a process ended: the errors in what it wrote, and in what those that it started did."""
+"""Why a process ended: the errors in its log, and in the logs of the processes that it started."""
 
 import re
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from pathlib import Path
 
 _ERROR = re.compile(r"^(?:\[\w+\] )?(?:\(\w+[^)]*\) )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*)$")
 _ELSEWHERE = ("root cause", "initialization failed", "died during initialization", "keyboardinterrupt", "systemexit")
-"""Of errors that only say that there was another."""
+"""Words of errors that only report that another error happened."""
 _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = re.compile(r"\b(?:[A-Za-z]*Warning:|WARN(?:ING)?\b)")
 MOST_LINES = 12
 
 
 def causes(log: Path, *further: Path) -> str:
-    """Quote the errors of the first of an engine's logs that has any, else the last lines of the first log."""
+    """Return the errors in the first of an engine's logs that has any; otherwise the last lines of the first log."""
     said = (errors(one) for one in (log, *further))
     return next(filter(None, said), "") or _cut([line for line in _lines(log) if line.strip()])
 
 
 def errors(log: Path) -> str:
-    """Quote the errors of an engine's log, first causes first; empty: there are none."""
+    """Return the last errors of an engine's log, in the order of the log; empty: there are none."""
     lines, found = _lines(log), []
     for number, line in enumerate(lines):
         match = _ERROR.match(line)
@@ -29,18 +29,22 @@ def errors(log: Path) -> str:
 
 
 def points_elsewhere(error: str) -> bool:
-    """Whether an error only says that there was another, such as that nobody writes to a pipe any more."""
+    """Return whether an error only reports that another error happened, e.g. that the other end of a pipe is closed."""
     return error == "EOFError" or any(words in error.lower() for words in _ELSEWHERE)
 
 
 def last_error(text: str) -> str:
-    """Give the exception that the last traceback in some output ends with; empty: there is none."""
+    """Return the exception at the end of the last traceback in a text; empty: there is none."""
     lines = text.splitlines()
     return "\n".join(lines[_last_error(lines)])
 
 
 def last_lines(lines: Sequence[str], most: int) -> list[str]:
-    """Give the last lines of some output. What a process dies of stays among them, whatever warnings come after it."""
+    """Return the last lines of an output, at most `most`.
+
+    If the output has a traceback, they include the exception at its end. Warnings after it are then left out, and the
+    oldest of the other lines after it as well if there are too many.
+    """
     error = _last_error(lines)
     if not lines[error]:
         return list(lines[-most:])
@@ -52,7 +56,7 @@ def last_lines(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _last_error(lines: Sequence[str]) -> slice:
-    """Find the exception that the last traceback ends with."""
+    """Return the range of lines of the exception at the end of the last traceback; empty: there is none."""
     begin = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
     for i in range(begin + 1, len(lines)):
         if lines[i] and not lines[i][0].isspace():
@@ -61,7 +65,7 @@ def _last_error(lines: Sequence[str]) -> slice:
 
 
 def _without_warnings(lines: Sequence[str]) -> list[str]:
-    """Leave out warnings, with the lines of code that Python quotes beneath them."""
+    """Return the lines without warnings and without the lines of code that Python quotes beneath a warning."""
     kept, warned = [], False
     for line in lines:
         warned = bool(_WARNING.search(line)) or (warned and line[:1].isspace())
@@ -82,7 +86,7 @@ def _cut(said: Sequence[str]) -> str:
 
 
 def _continued(lines: Sequence[str]) -> list[str]:
-    """Give the lines that go on with an error's message: they are indented, and no traceback begins there."""
+    """Return the lines that continue an error's message: up to three indented lines that are not of a traceback."""
     found: list[str] = []
     for line in lines[:3]:
         if not line.startswith("  ") or line.lstrip().startswith(("File ", "^")):

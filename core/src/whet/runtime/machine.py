@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: cores and memory that a container may use, and GPUs."""
+"""The resources of this machine, found without torch: the cores and memory that a container may use, and the GPUs."""
 
 import ctypes
 import math
@@ -11,18 +11,18 @@ ROOT = Path("/")
 
 
 def without_ray() -> str:
-    """Say what is wrong with `cluster.launcher: ray` on this machine; empty: nothing. Ray is not imported."""
+    """Return why `cluster.launcher: ray` cannot work on this machine; empty: it can. Ray is not imported."""
     return "" if util.find_spec("ray") else 'is ray, which is not installed here: pip install "whet[ray]"'
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Give the cores that this process may use: those it is bound to, or fewer where its container's share is less."""
+    """Return the number of cores that this process may use: its CPU affinity, or its container's quota if less."""
     bound, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     return bound if quota is None else max(1, min(bound, math.floor(quota)))
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Give the cores' worth of time that the container may use; None: as much as there is."""
+    """Return the container's CPU quota, in cores; None: no limit."""
     shares = []
     for folder in _groups(root, "cpu"):
         limits = _words(folder / "cpu.max") or [
@@ -34,7 +34,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Give the bytes of memory that the container may use; None: as much as there is."""
+    """Return the bytes of memory that the container may use; None: no limit."""
     limits = [
         int(word)
         for folder in _groups(root, "memory")
@@ -45,7 +45,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Give the bytes of memory that programs can still take, as far as the machine and the container know."""
+    """Return the bytes of memory that programs can still take: what is free, or the container's limit if less."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     limit = memory_limit(root)
@@ -53,15 +53,15 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def total_memory(root: Path = ROOT) -> int | None:
-    """Return the bytes of memory that this machine has, or of which the container may use that many; None: unknown."""
+    """Return the bytes of memory of this machine, or the container's limit if less; None: unknown."""
     found = [int(words[1]) << 10 for line in _lines(root / "proc/meminfo") if (words := line.split())[0] == "MemTotal:"]
     return min((*found, *filter(None, [memory_limit(root)])), default=None)
 
 
 def gpu_memory(count: int) -> tuple[int | None, ...]:
-    """Return the bytes of memory of each GPU that this process may use, by NVIDIA's library; empty: unknown.
+    """Return the bytes of memory of each GPU that this process may use, as NVML reports them; empty: unknown.
 
-    Where `CUDA_VISIBLE_DEVICES` names GPUs by other words than their numbers, each counts as the smallest.
+    If `CUDA_VISIBLE_DEVICES` names GPUs by anything but their numbers, each counts as the smallest GPU.
     """
     sizes = _nvml_sizes() if count else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -91,13 +91,13 @@ def _nvml_sizes() -> list[int]:
                 return []
             found.append(int(memory.total))
         nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # no such library, or one without these functions
+    except (OSError, AttributeError):  # the library is not installed, or lacks these functions
         return []
     return found
 
 
 def gpu_count(root: Path = ROOT) -> int:
-    """Count the GPUs that the driver shows and `CUDA_VISIBLE_DEVICES` leaves."""
+    """Return the number of GPUs that the GPU driver shows and `CUDA_VISIBLE_DEVICES` allows."""
     driver = root / "proc/driver/nvidia/gpus"
     gpus = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -105,7 +105,10 @@ def gpu_count(root: Path = ROOT) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Give this process's control group and those around it, each of which may set a limit; version 2, then 1."""
+    """Yield the folders of this process's control group and of its parents, each of which may set a limit.
+
+    Both versions of control groups are included.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
@@ -127,5 +130,5 @@ def _words(path: Path) -> list[str]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):  # there is no such limit here, or nobody may see it
+    except (OSError, UnicodeDecodeError):  # the file does not exist, or may not be read
         return []
