@@ -61,7 +61,7 @@ class UnderWay:
     doing_seconds: float
     """Seconds since the compute thread began to do this."""
     silence_seconds: float
-    """Seconds since the last message from the process."""
+    """Seconds since the driver last received anything from the process."""
 
     def __str__(self) -> str:
         said = f"computes {self.doing} since {self.doing_seconds:.0f} s" if self.doing else "computes nothing"

@@ -1,4 +1,4 @@
-"""The program of a grader process: one function, called on untrusted text, with as few rights as it can do with."""
+"""The program of a grader process: it calls one function on untrusted text, with as few rights as possible."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ def main() -> None:
         _limit(order["memory_bytes"])
         try:
             function = _load(order["target"], order["setup"])
-        except Exception as error:  # of the grader's own module
+        except Exception as error:  # raised by the grader's own module
             send(connection, encode({"raised": in_words(error)}, packed=False))
             os._exit(1)
         send(connection, encode({"ready": True}))
@@ -52,15 +52,16 @@ def _load(target: str, setup: Mapping[str, Any] | None) -> Callable[..., Any]:
 
 
 def _answer(function: Callable[..., Any], buffers: Any, cpu_seconds: float) -> Any:
-    """Call the function, for at most so many seconds of processor time: then the kernel ends this process by SIGPROF.
+    """Call the function and return its encoded answer.
 
-    Time in which the processor is busy with other processes does not count.
+    After `cpu_seconds` of processor time the kernel ends this process by SIGPROF. Time in which the processor works for
+    other processes does not count.
     """
     _limit_cpu(cpu_seconds)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         return encode({"value": function(*decode(buffers))}, packed=False)
-    except MemoryError:  # what state it is in now, nobody knows
+    except MemoryError:  # the state of the function is unknown now
         traceback.print_exc(limit=-3)
         os._exit(OUT_OF_MEMORY)
     except RecursionError:
@@ -72,7 +73,7 @@ def _answer(function: Callable[..., Any], buffers: Any, cpu_seconds: float) -> A
 
 
 def _limit(memory_bytes: int) -> None:
-    """Limit memory and open files; let nothing be written to a file, cores included."""
+    """Limit memory and open files, and forbid writing to files, core dumps included."""
     limits = [
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
@@ -86,7 +87,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _limit_cpu(timeout_seconds: float) -> None:
-    """Let the kernel end a call that computes long past its limit, should it have stopped the timer."""
+    """Set a limit at which the kernel ends a call that computes for too long, even if the call stopped the timer."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     allowed = int(used.ru_utime + used.ru_stime + timeout_seconds) + 2

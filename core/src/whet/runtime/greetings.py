@@ -1,4 +1,4 @@
-"""Limits on the handshakes of a door and on the log of its refusals: many strangers cannot keep the run's guests out."""
+"""Limits on a door's handshakes and on the log of its refusals: many strangers cannot keep the run's guests out."""
 
 import logging
 import socket
@@ -50,7 +50,7 @@ class Greetings:
             return stays
 
     def _put_one_out(self) -> float:
-        """End one handshake, if one has had its time. Return the seconds to wait before the next attempt."""
+        """End one handshake, unless it is too young. Return the seconds to wait before the next attempt."""
         held = Counter(host for host, _ in self._under_way.values())
         most = max(held.values())
         guest, begin = next((g, begin) for g, (host, begin) in self._under_way.items() if held[host] == most)

@@ -1,8 +1,8 @@
-"""Workers in this very process, so that a debugger works: breakpoints stop, tracebacks are whole.
+"""Workers in the driver's own process, so that a debugger works: breakpoints stop, tracebacks are complete.
 
-Sync methods run in the calling thread, async generators in the caller's event loop. Arguments and results go over
-the wire's encoding all the same: what cannot cross fails here as it would between processes. Deadlines are not kept,
-for nothing can end a thread.
+Sync methods run in the calling thread, async generators in the caller's event loop. Arguments and results are encoded
+and decoded as on the wire: a value that cannot be sent between processes fails here as well. There are no deadlines,
+because a thread cannot be ended.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class InlineSlice:
     threads: int = 1
     device: str = "cpu"
     host_groups: tuple[str, ...] = field(init=False)
-    """This process, for every rank of every role."""
+    """The name of this process, once for each rank."""
 
     @host_groups.default
     def _this_process(self) -> tuple[str, ...]:
@@ -52,19 +52,19 @@ class InlineSlice:
 
 @frozen
 class Finished:
-    """A call that is over: its result, or how it failed."""
+    """A call that is over: its result or its error."""
 
     value: Any = None
     error: WhetError | None = None
 
     def result(self) -> Any:
-        """Give the result or raise the error."""
+        """Return the result or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
     def done(self) -> bool:
-        """Whether it is over: it is."""
+        """Return True: the call is over."""
         return True
 
 
@@ -79,11 +79,11 @@ class InlineWorkers:
         self._loop: asyncio.AbstractEventLoop | None = None  # where streams run; coroutine methods run there too
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
-        """Call on every rank, one after the other."""
+        """Call on every rank, one after the other, and return the results in rank order."""
         return self.scatter(method, [args] * self.size, phase=phase, timeout_seconds=timeout_seconds)
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Finished:
-        """Call on every rank, here and now; what it raises comes from `result`."""
+        """Call on every rank before this returns. An error is raised by `result`."""
         try:
             return Finished(self.call(method, *args, phase=phase, timeout_seconds=timeout_seconds))
         except WhetError as error:
@@ -92,7 +92,7 @@ class InlineWorkers:
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Finished:
-        """Call on one rank, here and now."""
+        """Call on one rank before this returns."""
         try:
             return Finished([self._call(rank, method, _crossed(args), phase or method)])
         except WhetError as error:
@@ -101,7 +101,7 @@ class InlineWorkers:
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Answers:
-        """Call on each of these ranks, here and now."""
+        """Call on each of these ranks before this returns."""
         answers = Answers(ranks)
         for rank in ranks:
             try:
@@ -118,7 +118,7 @@ class InlineWorkers:
         phase: str = "",
         timeout_seconds: float | None = None,
     ) -> list[Any]:
-        """Call rank i with arguments[i], one after the other."""
+        """Call rank i with arguments[i], one after the other, and return the results in rank order."""
         if len(arguments) != self.size:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
         sent = [_crossed(tuple(args)) for args in arguments]
@@ -149,12 +149,12 @@ class InlineWorkers:
         return merged({rank: self.stream(rank, method, share, phase=phase) for rank, share in shares.items()})
 
     def restart(self, rank: int) -> None:
-        """Close the worker of one rank and build it anew."""
+        """Close the worker of one rank and build it again."""
         self._close(rank, self._workers[rank])
         self._workers[rank] = self._build(rank)
 
     def close(self) -> None:
-        """Call the workers' `close`, where they have one, and forget them."""
+        """Call the `close` of each worker that has one, and drop the workers."""
         workers, self._workers = self._workers, []
         for rank, worker in enumerate(workers):
             self._close(rank, worker)
@@ -164,7 +164,7 @@ class InlineWorkers:
             with _worker_errors(self.role, rank, "close"):
                 if hasattr(worker, "close"):
                     worker.close()
-        except WorkerError as error:  # it is over; say it and go on
+        except WorkerError as error:  # the worker is dropped anyway: print the error and go on
             print(error.details, file=sys.stderr)
 
     def _call(self, rank: int, method: str, args: tuple[Any, ...], phase: str) -> Any:
@@ -187,7 +187,7 @@ class InlineWorkers:
 
 
 async def merged(streams: Mapping[int, AsyncIterator[Any]]) -> AsyncGenerator[Heard, None]:
-    """Give what streams of several ranks give, as it comes."""
+    """Yield the items of the streams of several ranks as they arrive."""
     heard = asyncio.Queue[Heard]()
 
     async def follow(rank: int, stream: AsyncIterator[Any]) -> None:
@@ -215,14 +215,14 @@ async def merged(streams: Mapping[int, AsyncIterator[Any]]) -> AsyncGenerator[He
 
 
 async def close_stream(stream: AsyncIterator[Any]) -> None:
-    """Close what a stream gives, where it can be closed."""
+    """Close a stream, if it has an `aclose`."""
     close: Callable[[], Any] | None = getattr(stream, "aclose", None)
     if close is not None:
         await close()
 
 
 def public_method(worker: Any, name: str) -> Callable[..., Any]:
-    """Give a worker's method by name; private ones and attributes that cannot be called are refused."""
+    """Return a worker's method by name. Raises `AttributeError` for a private name or a name that is no method."""
     method: Callable[..., Any] | None = None if name.startswith("_") else getattr(worker, name, None)
     if not callable(method):
         raise AttributeError(f"{type(worker).__name__} has no public method {name!r}")
@@ -231,16 +231,16 @@ def public_method(worker: Any, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def _worker_errors(role: str, rank: int, phase: str) -> Iterator[None]:
-    """Turn what a worker raises into a `WorkerError` that is chained from it."""
+    """Turn an exception of a worker into a `WorkerError` that is chained from it."""
     try:
         yield
     except WorkerError:
         raise
-    except Exception as error:  # the edge of a worker
+    except Exception as error:  # whatever the worker's code raises
         details = "".join(traceback.format_exception(error))
         raise WorkerError(role, rank, phase, in_words(error), details=details) from error
 
 
 def _crossed(value: Any) -> Any:
-    """Give the value as it would arrive in another process."""
+    """Return the value as it would arrive in another process."""
     return decode(encode(value))

