@@ -1,4 +1,4 @@
-"""Build the parts of a run in the order in which they need each other: slices -> handles -> parts."""
+"""Builds the parts of a run, in the order in which they need each other: slices -> handles -> parts."""
 
 import logging
 import time
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class Builder:
-    """Builds parts in the order in which they need each other; what it starts is closed in reverse."""
+    """Builds the parts of a run. `closers` gets a function for each part that must be closed, in the same order."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Builder:
         self.observers = observers or Observers(prepared.loaded.registry.manager, folder)
         self.recovery, self._interrupts = recovery, interrupts
         self.opened = False
-        """Whether the run folder is known to be this run's; another run's journal is left alone."""
+        """Whether the run folder is known to belong to this run. The journal of another run must not be changed."""
         self.roles: dict[str, Backend] = {}
-        """Further models, from when they are started on."""
+        """Further models that are started, by name."""
         self.asked = set[str]()
-        """Names of further models that environments ask for."""
+        """Names of the further models that environments use."""
         self.total = self.config.run.steps or 0
-        """Steps of the run in all; where it states epochs, known once the data has been read."""
+        """Number of steps of the whole run. For a run in epochs it is 0 until the data has been read."""
         self.spans = Spans()
         self._startup = Startup(time.time())
         self._turns = Turns((), self.spans, self._loop)
@@ -88,9 +88,9 @@ class Builder:
         self._close_endpoint: Callable[[], None] = lambda: None
 
     def parts(self, again: bool = False) -> Parts:
-        """Build everything. Worker processes start to import while the driver prepares data and environments.
+        """Build and return all parts. Worker processes import while the driver prepares data and environments.
 
-        `again`: this very process has built the run before, and its workers were lost.
+        `again`: this process has built the run before, and lost its workers.
         """
         config = self.config
         if not again:
@@ -149,11 +149,11 @@ class Builder:
         return parts
 
     def refuse_another(self) -> None:
-        """Raise `CheckpointError` where the run folder holds another run. Starts no role and writes nothing."""
+        """Raise `CheckpointError` if the run folder holds another run. Starts no role and writes nothing."""
         own_identity(self.prepared, self.folder, self._data(self.chat()), self.training_routes())
 
     def nothing_left(self, done: int) -> bool:
-        """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
+        """Return whether no step is left after `done` steps. Data is read only if no checkpoint holds the answer."""
         return nothing_left(self.prepared, self.folder, done, lambda: self._data(self.chat()), self.observers.status)
 
     def _watch_stalls(self) -> StallMonitor:
@@ -171,11 +171,11 @@ class Builder:
         return open_data(self.prepared, chat, self.spans, self.observers.status)
 
     def training_routes(self) -> "list[Route]":
-        """Build the environments of training."""
+        """Return the environments of training."""
         return training_routes(self.prepared, self._scorers, self.closers)
 
     def evaluation_routes(self) -> "list[Route]":
-        """Build the environments of `evaluation`."""
+        """Return the environments of `evaluation`."""
         return evaluation_routes(self.prepared, self._scorers, self.closers)
 
     def _scorers(self, names: Sequence[str]) -> "dict[str, Scorer]":
@@ -192,20 +192,20 @@ class Builder:
             self.observers.add(selection.name, build_selection(selection, info))
 
     def cluster(self, *only: str) -> "Callable[[str], Slice]":
-        """Return a function from roles to slices: of all roles, or of those alone that are named."""
+        """Return a function from a role to its slice. It knows all roles, or only the named ones."""
         slices = make_slices(self.prepared, self.folder.logs, self.closers, only)
         self._cluster = slices.cluster
         return slices.of
 
     def _saved(self, backend: "Backend") -> "dict[str, Backend]":
-        """Return the models that a checkpoint holds, by the names of their folders in it."""
+        """Return the models that are saved in a checkpoint, by the names of their folders in it."""
         trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self.prepared.roles[name].trained}
         return {"backend": backend, **trained}
 
     def handles(self, roles: Sequence[str], slice_of: "Callable[[str], Slice]") -> dict[str, Any]:
-        """Build the driver's handles of roles, which start their workers; further models are in `roles` from then on.
+        """Start the workers of roles and return the driver's handles. Further models are then in `self.roles` as well.
 
-        Where several fail, the error is of the first.
+        If several roles fail, the error of the first one is raised.
         """
         groups = [list(roles)] if self.plan.inline else lanes(map(self.plan.role, roles))
         starting = Starting(groups, lambda role: self._handle(role, slice_of))
@@ -226,7 +226,7 @@ class Builder:
             seed=self.config.run.seed,
             scratch=self.folder.scratch.resolve(),
             status=self.observers.status,
-            # What is read by another template or tokenizer may be longer than what the policy sees.
+            # With another chat template or tokenizer, a text may have more tokens than it has for the policy.
             max_context=0 if role in self.asked else self.plan.max_context,
             trained=role in ("backend", "generator") or self.prepared.roles[role].trained,
             replacing=self.recovery if self.recovery and self.recovery.enabled else None,
@@ -272,7 +272,7 @@ class Builder:
         return stream
 
     def evaluator(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> "Evaluator":
-        """Build what evaluates."""
+        """Return the evaluator of these environments."""
         from whet.evaluation.evaluate import Evaluator
 
         return Evaluator(
@@ -290,9 +290,9 @@ class Builder:
 
         def evaluate(step: int) -> Metrics:
             if stream is not None and step >= self.total:
-                stream.close()  # no step is left for what it plays
+                stream.close()  # no step is left that could use its rollouts
             self._turns.generation()
-            # Alone at the generator: what is batched together, and so how it rounds, does not depend on timing.
+            # No other requests meanwhile: batches, and so rounding errors, must not depend on timing.
             with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
                 result = evaluator.evaluate()
             label = f"step-{step:06d}"
@@ -304,7 +304,7 @@ class Builder:
         return evaluate
 
     def _serve(self, generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None") -> None:
-        """Serve the model at the endpoint of the run, from its first weights on."""
+        """Start the endpoint of the run, which serves the model from its first weights on."""
         from whet.rollout.gate import Gate
 
         self._turns.generation()  # requests before the first step need a generator that is awake
@@ -315,11 +315,11 @@ class Builder:
         self.closers.append(self._close_endpoint)
 
     def _hang_up(self) -> None:
-        """Close the endpoint where roles take turns: a save would wait for its requests in flight."""
+        """Close the endpoint if roles take turns: a save would wait for its requests in flight."""
         if self._turns.sides:
             try:
                 self._close_endpoint()
-            except Exception:  # it must not cost the checkpoint
+            except Exception:  # a failure here must not prevent the checkpoint
                 log.exception("the endpoint could not be closed")
 
     def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
@@ -347,7 +347,7 @@ class Builder:
         def records(step: int, batch: "Batch") -> Mapping[str, Any]:
             if stream is None:
                 return {}
-            # Here, not when saving: a signal may end the run after the next batch was handed over.
+            # Read here and not when saving: a signal may end the run after the stream has returned the next batch.
             position["rollouts"] = stream.state()
             consumed = stream.collect()
             rows = recorder.rows(consumed.trained, batch)
@@ -392,15 +392,15 @@ class Builder:
             self.recovery.resync = sync.resync
 
         def sync_weights(*, version: int) -> None:
-            self._turns.training()  # before other weight syncs are locked out, one of which requests may wait for
+            self._turns.training()  # before `sync` takes its lock: requests may wait for a resync, which needs it too
             sync(version=version)
 
         return sync_weights
 
     def _link(self) -> "tuple[TransferSpec, Callable[[], Places]]":
-        """Give what all hand-overs have in common, and how to find out where senders were at the last one."""
+        """Return the spec that all hand-overs share, and a function that returns the last known places of senders."""
         way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
-        assert way is not None  # there is a generator
+        assert way is not None  # a run with a generator has one
         if way.transport not in MEETING:
             folder = str(self.folder.scratch.resolve() / "weights")
             return TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds), tuple

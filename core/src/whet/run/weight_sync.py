@@ -1,4 +1,4 @@
-"""Sends the backend's weights to the generator, and probes that the generator computes with them."""
+"""Sends the backend's weights to the generator, and checks with a probe that the generator computes with them."""
 
 import itertools
 import threading
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class WeightSync:
-    """Hands weights from backend to generator: both ends at once, under a deadline, complete or refused.
+    """Sends weights from the backend to the generator: both work at the same time, under a deadline.
 
-    Where a probe is due, the hand-over ends when the generator has shown that it computes with them.
+    The generator takes all weights or refuses them. If a probe is due, the call ends after the generator has passed it.
     """
 
     def __init__(
@@ -34,7 +34,10 @@ class WeightSync:
         after: Callable[[int], None], on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
-        """Take a link that says all but session, version, and the `places` of senders."""
+        """Take a link without session, version and `places`, which each hand-over sets.
+
+        `places` returns the last known places of senders. `after` is called with each version that was sent.
+        """
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
         self._template, self._on_weight_update, self._count = link, on_weight_update, itertools.count()
         self._last: TransferSpec | None = None
@@ -43,7 +46,7 @@ class WeightSync:
         self._changing = threading.Lock()
 
     def __call__(self, *, version: int) -> None:
-        """Send the weights of step `version` to the generator. Raises `WeightSyncError` where it does not have them."""
+        """Send the weights of step `version` to the generator. Raises `WeightSyncError` if it does not have them."""
         with ExitStack() as held:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
@@ -55,10 +58,11 @@ class WeightSync:
         self._after(version)
 
     def resync(self, give: "Give") -> None:
-        """Give one receiver the weights of the last hand-over; None: there was none yet.
+        """Send the weights of the last hand-over to one receiver again: call `give` with its link and its proof.
 
-        The senders are not asked, whatever they do meanwhile: what they sent lasts until the next hand-over begins. Nor
-        is the trainer: what it scored then is the proof, and where it scored nothing the next hand-over is probed.
+        The link is None if there was no hand-over yet. The senders take no part: what they sent remains available until
+        the next hand-over begins. The trainer takes no part either: the proof holds its scores from that time. If there
+        is no proof, the next hand-over is probed.
         """
         with self._changing:
             if self._probe is not None and self._proof is None:
@@ -82,9 +86,9 @@ def make_probe(
     prepared: "Prepared", trainer: "Backend", generator: "Generator | None", chat: "ChatTokenizer",
     loop: "Callable[[], EpisodeLoop]", turn: Callable[[], None] = lambda: None,
 ) -> "Probe | None":  # fmt: skip
-    """Make the probe of a run; None where there is nothing to compare, or it is switched off.
+    """Return the probe of a run; None: it is switched off, or there is nothing to compare.
 
-    `turn` waits for the generator's turn.
+    `turn` waits until the generator has its turn.
     """
     config, model, facts = prepared.config, prepared.model, prepared.facts
     given = "logprobs" in facts["backend"].outputs_given
