@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 
 class Builder:
-    """Builds the parts of a run. `closers` gets a function for each part that must be closed, in the same order."""
+    """Builds the parts of a run. Adds a function to `closers` for each part that must be closed.
+
+    The caller calls these functions in reverse order.
+    """
 
     def __init__(
         self,

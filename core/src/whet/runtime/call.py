@@ -39,11 +39,11 @@ class Call:
         self.expires = time.monotonic() + self.timeout_seconds
 
     def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
-        """Return the error of this call, which failed."""
+        """Return the error for the failure of this call."""
         return WorkerError(self.role, self.rank, self.phase, cause, words, details)
 
     def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
-        """Return the error of this call, whose process is lost."""
+        """Return the error for the loss of this call's process."""
         return kind(self.role, self.rank, self.phase, cause, words)
 
 
@@ -95,7 +95,7 @@ class HostProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process without waiting. Any thread may call this; before the start, the end follows the start."""
+        """Kill the process without waiting. Any thread may call this. Before the start, the kill follows the start."""
         ...
 
     def state(self) -> str:

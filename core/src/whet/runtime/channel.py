@@ -92,7 +92,7 @@ class Incoming:
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._begin, self._wanted = bytearray(), _HEAD.size
-        """The part of a message's count and sizes that has arrived, and the length of the whole of it."""
+        """The bytes of a message's count and sizes that have arrived, and how many bytes these must become."""
         self._shape: _Shape | None = None
         self._payload = memoryview(b"")
         self._got = 0

@@ -25,7 +25,10 @@ class Clock:
     """One thread that watches the deadlines of all calls of a cluster."""
 
     def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
-        """Make a clock. If its thread ends unexpectedly, so that no deadline is watched, it calls `lost` with why."""
+        """Make a clock. If its thread ends unexpectedly, `lost` is called with the reason.
+
+        No deadline is watched then.
+        """
         self._lost, self._guard = lost, Guard("whet-deadlines")
         self._connections: set[Connection] = set()
         self._next = math.inf
@@ -93,7 +96,7 @@ class Clock:
         self._guard.report(error)
         self._connections.discard(connection)
         words = f"its deadlines cannot be watched: {in_words(error)}"
-        # A separate thread, because the clock may hold its lock: `fail` calls the waiting callers, who may need it.
+        # A separate thread: `fail` calls functions of callers. They may use the clock, which may hold its lock here.
         threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
 
 
@@ -111,7 +114,9 @@ def _end_overdue(connections: "Sequence[Connection]") -> None:
 
 
 def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
-    """Return what explains an error. All of `asks` run at the same time, and together take no longer than one may.
+    """Call all of `asks` at the same time, and return their answers, which help to explain an error.
+
+    All of them together may take as long as one.
 
     An answer that is not there in time is empty. A failure here never hides the error, or ends the calling thread.
     """

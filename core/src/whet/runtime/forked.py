@@ -254,7 +254,7 @@ def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.soc
     """Ask the server to fork a process, and allow the process to begin. Return its id and a descriptor of it."""
     waiting, go = os.pipe()
     with os.fdopen(go, "wb", buffering=0) as permit:
-        with os.fdopen(waiting, "rb"):  # closed here once the server has a copy
+        with os.fdopen(waiting, "rb"):  # closed here, so that only the new process holds it
             socket.send_fds(line, [b"+"], [connection.fileno(), output, waiting])
         send(line, encode(order))
         pid = int(_said(line, time.monotonic() + _FORK_SECONDS)["pid"])
@@ -272,7 +272,7 @@ def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.soc
 def _readable(*ends: socket.socket | int, seconds: float | None = None) -> bool:
     """Wait until one of these can be read, and return whether one can.
 
-    `poll` instead of `select`, which refuses descriptors above 1023.
+    This uses `poll`, because `select` refuses descriptors above 1023.
     """
     waiting = select.poll()
     for end in ends:

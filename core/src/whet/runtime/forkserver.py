@@ -63,7 +63,7 @@ class ForkServer:
             self._waiting.register(end, select.POLLIN)
 
     def serve(self) -> Order | None:
-        """Serve until the driver is gone, then return None. In each forked process, return the order of it."""
+        """Serve until the driver is gone, then return None. In a forked process, return its order."""
         while True:
             for descriptor, _ in self._waiting.poll():
                 if descriptor == self._driver.fileno():
@@ -184,7 +184,7 @@ def threads() -> int:
 
 
 def _show_name(name: str) -> None:
-    """Set what the list of processes shows for this process: a host of workers with this name."""
+    """Change this process's entry in the list of processes to a host of workers with this name."""
     with suppress(OSError, ValueError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:

@@ -304,7 +304,10 @@ class ProcessSlice:
     host_groups: tuple[str, ...]
 
     def spawn(self, target: str, arguments: Mapping[str, Any]) -> ConnectedWorkers:
-        """Build one worker object for each rank, all at the same time, and return them. The deadline is `start`."""
+        """Build one worker object for each rank, all at the same time, and return them.
+
+        The deadline is that of the phase `start`.
+        """
         encode(dict(arguments))  # raises for arguments that cannot be sent, before any process starts
         slot = next(self.cluster.terms.numbers)
         connect = [partial(self.cluster.connection, name) for name in self.host_groups]
