@@ -1,10 +1,11 @@
-"""Stands by one host process on a node of a Ray cluster: an actor that starts it, passes on its output, and ends it.
+"""A Ray actor, the keeper, that starts one worker process on a node, forwards its output to the driver, and ends it.
 
     driver ── Connection ──────── TCP ─────────> worker_process      the same as on the driver's own machine
        └───── RayProcess ── TCP ── Keeper ── child, output, signals ──┘
 
-The host is a process of its own rather than the actor's: it ends with a code or a signal that is known, its stacks can
-be seen while its interpreter is stuck, and its threads, imports and environment are not Ray's. Only builtins cross Ray.
+Workers do not run in the actor. The worker process is a child of the actor, for three reasons: its exit code or signal
+is known, its stacks can be read while its interpreter is stuck, and its threads, imports and environment are not those
+of Ray. Only builtins cross Ray.
 """
 
 import os
@@ -31,20 +32,20 @@ from whet.runtime.watchdog import watchdog
 from whet.runtime.wire import decode, encode
 
 OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
-"""Variables that Ray set for its own processes, and that its guests have no business with."""
+"""Environment variables that Ray sets for its own processes. A worker process does not get them."""
 _PATIENCE_FOR_OUTPUT = 2.0
 _PATIENCE_FOR_AN_END = 5.0
 _PATIENCE_FOR_RAY = 2.0
 
 
 class Keeper:
-    """The actor. `keep` returns at once, so that Ray can always ask it something."""
+    """The actor. `keep` returns at once, so that the actor can always answer Ray."""
 
     def keep(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Connect to the driver and start the host; give this node's versions, or say under `error` why not."""
+        """Connect to the driver and start the worker process. Return this node's versions and an `error`, or ""."""
         found = {**versions(), "error": ""}
         if {key: found[key] for key in order["versions"]} != order["versions"]:
-            return found  # the driver says what differs
+            return found  # the driver compares the versions and raises
         if words := _unfit(order["python"]):
             return {**found, "error": words}
         try:
@@ -56,26 +57,26 @@ class Keeper:
         return found
 
     def ping(self) -> None:
-        """Answer; Ray says why where it cannot."""
+        """Return at once. Where the actor is lost, Ray raises an error with the cause instead."""
 
 
 class Keeping:
-    """One host process and the connection over which the driver commands it."""
+    """One worker process, and the control connection over which the driver sends orders for this process."""
 
     def __init__(self, control: socket.socket, connection: socket.socket, order: Mapping[str, Any]) -> None:
         self._control, self._connection, self._order = control, connection, order
         self._sending, self._started, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._child: Child | Forked | None = None
         self._held: socket.socket | None = None
-        """Keeps the system from giving others the port where ranks are about to meet."""
+        """A bound socket. It keeps the port of the ranks' rendezvous free for them."""
 
     def begin(self) -> None:
-        """Start the process from a thread that lives as long as it may."""
+        """Start the worker process from a thread that lives as long as the process, and take orders in another one."""
         watched("whet-keeper", self._live, self._lost, self._over.is_set)
         watched("whet-keeper-orders", self._obey, self._lost)
 
     def _live(self) -> None:
-        watchdog().detached = True  # Ray kills the children of an actor that ends, but not those that they started
+        watchdog().detached = True  # when an actor ends, Ray kills its children, but no grandchildren
         try:
             self._child, output = self._start()
         except OSError as error:
@@ -88,18 +89,21 @@ class Keeping:
         pump = watched("whet-keeper-log", lambda: self._pass_on(output), self._lost, lambda: True)
         end = self._child.end()
         self._over.set()
-        pump.join(_PATIENCE_FOR_OUTPUT)  # its last words come before its end
+        pump.join(_PATIENCE_FOR_OUTPUT)  # the driver gets the last output before the message that the process ended
         self._say(ended=end)
 
     def _lost(self, words: str) -> None:
-        """End the process, and say why: without this thread nobody would hear of it, or end it."""
+        """Kill the process and send the reason to the driver, because a thread that serves the process has ended."""
         self._started.set()
         self._say(ended=words)
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
 
     def _start(self) -> tuple[Child | Forked, IO[bytes]]:
-        """Start the process, by a fork where the driver is on this machine and has a server for it."""
+        """Start the process and return it with its output. Fork it where the driver names a fork server.
+
+        A fork server exists only where the driver is on this machine.
+        """
         name, server = self._order["process"], self._order["fork_server"]
         reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         with writing:
@@ -122,7 +126,7 @@ class Keeping:
         )  # fmt: skip
 
     def _meeting_point(self) -> int | str:
-        """Hold a port where ranks can meet; why there is none."""
+        """Reserve a port for the rendezvous of ranks. Return the port, or the reason why there is none."""
         try:
             self._held = reserve(self._control.getsockname()[0])
         except WhetError as error:
@@ -141,7 +145,7 @@ class Keeping:
             self._say(output=words)
 
     def _obey(self) -> None:
-        """Do what the driver says; without a driver, end the process and this one."""
+        """Carry out the driver's orders. When the driver is gone, end the worker process and this process."""
         try:
             while True:
                 said = decode(receive(self._control))
@@ -158,19 +162,19 @@ class Keeping:
         except (EOFError, OSError, WhetError):
             self._started.wait()
             if self._over.is_set():
-                time.sleep(_PATIENCE_FOR_RAY)  # the driver lets Ray end this actor, which is quieter than its exit
+                time.sleep(_PATIENCE_FOR_RAY)  # the driver has Ray end this actor; Ray reports an exit as an error
             if self._child is not None:
                 self._child.signal(signal.SIGKILL)
                 self._over.wait(_PATIENCE_FOR_AN_END)
             os._exit(0)
 
     def _say(self, **words: Any) -> None:
-        with suppress(OSError), self._sending:  # a driver that is gone is noticed by `_obey`
+        with suppress(OSError), self._sending:  # `_obey` notices when the driver is gone
             send(self._control, encode(words))
 
 
 def _unfit(python: str) -> str:
-    """Say why this node's processes cannot run in another interpreter than Ray's; empty: they can."""
+    """Return why the worker process cannot run in the interpreter `python` on this node, or "" where it can."""
     try:
         return "; ".join(faults(probe(Path(python)))) if python else ""
     except ConfigError as error:
@@ -178,7 +182,7 @@ def _unfit(python: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Give what must be alike on all nodes of a run."""
+    """Return the versions that must be equal on all nodes of a run."""
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "ray": metadata.version("ray"),

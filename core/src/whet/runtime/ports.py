@@ -1,4 +1,7 @@
-"""Ports that the system picks: to listen on, and to hold for another process; where there is none, why in words."""
+"""Free ports, chosen by the operating system: to listen on, or to reserve for another process.
+
+Where no port is free, the error says why, and what to do.
+"""
 
 import errno
 import socket
@@ -11,7 +14,7 @@ _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def listen(address: str, purpose: str, backlog: int = 1024) -> socket.socket:
-    """Listen at an address of this machine. Raises `WhetError`; `purpose` says in it what for."""
+    """Return a socket that listens at an address of this machine. Raises `WhetError`, which names the `purpose`."""
     try:
         return socket.create_server((address, 0), family=family(address), backlog=backlog)
     except OSError as error:
@@ -19,9 +22,9 @@ def listen(address: str, purpose: str, backlog: int = 1024) -> socket.socket:
 
 
 def reserve(address: str) -> socket.socket:
-    """Hold a port, without listening, for a process that lets addresses be used again, as torch does.
+    """Reserve a port without listening, for a process that sets SO_REUSEADDR on its socket, as torch does.
 
-    The system gives it to nobody else until it is closed. Raises `WhetError`.
+    The operating system gives the port to no other process until the returned socket is closed. Raises `WhetError`.
     """
     held = socket.socket(family(address))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,7 +37,7 @@ def reserve(address: str) -> socket.socket:
 
 
 def shortage(address: str = "127.0.0.1") -> str:
-    """Say what to do where the system has no port left to give at an address; empty where it has."""
+    """Return what to do where the operating system has no free port at an address, or "" where it has one."""
     try:
         socket.create_server((address, 0), family=family(address)).close()
     except OSError as error:
@@ -43,7 +46,7 @@ def shortage(address: str = "127.0.0.1") -> str:
 
 
 def is_taken(port: int) -> bool:
-    """Whether somebody listens on a port of this machine."""
+    """Return whether a process listens on a port of this machine."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -52,7 +55,7 @@ def is_taken(port: int) -> bool:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Give the family of an address."""
+    """Return the socket family of an address: IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

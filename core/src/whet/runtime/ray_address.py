@@ -1,8 +1,10 @@
-"""Which Ray cluster a run joins: what `cluster.address` and `RAY_ADDRESS` say, as `ray.init` reads them.
+"""Which Ray cluster a run joins. `cluster.address` and `RAY_ADDRESS` decide, with the same meaning as in `ray.init`.
 
-cluster.address   host:port, auto, local, or empty, which means what RAY_ADDRESS says
-auto              what RAY_ADDRESS says, else the cluster that `ray start` has started on this machine last
-local             a Ray of the run's own on this machine, also where RAY_ADDRESS is set
+cluster.address   host:port, auto, local, or empty
+host:port         the cluster whose head listens there
+auto              the cluster of RAY_ADDRESS; where that is not set, the cluster that `ray start` began on this machine
+local             a new Ray on this machine, for this run alone; RAY_ADDRESS is ignored
+empty             the cluster of RAY_ADDRESS; where that is not set, the same as local
 """
 
 import os
@@ -20,7 +22,7 @@ _SUBMIT: Final = "`ray job submit --address http://HEAD:8265 -- whet run ...`"
 
 
 def address_to_join(section: "ClusterSection", environment: Mapping[str, str] = os.environ) -> str:
-    """Return `host:port` or `auto` of the cluster that a run joins; empty: none, Ray is started on this machine."""
+    """Return `host:port` or `auto` of the cluster that a run joins, or "" where it starts Ray on this machine."""
     if section.launcher != "ray":
         return ""
     address = section.address
@@ -30,7 +32,7 @@ def address_to_join(section: "ClusterSection", environment: Mapping[str, str] = 
 
 
 def address_problem(section: "ClusterSection", environment: Mapping[str, str] = os.environ) -> str:
-    """Return what is wrong with the address that a run would join; empty: nothing."""
+    """Return what is wrong with the address that a run would join, or "" where nothing is wrong."""
     address = address_to_join(section, environment)
     named = "is" if address == section.address else f"is {section.address!r}, and {VARIABLE} is"
     fault = _fault(address) if address else ""
@@ -38,7 +40,7 @@ def address_problem(section: "ClusterSection", environment: Mapping[str, str] = 
 
 
 def head_of(address: str) -> str:
-    """Return `host:port` of the head; `auto` is looked up. Raises `ConfigError` where no cluster is found."""
+    """Return `host:port` of the cluster's head, and look it up for `auto`. Raises `ConfigError` if none is found."""
     if address != "auto":
         if fault := _fault(address):
             raise ConfigError(f"cluster.address: is {address!r}, {fault}")

@@ -1,10 +1,12 @@
-"""Ray's token, which Ray takes from the environment or a file: never left where programs of the driver inherit it.
+"""Ray's authentication token. Ray reads it from the environment or from a file.
 
-    before Ray is used   RAY_AUTH_TOKEN is taken out of the environment, and kept here
-    while Ray starts     the environment names a file that the user alone can read, and no token
-    from then on         Ray has the token in memory, and its own processes know the file, which ends with the session
+The token never stays in the environment, because every program that the driver starts inherits the environment.
 
-A token is kept as long as the process lives, as Ray itself does: it never reads another one.
+    before Ray is used   whet removes RAY_AUTH_TOKEN from the environment and keeps it in this module
+    while Ray starts     the environment names a file with the token, which only the user can read
+    afterwards           Ray has the token in memory; Ray's processes know the file, which is removed with the session
+
+This module keeps the token until the process ends. Ray does the same: it reads a token once per process.
 """
 
 import os
@@ -22,28 +24,34 @@ MODE: Final = "RAY_AUTH_MODE"
 
 _lock: Final = threading.Lock()
 _kept: Final[dict[str, str]] = {}
-"""What is shown to Ray: the token of this process, and the mode where we made the token. Empty: it has none of its own,
-and Ray looks for one where it does by default."""
+"""Variables that Ray is to see: the token of this process, and the mode where whet made the token.
+
+Where it is empty, Ray looks for a token in its default places.
+"""
 
 
 def hide_token() -> None:
-    """Take the token out of this process's environment."""
+    """Remove the token from this process's environment, and keep it in this module."""
     with _lock:
         if token := os.environ.pop(TOKEN, ""):
             _kept[TOKEN] = token
 
 
 def make_token() -> None:
-    """Make a token for a Ray of our own, unless the user has chosen how to reach Ray, or Ray has chosen already."""
+    """Make a token for a Ray that whet starts.
+
+    Make none where there is a token already, where the user has set the mode or the token file, or where Ray has been
+    imported and so has read its settings.
+    """
     with _lock:
         if not _kept and not {MODE, FILE} & set(os.environ) and "ray" not in sys.modules:
-            # By default it would write a token to the home folder, and say so on every start.
+            # Without a token, Ray would write one to the home folder and print that at every start.
             _kept.update({TOKEN: secrets.token_hex(32), MODE: "token"})
 
 
 @contextmanager
 def shown_token(folder: Path) -> Iterator[None]:
-    """Show Ray a file in a private folder with the token, while it starts or connects."""
+    """Write the token to a file in a private folder, and name the file in the environment while Ray starts or joins."""
     with _lock:
         shown = dict(_kept)
     if not shown:
