@@ -1,4 +1,4 @@
-"""Streams of several ranks, each asked and heard over its process's own connection, followed as one.
+"""The streams of several ranks, merged into one. Each rank's stream uses the connection of the rank's process.
 
 Streams ── stream ──> Connection, for each rank
    ^─── Mailbox <── part, part, done ── Connection
@@ -19,20 +19,20 @@ from whet.runtime.connection import Connection
 from whet.runtime.wire import WireError, encode, encode_calls
 
 _PAUSE_SECONDS: Final = 0.005
-"""Between two deliveries to an event loop: it is woken no oftener, however many answer. The first comes at once."""
+"""Least time between two deliveries to an event loop, however many ranks answer. The first delivery is immediate."""
 
 
 class Mailbox:
-    """Brings what a thread has for the streams of an event loop to it: all that has come, in one turn of the loop."""
+    """Brings items from other threads to the queues of one event loop: all waiting items in one turn of the loop."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self._lock = threading.Lock()
         self._awaited = False
-        """Whether the loop will look by itself."""
+        """Whether `_empty` is scheduled on the loop already."""
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
-        """Raises `RuntimeError` where the loop is closed."""
+        """Put an item into a queue of the loop, from any thread. Raises `RuntimeError` where the loop is closed."""
         with self._lock:
             if loop.is_closed():
                 raise RuntimeError("the loop is closed")
@@ -57,7 +57,7 @@ class Streams:
         self, role: str, slot: int, method: str, arguments: Mapping[int, tuple[Any, ...]], phase: str,
         connections: Mapping[int, Connection], terms: Terms,
     ) -> None:  # fmt: skip
-        """Nothing is asked before `listen`. Each rank is asked in the process that is given for it."""
+        """Take the arguments and the connection of each rank. No message is sent before `listen`."""
         self._role, self._slot, self._method, self._arguments, self._phase = role, slot, method, arguments, phase
         self._connections, self._terms = connections, terms
         self._seconds = terms.deadline(phase)
@@ -67,7 +67,7 @@ class Streams:
     async def listen(
         self, mailboxes: MutableMapping[asyncio.AbstractEventLoop, Mailbox]
     ) -> AsyncGenerator[Heard, None]:
-        """Ask, and give what comes until all streams are over. What is left when this is closed is cancelled."""
+        """Start the streams, and yield what arrives until all have ended. Closing this cancels the unfinished ones."""
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailboxes.setdefault(self._loop, Mailbox())
         self._number = next(self._terms.numbers)
@@ -104,7 +104,7 @@ class Streams:
     def _deliver(self, heard: Heard) -> None:
         try:
             self._mailbox.put(self._loop, self._arrived, heard)
-        except RuntimeError:  # the loop was closed, and nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller waits for the item
             self._connections[heard.rank].drop(self._number)
 
     def _cancel(self, ranks: Collection[int]) -> None:
@@ -115,7 +115,7 @@ class Streams:
 
 
 async def one_stream(streams: AsyncGenerator[Heard, None]) -> AsyncGenerator[Any, None]:
-    """Give the items of the streams of one rank; raises what ended it."""
+    """Yield the items of the streams of one rank. Raises the error that ended its stream."""
     async with aclosing(streams):
         async for heard in streams:
             for item in heard.items:

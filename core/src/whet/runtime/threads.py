@@ -1,9 +1,9 @@
-"""Long-lived threads: an item that raises does not end its thread, and no thread ends in silence.
+"""Long-lived threads. A thread survives an item of work that raises, and no thread ends without a report.
 
-    watched(name, run, lost)      start a thread; `lost` is called with words if it ends before it may
-    Guard(name).item()            around one item of its work: what that raises is reported once, and the thread goes on
+    watched(name, run, lost)      start a thread; call `lost` with the reason if the thread ends unexpectedly
+    Guard(name).item()            around one item of the thread's work: log an error once, and let the thread continue
 
-A thread whose items raise `MOST_IN_A_ROW` times in a row gives up, and so is lost: it would do nothing but fail.
+A thread ends, and is reported as lost, when `MOST_IN_A_ROW` items in a row raise: it would do nothing but fail.
 """
 
 import logging
@@ -19,12 +19,16 @@ log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 50
 PAUSE_SECONDS = 0.05
-"""After an item that raised, so that a fault which stays does not take a whole core."""
+"""Seconds to sleep after an item that raised, so that a permanent fault does not use a whole core."""
 MOST_REPORTS = 100
+"""Errors that one guard logs; later ones are not logged."""
 
 
 class Guard:
-    """Reports what the items of a long-lived thread raise, each kind and place once, and lets the thread go on."""
+    """Logs the errors of a long-lived thread's items and lets the thread continue.
+
+    It logs an error once for each type and place in the code.
+    """
 
     def __init__(self, thread: str, pause_seconds: float = PAUSE_SECONDS) -> None:
         self._thread, self._pause_seconds = thread, pause_seconds
@@ -33,7 +37,7 @@ class Guard:
 
     @contextmanager
     def item(self) -> Iterator[None]:
-        """Do one item of the thread's work. Raise what it raised where so many in a row have failed."""
+        """Catch and log what one item of work raises. Raise it once `MOST_IN_A_ROW` items in a row have raised."""
         try:
             yield
         except Exception as error:
@@ -46,11 +50,11 @@ class Guard:
             self._in_a_row = 0
 
     def report(self, error: Exception) -> None:
-        """Log an error, unless one of its type was raised at the same place before."""
+        """Log an error, unless an error of the same type from the same place was logged before."""
         found = (type(error).__name__, place_of(error))
         if found not in self._told and len(self._told) < MOST_REPORTS:
             self._told.add(found)
-            with suppress(Exception):  # nobody may read along any more
+            with suppress(Exception):  # the log itself may be closed or broken
                 log.error("the thread %s goes on after an error: %s", self._thread, in_words(error))
 
 
@@ -60,9 +64,9 @@ def watched(
     lost: Callable[[str], object] = lambda words: None,
     over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Start a daemon thread. If it raises, or returns before `over()` says that it may, call `lost` with words.
+    """Start a daemon thread and return it. If it raises, or returns while `over()` is false, call `lost`.
 
-    The words are printed, too. `lost` runs on the thread, as the last thing that it does.
+    `lost` gets the reason as a sentence, which is also printed to stderr. It runs on the thread, as its last act.
     """
 
     def living() -> None:
