@@ -1,9 +1,10 @@
 """Worker processes on the nodes of a Ray cluster.
 
-    RayLauncher ── one placement group for each group of roles ── a `Keeper` in each bundle ── a host process
+    RayLauncher ── one placement group for each group of roles ── a `Keeper` in each bundle ── a worker process
 
-Ray places processes, gives them GPUs and tells why a node was lost. What is said to workers does not pass through it:
-each process has a connection to the driver of its own, with the same messages as on one machine.
+Ray places the processes, assigns GPUs to them, and reports why a node was lost. Messages to workers do not pass through
+Ray: each worker process has its own connection to the driver, with the same messages as on one machine. A keeper is the
+actor that starts a worker process on its node, see `node_agent`.
 """
 
 import itertools
@@ -42,11 +43,11 @@ _PATIENCE_FOR_A_KILL: Final = 3.0
 _PATIENCE_FOR_A_PORT: Final = 10.0
 _STEP_SECONDS: Final = 0.2
 _SIGNS_OF_A_LOST_NODE: Final = ("never ran", "marked dead")
-"""In what Ray says of an actor that could be started elsewhere."""
+"""Phrases in Ray's error for an actor whose node was lost before the actor ran; it can be started on another node."""
 
 
 class RayCluster(Cluster):
-    """Makes slices whose workers are processes on nodes of a Ray cluster, and ends them all."""
+    """Makes slices whose workers run in processes on nodes of a Ray cluster, and ends all these processes."""
 
     def __init__(
         self,
@@ -62,11 +63,11 @@ class RayCluster(Cluster):
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
     ) -> None:
-        """Make a cluster, as `Cluster` says; Ray starts in the background.
+        """Make a cluster, with the arguments of `Cluster` and these. Ray starts in the background.
 
-        `run` is what Ray's lists call it. `address` is `host:port` of the head of a cluster to join, or `auto`; empty:
-        Ray is started on this machine and ends with this cluster. `placement` and `resources` are those of
-        `ClusterSection`, by role.
+        `run` names the run in Ray's lists and dashboard. `address` is `host:port` of the head of a cluster to join, or
+        `auto`; where it is empty, Ray starts on this machine and ends with this cluster. `placement` and `resources`
+        map a role to the settings of that name in `ClusterSection`.
         """
         start = (deadlines or DeadlinesSection()).start
         launcher = RayLauncher(run, address, placement or {}, resources or {}, environment or {}, start)
@@ -74,7 +75,7 @@ class RayCluster(Cluster):
 
 
 class RayLauncher:
-    """Starts processes through Ray."""
+    """Starts worker processes through Ray; see `Launcher`."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class RayLauncher:
         self.ray_names = Names(run)
         self.places = Places(self.session, placement, resources, self.ray_names)
         self.environment = dict(environment)
-        self.start_seconds = 0.9 * start_seconds  # so that who starts a process can say what it waited for
+        self.start_seconds = 0.9 * start_seconds  # below the caller's deadline, so that the error names the cause
         self.token = secrets.token_bytes(32)
         self.names = itertools.count(1)
         self._files = LocalLauncher({})
@@ -99,31 +100,35 @@ class RayLauncher:
         self._lock = threading.Lock()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "RayProcess":
-        """Make a process in a bundle of its group."""
+        """Return a process that is not started yet. Its place is a bundle in the placement group of its group."""
         return RayProcess(self, host, group, log, self._fork_servers.of(host.name))
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
-        """Import on this machine while Ray starts here."""
+        """Start fork servers, which import modules while Ray starts. Do nothing where Ray runs on other machines."""
         if self.session.local:
             folders = {"path": [], "add": foreign_folders()}
             self._fork_servers.start(modules, folders, logs, min(patience_seconds, self.start_seconds / 2))
 
     def import_folders(self, host: Host) -> dict[str, Any]:
-        """Let processes import from the folders of this one that are not its interpreter's own, where they see them.
+        """Return the folders from which a process imports beside those of its own interpreter, where they exist.
 
-        Those of another interpreter import nothing that is installed in this one.
+        A process of the driver's interpreter gets all folders of the driver that are outside that interpreter. A
+        process of another interpreter imports nothing that is installed for the driver's.
         """
         return {"path": [], "add": extra_folders() if host.python else foreign_folders()}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Give a fresh file where all nodes are this machine, else a free port of the first process's node."""
+        """Return the rendezvous of ranks: a new file where all nodes are this machine, else a port of rank 0's node."""
         self.session.wait(self.start_seconds)
         first = processes[0]
         assert isinstance(first, RayProcess)
         return self._files.rendezvous(role, slot, processes) if self.session.local else first.meeting_point()
 
     def door(self) -> Door:
-        """Give the door at which processes knock. It opens to this machine alone unless other nodes may join."""
+        """Return the door, which accepts the connections of processes. Open it at the first call.
+
+        It listens on the loopback where Ray is on this machine alone.
+        """
         with self._lock:
             if self._door is None:
                 here = _LOOPBACK if self.session.local else self.session.address_here()
@@ -131,20 +136,20 @@ class RayLauncher:
             return self._door
 
     def address(self) -> str:
-        """Give the address at which processes reach this one."""
+        """Return the address of the driver, to which processes connect."""
         self.session.wait(self.start_seconds)
         return self.door().address[0]
 
     def preparations(self) -> list[Span]:
-        """Give the start of Ray, and the imports of fork servers."""
+        """Return the spans of what happens before processes start: the start of Ray, and the fork servers' imports."""
         began, there = self.session.began, self.session.there
         return [*([Span("ray", "start", began, there - began)] if there else []), *self._fork_servers.spans()]
 
     def close(self) -> None:
-        """Give everything back to Ray, and end it where it is our own."""
+        """Release all resources, and end Ray where whet started it."""
         if self._door is not None:
             self._door.close()
-        if not self.session.ends_ray:  # else they end with Ray, which may have lost whom this would wait for
+        if not self.session.ends_ray:  # else the places end with Ray, and to release them first may wait for a lost Ray
             self.places.close()
         self.session.close()
         self._fork_servers.close()
@@ -156,7 +161,7 @@ class RayLauncher:
 
 
 class RayProcess:
-    """A process on some node, and the keeper that stands by it. See `HostProcess`."""
+    """A worker process on a node, together with the keeper that started it. See `HostProcess`."""
 
     def __init__(
         self, launcher: RayLauncher, host: Host, group: Sequence[Host], log: Path, server: ForkServer | None = None
@@ -166,7 +171,7 @@ class RayProcess:
         self._name = f"{host.name}#{next(launcher.names)}"
         self.pid = 0
         self.node = ""
-        """Its machine, named by the address from which its keeper came."""
+        """The address from which the keeper connected, which names the machine."""
         self._bundle: Bundle | None = None
         self._keeper: Any = None
         self._control: socket.socket | None = None
@@ -174,10 +179,10 @@ class RayProcess:
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
-        """What the keeper has not answered, by its number."""
+        """The questions that the keeper has not answered yet, by their numbers."""
 
     def start(self) -> socket.socket:
-        """Find it a place, start a keeper there, and let that start it."""
+        """Wait for a place, start a keeper there, which starts the process, and return the process's connection."""
         deadline = time.monotonic() + self._launcher.start_seconds
         try:
             connection = self._life.ask(partial(self._start, deadline))
@@ -191,9 +196,9 @@ class RayProcess:
         return connection
 
     def wait(self) -> str:
-        """Take what it writes until it ends; say how it did, or why its keeper was lost.
+        """Copy the process's output to its log until it ends. Return how it ended, or why its keeper was lost.
 
-        Raises `ClusterGone` where Ray is.
+        Raises `ClusterGone` where Ray is lost.
         """
         assert self._control is not None
         try:
@@ -211,7 +216,7 @@ class RayProcess:
             self._leave()
 
     def kill(self) -> None:
-        """Let the keeper end it; where that does not answer, Ray ends the keeper."""
+        """Order the keeper to kill the process. Have Ray kill the keeper where the process has not ended in time."""
         self._killed.set()
         if self._control is not None:
             self._tell("kill")
@@ -220,16 +225,16 @@ class RayProcess:
             late.start()
 
     def state(self) -> str:
-        """Ask the keeper for the kernel's letter."""
+        """Return the kernel's letter for the state of the process, or "" where the keeper does not answer in time."""
         return str(self._ask("state", _PATIENCE_FOR_A_STATE) or "")
 
     def show_stacks(self) -> None:
-        """Let the keeper ask for them; its interpreter need not be free for that."""
+        """Order the keeper to have the process write its stacks to its log. It works while its interpreter is stuck."""
         self._tell("stacks")
-        self._ask("state", _PATIENCE_FOR_A_STATE)  # the answer comes after what was written until now
+        self._ask("state", _PATIENCE_FOR_A_STATE)  # the answer comes after all output up to now
 
     def meeting_point(self) -> str:
-        """Give a URL with a free port of the process's node, once it runs."""
+        """Wait until the process runs, and return a URL with a reserved port of its node."""
         self._ready.result(self._launcher.start_seconds)
         host, port = self.node, self._ask("port", _PATIENCE_FOR_A_PORT)
         if not isinstance(port, int):
@@ -247,7 +252,7 @@ class RayProcess:
             try:
                 found = self._answer_of(self._keeper.keep.remote(self._order(door.address)), deadline)
                 break
-            except _NeverRan:  # its node has just left, and Ray has yet to find the bundle another one
+            except _NeverRan:  # its node was just lost, and Ray has not moved the bundle to another node yet
                 time.sleep(_STEP_SECONDS)
         _same_versions(found, self._where)
         if found["error"]:
@@ -280,7 +285,7 @@ class RayProcess:
         }
 
     def _answer_of(self, reference: Any, deadline: float) -> dict[str, Any]:
-        """Wait for the keeper's answer, and say what Ray says where none comes."""
+        """Wait for the keeper's answer and return it. Raises `WhetError` with Ray's reason where none comes."""
         import ray
 
         assert self._bundle is not None
@@ -299,7 +304,7 @@ class RayProcess:
                     ) from None
                 if self._launcher.places.placed(self._bundle):
                     placed = time.monotonic()
-                else:  # its node was lost, which Ray knew only after it had been asked for a place
+                else:  # its node was lost, and Ray noticed that only after it had placed the bundle
                     self._launcher.places.refuse_hopeless([self._bundle], placed, deadline)
             except ray.exceptions.RayError as error:
                 lost = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_NODE)
@@ -310,7 +315,7 @@ class RayProcess:
                 ) from error
 
     def _why_lost(self) -> str:
-        """Ask Ray what became of the keeper."""
+        """Ask Ray about the keeper, and return why it or its node was lost."""
         import ray
 
         if (keeper := self._keeper) is None:
@@ -328,7 +333,7 @@ class RayProcess:
         return f"the connection to its node {self._where} was lost"
 
     def _leave(self) -> None:
-        """Take leave of the keeper."""
+        """Kill the keeper, close its connection, and expect no connection of this process any more."""
         for end in ("control", "host"):
             self._launcher.guests.forget(f"{self._name}/{end}")
         self._kill_keeper()
@@ -337,7 +342,7 @@ class RayProcess:
             control.close()
 
     def _cut(self) -> None:
-        """Take leave of a keeper that may live on without Ray: it ends its process, and `wait` is over."""
+        """Cut the connection to a keeper that may outlive Ray. The keeper then ends its process, and `wait` returns."""
         if (control := self._control) is not None:
             with suppress(OSError):
                 control.shutdown(socket.SHUT_RDWR)
@@ -347,11 +352,11 @@ class RayProcess:
 
         keeper, self._keeper = self._keeper, None
         if keeper is not None and ray.is_initialized():
-            with suppress(Exception):  # Ray may be on its way out, and the keeper with it
+            with suppress(Exception):  # Ray may be ending, and the keeper ends with it
                 self._life.ask(partial(ray.kill, keeper), _PATIENCE_FOR_A_KILL)
 
     def _ask(self, what: str, seconds: float) -> Any:
-        """Give the keeper's answer to this question, not to an earlier one; None where it gives none in time."""
+        """Ask the keeper a question and return its answer to this question, or None where none comes in time."""
         number, answer = next(self._numbers), Future[Any]()
         self._asked[number] = answer
         try:
@@ -362,7 +367,7 @@ class RayProcess:
             self._asked.pop(number, None)
 
     def _tell(self, what: str, number: int = 0) -> bool:
-        """Give the keeper an order; say whether it left."""
+        """Send the keeper an order. Return whether it could be sent."""
         with self._sending, suppress(OSError):
             if self._control is not None:
                 send(self._control, encode({"do": what, "number": number}))
@@ -382,7 +387,7 @@ class RayProcess:
 
     @property
     def _where(self) -> str:
-        """Name its node: as Ray does, or by the address from which its keeper came where Ray has forgotten it."""
+        """The node's name from Ray. Where Ray has forgotten it: the address from which the keeper connected."""
         try:
             found = "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
         except WhetError:
@@ -390,8 +395,8 @@ class RayProcess:
         return self.node or found if found == "?" else found
 
 
-class _NeverRan(WhetError):  # noqa: N818 - it says what happened
-    """An actor was cancelled before it began, or its node was lost meanwhile."""
+class _NeverRan(WhetError):  # noqa: N818 - the name is what happened
+    """An actor was cancelled before it ran, or its node was lost while it started."""
 
 
 def _same_versions(found: Mapping[str, Any], where: str) -> None:
@@ -406,7 +411,7 @@ def _listed(found: Mapping[str, str]) -> str:
 
 
 def _ray_cause(error: BaseException) -> str:
-    """Give the sentence of Ray's long text that says what happened."""
+    """Return the sentence with the cause from Ray's long error message."""
     text = str(error)
     _, found, cause = text.partition("The actor is dead because ")
     if found:
