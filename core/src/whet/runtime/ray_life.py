@@ -1,6 +1,7 @@
-"""Whether Ray still lives: the processes of one that whet started, or the head of a cluster that was joined.
+"""Whether Ray still runs: the processes of a Ray that whet started, or the head of a cluster that the driver joined.
 
-Ray itself waits for a head that is gone for a minute, in calls that nothing ends, and then ends the driver.
+When the head is gone, calls of Ray block and cannot be cancelled; after a minute Ray ends the driver. whet notices the
+loss itself, and earlier.
 """
 
 import socket
@@ -22,22 +23,22 @@ Answer = TypeVar("Answer")
 
 _NEEDED: Final = ("gcs_server", "raylet")
 _PROBE_SECONDS: Final = 5.0
-_MOST_SILENT_SECONDS: Final = 30.0  # a head may be started anew, but Ray ends this process after a minute
+_MOST_SILENT_SECONDS: Final = 30.0  # time to restart a head; after a minute without it, Ray ends this process
 
 
 class Signs(Protocol):
-    """Signs of life of a Ray."""
+    """Shows whether a Ray still runs."""
 
     every: float
-    """Seconds between two looks."""
+    """Seconds between two checks."""
 
     def fault(self) -> str:
-        """Say why it cannot be used any more; empty while it lives."""
+        """Return why Ray cannot be used any more, or "" while it runs."""
         ...
 
 
 class OwnSigns:
-    """Of a Ray on this machine that this process has just started."""
+    """Watches the processes of a Ray on this machine that this process has just started."""
 
     every = 0.2
 
@@ -45,24 +46,24 @@ class OwnSigns:
         node: Any = import_module("ray._private.worker")._global_node
         self._processes = {name: node.all_processes[name][0].process for name in _NEEDED}
         self._agents = {pid: pidfd(pid) for pid in _children(self._processes["raylet"].pid)}
-        """Of the raylet, which they outlive by a minute and more."""
+        """Process descriptors of the raylet's children, by process number. They outlive the raylet by a minute."""
         for pid in self._agents:
             watchdog().guard("process", str(pid))
 
     def fault(self) -> str:
-        """Say which of its processes has ended, and how."""
+        """Return which of Ray's processes has ended, and how, or "" while all of them run."""
         for name, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"Ray's {name} on this machine is gone: {describe_end(code)}"
         return ""
 
     def kill(self) -> None:
-        """End its processes: one that stands still, or waits for one that is gone, holds up whoever takes leave."""
+        """Kill Ray's processes. A process that is stopped, or that waits for a lost one, would delay the shutdown."""
         for process in self._processes.values():
             process.kill()
 
     def close(self) -> None:
-        """End what is left when they have ended."""
+        """Kill the raylet's children that still run after Ray's own processes have ended."""
         for pid, descriptor in self._agents.items():
             kill_pidfd(descriptor)
             close_pidfd(descriptor)
@@ -71,7 +72,7 @@ class OwnSigns:
 
 
 class HeadSigns:
-    """Of the head of a cluster, at `host:port`."""
+    """Watches the head of a cluster, at `host:port`."""
 
     every = 5.0
 
@@ -79,7 +80,7 @@ class HeadSigns:
         self._address, self._heard = address, time.monotonic()
 
     def fault(self) -> str:
-        """Say for how long it has answered nobody, if that is too long."""
+        """Return for how long the head has accepted no connection, or "" where that is not too long yet."""
         try:
             connect(self._address)
         except OSError as error:
@@ -93,15 +94,15 @@ class HeadSigns:
 
 
 class Life:
-    """Knows whether Ray is lost, and asks it only as long as it is not. May be used from any thread."""
+    """Knows whether Ray is lost, and calls Ray only while it is not. It can be used from any thread."""
 
     def __init__(self) -> None:
         self.lost: Future[str] = Future()
-        """Done once Ray cannot be used any more; why."""
+        """Done once Ray is lost; its result is the reason."""
         self._signs: Signs | None = None
 
     def watch(self, signs: Signs, until: Event) -> None:
-        """Look for signs of life until it is left."""
+        """Check at intervals whether Ray is lost. Return when the event `until` is set."""
         self._signs = signs
         guard = Guard("whet-ray")
         while not until.wait(signs.every) and not self.lost.done():
@@ -110,14 +111,14 @@ class Life:
         until.wait()
 
     def look(self) -> None:
-        """Look now."""
+        """Check now whether Ray is lost, where whet started it."""
         if isinstance(self._signs, OwnSigns):
             self._look(self._signs)
 
     def ask(self, question: Callable[[], Answer], seconds: float | None = None) -> Answer:
-        """Give the answer to what may wait for Ray. Raises `ClusterGone` where Ray is lost meanwhile.
+        """Call a function that may wait for Ray, and return its result. Raises `ClusterGone` where Ray is lost.
 
-        Who is not answered in time, which raises `WhetError`, leaves a thread behind.
+        Raises `WhetError` where the function takes too long; the thread that runs the function then stays behind.
         """
         self.look()
         answer: Future[Answer] = Future()
@@ -134,21 +135,21 @@ class Life:
 
     def _look(self, signs: Signs) -> None:
         if not self.lost.done() and (fault := signs.fault()):
-            with suppress(InvalidStateError):  # another thread saw it as well
+            with suppress(InvalidStateError):  # another thread noticed the loss as well
                 self.lost.set_result(fault)
 
 
 def _children(process: int) -> list[int]:
-    """Give the processes that one has started. Linux; elsewhere none are seen."""
+    """Return the numbers of a process's child processes. On systems other than Linux the list is empty."""
     lists = Path(f"/proc/{process}/task").glob("*/children")
     try:
         return [int(child) for one in lists for child in one.read_text().split()]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 
 def connect(address: str) -> None:
-    """Connect to `host:port` and leave. Raises `OSError` where nobody answers."""
+    """Connect to `host:port` and close the connection. Raises `OSError` where nothing listens there."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 

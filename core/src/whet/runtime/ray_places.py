@@ -1,4 +1,4 @@
-"""Where Ray puts processes: a placement group for each group of roles, a bundle for each process."""
+"""Where Ray places processes: each group of roles gets a placement group, and each process a bundle in that group."""
 
 import math
 import secrets
@@ -16,20 +16,21 @@ from whet.runtime.launcher import Host
 from whet.runtime.ray_session import PROCESS, Node, RaySession
 
 STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
-"""Ray's words for ours."""
+"""Ray's placement strategy for each value of `cluster.placement`."""
 _PATIENCE_FOR_NODES: Final = 30.0
-"""How long what no node can hold is waited for: nodes may be about to join."""
+"""Seconds to wait for a bundle that no present node can hold, because more nodes may join soon."""
 _PATIENCE_FOR_AN_END: Final = 10.0
 _STEP_SECONDS: Final = 0.2
 _LOOK_SECONDS: Final = 5.0
-"""Between two looks at where bundles are: all of them start at one time."""
+"""Seconds between two queries for the nodes of a group's bundles. All processes that start share one query."""
 
 
 class Names:
-    """What Ray's lists and its dashboard call the processes of a run and their places.
+    """The names of a run's processes and placement groups in Ray's lists and dashboard.
 
-    Actors are named `whet:RUN:ROLES-RANK`, each start of a process after the first `~2`, `~3`, in a namespace of the
-    run's alone; placement groups, whose names cannot be, `whet:RUN:ROLES~TAG` by the tag of that namespace.
+    actor             whet:RUN:ROLES-RANK     a restarted process gets ~2, ~3 after its rank
+    namespace         whet:RUN~TAG            the actors of one run only; TAG is random
+    placement group   whet:RUN:ROLES~TAG      groups have no namespace, so the tag is in their name
     """
 
     def __init__(self, run: str) -> None:
@@ -39,11 +40,11 @@ class Names:
 
     @property
     def namespace(self) -> str:
-        """That of all actors of the run."""
+        """The namespace of all actors of the run."""
         return f"whet:{self._run}~{self._tag}"
 
     def of_process(self, host: Host) -> str:
-        """Return a new name for a process that is started."""
+        """Return the name of the actor for the next start of a process."""
         name = f"whet:{self._run}:{'+'.join(host.roles)}-{host.name.rpartition('-')[2]}"
         with self._lock:
             self._starts[name] += 1
@@ -51,13 +52,13 @@ class Names:
         return name if starts == 1 else f"{name}~{starts}"
 
     def of_group(self, host: Host) -> str:
-        """Return the name of the placement group of the processes that are like this one."""
+        """Return the name of the placement group for the processes with the same roles as this one."""
         return f"whet:{self._run}:{'+'.join(host.roles)}~{self._tag}"
 
 
 @frozen(eq=False)
 class Bundle:
-    """The place of one process in a placement group that is there."""
+    """The place of one process in a placement group that exists already."""
 
     group: Any
     index: int
@@ -65,7 +66,7 @@ class Bundle:
     session: RaySession
 
     def start(self, cls: type, name: str, namespace: str) -> Any:
-        """Start an actor of a class in it, with all that the bundle has, under a name that people see."""
+        """Start an actor of a class in this bundle, with all resources of the bundle, and return it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -87,7 +88,7 @@ class Bundle:
         )
 
     def node(self) -> str:
-        """Name the node that it is on."""
+        """Return a name of the bundle's node: its address and the beginning of its id."""
         from ray.util import placement_group_table
 
         id = placement_group_table(self.group).get("bundles_to_node_id", {}).get(self.index, "")
@@ -96,7 +97,7 @@ class Bundle:
 
 
 class Places:
-    """All bundles of a cluster; a process that is started again gets its old one."""
+    """All bundles of a cluster. A process that is started again gets the bundle that it had."""
 
     def __init__(
         self,
@@ -110,11 +111,14 @@ class Places:
         self._bundles: dict[str, Bundle] = {}
         self._groups: list[Any] = []
         self._looked: dict[int, tuple[float, Mapping[int, str]]] = {}
-        """Of each group: when Ray was asked for the nodes of its bundles, and what it said."""
+        """For each group: the time of the last query for the nodes of its bundles, and Ray's answer."""
         self._lock = threading.Lock()
 
     def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
-        """Wait for a process's bundle. Raises `WhetError` saying what was asked and what there is."""
+        """Wait until Ray has placed a process's bundle, and return it.
+
+        Raises `WhetError`, which names the resources that were asked for and the resources of the cluster.
+        """
         with self._lock:
             if host.name not in self._bundles:
                 self._claim([other for other in group if other.name not in self._bundles])
@@ -129,30 +133,33 @@ class Places:
         return bundle
 
     def placed(self, bundle: Bundle) -> bool:
-        """Whether it is on a node, as far as Ray says: a node that is lost is noticed after a while."""
+        """Return whether a bundle is on a node, by Ray's knowledge: Ray notices the loss of a node with a delay."""
         from ray.util import placement_group_table
 
         with self._lock:
             looked, nodes = self._looked.get(id(bundle.group), (-math.inf, {}))
             if time.monotonic() - looked > _LOOK_SECONDS:
-                with suppress(Exception):  # Ray is silent, and whoever waits has a deadline
+                with suppress(Exception):  # Ray does not answer; the caller has a deadline
                     nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
                 self._looked[id(bundle.group)] = time.monotonic(), nodes
         return bool(nodes.get(bundle.index, "unknown"))
 
     def refuse_hopeless(self, bundles: Sequence[Bundle], began: float, deadline: float) -> None:
-        """Raise `WhetError` where bundles that have no place since then will get none, or are past the deadline."""
+        """Raise `WhetError` where unplaced bundles are past their deadline, or fit on no node for too long.
+
+        `began` is the time from which on they have had no place.
+        """
         now = time.monotonic()
         hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fit(bundles)
         if now > deadline or hopeless:
             raise WhetError(self._refusal(bundles, now - began, hopeless))
 
     def close(self) -> None:
-        """Give all places back, to a Ray that takes them."""
+        """Remove all placement groups, where Ray still runs."""
         import ray
 
         if self._groups and ray.is_initialized():
-            with suppress(WhetError):  # it is lost, or they are with the driver
+            with suppress(WhetError):  # Ray is lost, and removes the groups when it notices that the driver has ended
                 self._session.life.ask(self._remove, _PATIENCE_FOR_AN_END)
         self._groups.clear()
 
@@ -178,7 +185,10 @@ class Places:
         return {**own, **({"GPU": len(host.gpus)} if host.gpus else {}), **asked}
 
     def _fit(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether the nodes that there are could hold each if they were empty; roughly, for Ray knows best."""
+        """Return whether each bundle would fit on some present node if the node were empty.
+
+        This is an estimate: it does not check whether they fit together.
+        """
         nodes = self._session.nodes
         return all(any(_holds(node, bundle.resources) for node in nodes) for bundle in bundles)
 
