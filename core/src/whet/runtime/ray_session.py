@@ -1,10 +1,10 @@
-"""The connection of a process to Ray: a cluster of its own on this machine, or one that is there.
+"""The connection of the driver's process to Ray: to a Ray that whet starts on this machine, or to an existing cluster.
 
-A process has one at a time. Sessions of one process share it, and the last one that leaves ends it; who comes while it
-ends waits for that, however long it takes.
+A process has one connection at a time. All sessions of the process share it, and the last session that closes ends it.
+A session that opens while the connection ends waits for the end, however long that takes.
 
-Ray is started with what would otherwise bite: always `address="local"` or a probed address, a given object store, no
-dashboard, no usage statistics, no output of workers in the terminal, and a folder whose name is short enough.
+whet starts Ray with settings that avoid known problems: always `address="local"` or a probed address, a fixed size of
+the object store, no dashboard, no usage statistics, no output of workers in the terminal, and a short folder name.
 """
 
 import ctypes
@@ -36,11 +36,11 @@ from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
 
 PROCESS: Final = "whet_process"
-"""The resource that processes take of a cluster of our own: what the machine has is shared out by the plan."""
+"""The resource that each process takes of a Ray that whet starts. The plan, not Ray, divides the machine's CPUs."""
 _MANY: Final = 100_000
-_OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; no object of ours goes there
+_OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray accepts; whet stores no objects in it
 _LEAST_FILES: Final = 128
-_LONGEST_FOLDER: Final = 20  # for a socket, whose path may have 107 characters, Ray adds up to 68, and we add 18
+_LONGEST_FOLDER: Final = 20  # a socket's path has 107 characters at most; Ray adds up to 68, whet adds 18
 _END_SECONDS: Final = 15.0
 
 
@@ -51,7 +51,7 @@ class Node:
     id: str
     address: str
     resources: Mapping[str, float]
-    """All that it has, whether in use or not."""
+    """All resources of the node, in use or not."""
 
     def __str__(self) -> str:
         shown = {k: v for k, v in self.resources.items() if not k.startswith("node:") and k not in _UNSAID}
@@ -64,7 +64,7 @@ _UNSAID = ("memory", "object_store_memory", PROCESS)
 
 
 class RaySession:
-    """A share in this process's connection to Ray, which is made in the background."""
+    """A share in this process's connection to Ray. The connection is made in the background."""
 
     def __init__(self, address: str = "") -> None:
         """Begin to connect to `host:port` or `auto`, or to start Ray on this machine where the address is empty."""
@@ -72,34 +72,35 @@ class RaySession:
             raise ConfigError(f"cluster.launcher: {words}")
         hide_token()
         self.began = time.time()
-        """In seconds since the epoch, and `there`: when Ray was there; 0.0: not yet."""
+        """When this session began, in seconds since the epoch."""
         self.there = 0.0
+        """When Ray was ready, in seconds since the epoch, or 0.0 before that."""
         self._connection = _lease(address)
         self._closed = False
         self._connection.when_there(self._note)
 
     @property
     def local(self) -> bool:
-        """Whether it is a Ray that whet started, on this machine alone. Settled when `wait` returns."""
+        """Whether whet started Ray, on this machine alone. The value is final once `wait` has returned."""
         return self._connection.local
 
     @property
     def ends_ray(self) -> bool:
-        """Whether Ray ends with this session: whet started it, and nobody else in this process uses it."""
+        """Whether Ray ends with this session: whet started Ray, and no other session of this process uses it."""
         return self.local and self._connection.sessions == 1
 
     @property
     def life(self) -> Life:
-        """Knows whether Ray is lost; whatever may wait for Ray is asked through it."""
+        """The object that knows whether Ray is lost. Every call that may wait for Ray goes through its `ask`."""
         return self._connection.life
 
     def wait(self, seconds: float) -> None:
-        """Wait until Ray is there. Raises `WhetError` saying why it is not."""
+        """Wait until Ray is ready. Raises `WhetError` with the reason where it is not ready in time."""
         self._connection.wait(seconds)
 
     @property
     def nodes(self) -> list[Node]:
-        """The living nodes."""
+        """The nodes of the cluster that are alive."""
         ray: Any = import_module("ray")
         return [
             Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node["Resources"]))
@@ -108,7 +109,7 @@ class RaySession:
         ]
 
     def address_here(self) -> str:
-        """Give the address of the node that this process is on, or would be."""
+        """Return the address under which this machine is, or would be, a node of the cluster."""
         ray: Any = import_module("ray")
         return str(ray.util.get_node_ip_address())
 
@@ -116,14 +117,14 @@ class RaySession:
         self.there = time.time()
 
     def close(self) -> None:
-        """Leave Ray, and end it where nobody else needs it. Safe to call twice."""
+        """Leave the connection, and end it where this was its last session. Safe to call twice."""
         if not self._closed:
             self._closed = True
             _give_back(self._connection)
 
 
 class _Connection:
-    """Ray, used from one thread that stays: its processes end with the thread that started them."""
+    """The connection to Ray. One thread holds it to its end, because Ray's processes end with their parent thread."""
 
     def __init__(self, address: str, before: "_Connection | None") -> None:
         self.address, self.local = address, not address
@@ -131,7 +132,7 @@ class _Connection:
         self.sessions = 1
         self._before = before
         self._head = ""
-        """`host:port` of a cluster that was joined."""
+        """`host:port` of the head of a cluster that was joined."""
         self._folder: Path | None = None
         self._own: OwnSigns | None = None
         self._ready: Future[None] = Future()
@@ -140,16 +141,16 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether another session can share it."""
+        """Whether another session can share this connection."""
         failed = self._ready.done() and self._ready.exception()
         return self.sessions > 0 and not failed and not self.life.lost.done()
 
     def when_there(self, note: Callable[[], None]) -> None:
-        """Call that once Ray is there, or it is known why not."""
+        """Call `note` once Ray is ready, or once it has failed to start."""
         self._ready.add_done_callback(lambda _: note())
 
     def wait(self, seconds: float) -> None:
-        """Wait until Ray is there. Raises `WhetError` saying why it is not."""
+        """Wait until Ray is ready. Raises `WhetError` with the reason where it is not ready in time."""
         try:
             self._ready.result(seconds)
         except TimeoutError:
@@ -162,7 +163,7 @@ class _Connection:
             raise WhetError(f"it took more than {seconds:.3g} s to {what}{why}") from None
 
     def end(self) -> None:
-        """Leave Ray; wait for it, but not for ever."""
+        """Disconnect from Ray. Kill a Ray that whet started where it does not end in time."""
         self._leaving.set()
         self._thread.join(_END_SECONDS)
         if self._thread.is_alive() and self._own is not None:
@@ -182,15 +183,15 @@ class _Connection:
         _set_variables(self.local)
         breakpoints = os.environ.get("PYTHONBREAKPOINT")
         there = sys.modules.get("ray")
-        if there is not None and there.is_initialized():  # by whoever uses whet as a library; it is theirs to end
+        if there is not None and there.is_initialized():  # by a program that uses whet as a library
             self.local = False
             self._ready.set_result(None)
             return
         try:
             with shown_token(self._made_folder()), _own_sigterm():
-                import_module("ray")  # reads some of the environment by itself
+                import_module("ray")  # reads environment variables at its import
                 self._start() if self.local else self._join()
-            _restore("PYTHONBREAKPOINT", breakpoints)  # Ray puts its own debugger there, for its tasks
+            _restore("PYTHONBREAKPOINT", breakpoints)  # Ray sets it to its own debugger
             self._own = OwnSigns() if self.local else None
         except BaseException as error:
             self._ready.set_exception(error if isinstance(error, WhetError) else _not_started(error))
@@ -211,7 +212,7 @@ class _Connection:
         import ray
 
         _refuse_what_ray_would_wait_for()
-        # No CPUs: Ray starts an idle worker for each.
+        # No CPUs, because Ray starts an idle worker for each CPU.
         with _without_address(), _on_loopback():
             ray.init(
                 address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
@@ -228,7 +229,7 @@ class _Connection:
         import ray
 
         self._head = head = head_of(self.address)
-        try:  # Ray itself would try for minutes
+        try:  # Ray itself would try to connect for minutes
             connect(head)
         except OSError as error:
             raise ConfigError(
@@ -249,7 +250,7 @@ class _Connection:
 
 _lock: Final = threading.Lock()
 _connections: Final[list[_Connection]] = []
-"""The one of this process: that of now, or the last one."""
+"""The connection of this process, present or last; at most one."""
 
 
 def _lease(address: str) -> _Connection:
@@ -277,16 +278,16 @@ def _give_back(connection: _Connection) -> None:
 
 
 def _set_variables(own: bool) -> None:
-    """Tell Ray what it takes from the environment alone, and reads when it is imported."""
+    """Set the options that Ray reads from the environment only, at its import."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if own:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # by default workers yield to whatever else there is
+        os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority of workers
         make_token()
 
 
 @contextmanager
 def _without_address() -> Iterator[None]:
-    """Hide the address of another cluster from a Ray that starts: its own processes would go there."""
+    """Hide RAY_ADDRESS while Ray starts: Ray's own processes would connect to the cluster at that address."""
     named = os.environ.pop(VARIABLE, None)
     try:
         yield
@@ -296,9 +297,9 @@ def _without_address() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make a Ray that starts take the loopback for the address of its node, as it does by itself on macOS.
+    """Make Ray use the loopback as the address of its node while it starts. On macOS it does so by default.
 
-    Elsewhere it takes the machine's own address, and its processes listen there or on every interface.
+    On other systems Ray uses the machine's address by default, and its processes listen there or on every interface.
     """
     constants: Any = import_module("ray._private.ray_constants")
     kept, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -309,7 +310,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _refuse_what_ray_would_wait_for() -> None:
-    """Raise `WhetError` where Ray would wait for long, and not say for what."""
+    """Raise `WhetError` for settings with which Ray would wait for a long time and report no cause."""
     port = os.environ.get("RAY_GCS_SERVER_PORT", "")
     if port.isdigit() and int(port) and is_taken(int(port)):
         raise WhetError(f"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or choose another port")
@@ -332,9 +333,10 @@ def _limit(what: int) -> float:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Leave it to this process what SIGTERM does. Ray has it print a stack and abort, and when it ends, kill at once.
+    """Restore this process's SIGTERM handler afterwards, because Ray replaces the handler when it starts and ends.
 
-    Python sets handlers in its main thread alone; this is any thread's.
+    Ray's handler prints a stack and aborts; after Ray's end SIGTERM kills the process at once. Python can set a handler
+    in the main thread only, but `sigaction` works in any thread.
     """
     sigaction = ctypes.CDLL(None).sigaction
     kept = ctypes.create_string_buffer(1024)  # more than any system's `struct sigaction`
