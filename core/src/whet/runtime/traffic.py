@@ -1,6 +1,6 @@
-"""One thread that sends and receives for all connections of a cluster: a thousand workers need no thousand readers.
+"""One thread that sends and receives for all connections of a cluster, so that each worker needs no thread of its own.
 
-A message is sent at once by whoever sends it, as far as the socket takes it; only what is left waits for the thread.
+The caller's thread sends a message at once, as far as the socket accepts it. This thread sends the rest.
 """
 
 import logging
@@ -24,14 +24,17 @@ _PATIENCE_FOR_THE_THREAD: Final = 5.0
 
 
 class Traffic:
-    """The thread; it starts with the first line that is opened."""
+    """The thread that serves all lines. It starts when the first line is opened."""
 
     def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
-        """`lost` is called with words if the thread ends unexpectedly: nothing is sent or received any more."""
+        """Make it without starting the thread.
+
+        `lost` is called with the reason if the thread ends unexpectedly. Nothing is sent or received after that.
+        """
         self._lost, self._guard = lost, Guard("whet-traffic")
         self._lock = threading.Lock()
         self._orders: deque[Callable[[], None]] = deque()
-        """What the thread is to do to its selector, which is its alone."""
+        """Functions that the thread is to call. They change its selector, which no other thread may use."""
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -45,7 +48,7 @@ class Traffic:
         self._thread.join(_PATIENCE_FOR_THE_THREAD)
 
     def order(self, order: Callable[[], None]) -> bool:
-        """Have the thread do something short; say whether it will."""
+        """Queue a short function for the thread. Return whether the thread will call it."""
         with self._lock:
             if self._stopped:
                 return False
@@ -56,7 +59,7 @@ class Traffic:
             return True
 
     def watch(self, line: "Line", sock: socket.socket, sending: bool) -> None:
-        """See to what a line receives and, where something waits, to what it sends. For the thread alone."""
+        """Watch a line's socket for input and, if `sending`, for room to send. Only the thread calls this."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sending else 0)
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, line)
@@ -64,7 +67,7 @@ class Traffic:
             self._selector.register(sock, events, line)
 
     def forget(self, sock: socket.socket) -> None:
-        """See to a line no longer. For the thread alone."""
+        """Watch a socket no longer. Only the thread calls this."""
         if sock in self._selector.get_map():
             self._selector.unregister(sock)
 
@@ -77,7 +80,7 @@ class Traffic:
         self._thread = watched("whet-traffic", self._run, self._lost, lambda: self._stopped)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has been woken often enough
+        with suppress(BlockingIOError):  # the socket is full, so the thread will wake anyway
             self._waker.send(b"\0")
 
     def _run(self) -> None:
@@ -99,7 +102,7 @@ class Traffic:
                 closing.close()
 
     def _serve(self, line: "Line", events: int, scratch: memoryview) -> None:
-        """See to one line. Whatever goes wrong with it, the others must be served."""
+        """Receive and send for one line. An error of this line must not stop the other lines."""
         try:
             if events & selectors.EVENT_READ:
                 line.receive(scratch)
@@ -119,7 +122,7 @@ class Traffic:
 
 
 class Line:
-    """Both directions of one socket. What is sent before it is open waits for that."""
+    """Both directions of one socket. Messages that are sent before the line is open wait until it opens."""
 
     def __init__(
         self,
@@ -128,11 +131,11 @@ class Line:
         broken: Callable[[str], None],
         heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make one that is not open yet.
+        """Make a line that is not open yet.
 
-        `take` gets the buffers of each message, `broken` why no more will come, and `heard` is called whenever
-        anything has come, be it a part of a long message. They run on the one thread of all lines: they must be short,
-        and never wait.
+        `take` is called with the buffers of each message. `broken` is called with the reason when no more messages will
+        come. `heard` is called whenever any bytes have arrived, also a part of a long message. They run on the one
+        thread of all lines, so they must be short and never wait.
         """
         self._traffic, self._take, self._broken, self._heard = traffic, take, broken, heard
         self._incoming = Incoming()
@@ -140,12 +143,12 @@ class Line:
         self._waiting: deque[memoryview] = deque()
         self._socket: socket.socket | None = None
         self._deaf = False
-        """Whether the other end takes nothing any more."""
+        """Whether nothing can be sent to the other end any more."""
         self.over = threading.Event()
-        """Set when everything that the other end said has been taken."""
+        """Set when everything that the other end sent has been received, or when the line is closed."""
 
     def open(self, sock: socket.socket) -> None:
-        """Begin, with a socket that belongs to this line from now on."""
+        """Start to send and receive over a socket. The line owns the socket from then on."""
         sock.setblocking(False)
         with self._lock:
             self._socket = sock
@@ -154,7 +157,7 @@ class Line:
             self.shut()
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send one message, now or later, without waiting. Leave its buffers as they are until it is answered."""
+        """Send one message, now or later, without waiting. Do not change its buffers before its answer has come."""
         pieces = frame(buffers)
         with self._lock:
             if self._deaf:
@@ -162,20 +165,20 @@ class Line:
             first = not self._waiting
             self._waiting += pieces
             if not first or self._socket is None or self._send():
-                return  # else those before it, or the opening, see to it
+                return  # what is left is sent after earlier messages, or when the line opens
         self._traffic.order(self._watch)
 
     def close(self) -> None:
-        """End it, whatever still waits."""
+        """Close the line, and drop messages that still wait."""
         self._traffic.order(self._leave)
 
     def give_up(self, cause: str) -> None:
-        """Take and send nothing any more. For the thread alone."""
+        """Stop sending and receiving, and call `broken` with the cause. Only the thread calls this."""
         if self._socket is not None and not self.over.is_set():
             self._break(cause)
 
     def shut(self) -> None:
-        """Close the socket, which the thread must not be using."""
+        """Close the socket. The thread must not be using it."""
         with self._lock:
             sock, self._socket = self._socket, None
             self._deaf = True
@@ -185,7 +188,7 @@ class Line:
         self.over.set()
 
     def receive(self, scratch: memoryview) -> None:
-        """Take what has come. For the thread alone."""
+        """Receive what has arrived, and call `take` with each complete message. Only the thread calls this."""
         if self._socket is None:
             return
         try:
@@ -198,12 +201,12 @@ class Line:
             self._break("its process closed the connection to the driver")
         except (WhetError, LookupError, TypeError, MemoryError) as error:
             self._break(f"its process sent no proper answer: {error}")
-        except Exception as error:  # the edge: whatever is wrong with one line, the others must be served
+        except Exception as error:  # the edge: an error of one line must not stop the other lines
             log.exception("an answer could not be taken")
             self._break(f"its process sent what the driver could not take: {in_words(error)}")
 
     def send_waiting(self) -> None:
-        """Send what waits, as far as the socket takes it now. For the thread alone."""
+        """Send waiting messages, as far as the socket accepts them now. Only the thread calls this."""
         with self._lock:
             self._send()
         self._watch()
@@ -232,14 +235,14 @@ class Line:
         self._broken(cause)
 
     def _send(self) -> bool:
-        """Send once, with the lock held; say whether nothing waits any more."""
+        """Send once, while the caller holds the lock. Return whether nothing waits any more."""
         if self._socket is None or not self._waiting:
             return not self._waiting
         try:
             send_some(self._socket, self._waiting)
         except BlockingIOError:
             return False
-        except OSError:  # it is gone, which is heard of by receiving
+        except OSError:  # the other end is gone, which `receive` notices and reports
             self._deaf = True
             self._waiting.clear()
         return not self._waiting
