@@ -1,4 +1,7 @@
-"""A child process that cannot outlive the driver: its own session, a socket to it, and an end with all it started."""
+"""A child process that cannot outlive the driver. It has its own session and a socket to the driver.
+
+When it ends, all processes that it started end too.
+"""
 
 import functools
 import itertools
@@ -23,30 +26,33 @@ _marks = itertools.count()
 
 
 class Offspring(ABC):
-    """A process of this machine that was started for this one, and that ends with all it started.
+    """A process on this machine that was started for the current process. All that it starts ends with it.
 
-    A signal reaches it, and never another process that got its number.
+    `signal` never hits another process that has the same number later.
     """
 
     def __init__(self, pid: int, mark: str) -> None:
-        """Take its number, which is that of its group and session too, and the mark of all that it starts."""
+        """Take the process's number and its mark.
+
+        The number is also the number of its process group and session. All processes that it starts carry the mark.
+        """
         self.pid, self._mark = pid, mark
         self._lock, self._over = threading.Lock(), False
         watchdog().guard("group", str(pid))
 
     @abstractmethod
     def _linger(self) -> bool:
-        """Wait for its end; say whether nobody else can have got its number."""
+        """Wait until the process ends. Return whether its number still belongs to it."""
 
     @abstractmethod
     def _reap(self) -> int:
-        """Let go of its number, and give its exit code."""
+        """Release the process's number, and return its exit code."""
 
     def _send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Wait for its end, end what it started, and give its exit code."""
+        """Wait until the process ends, kill what it started, and return its exit code."""
         if self._linger():
             kill_group(self.pid)
         kill_marked(self._mark)
@@ -57,11 +63,11 @@ class Offspring(ABC):
         return code
 
     def end(self) -> str:
-        """Wait for its end, end what it started, and say how it ended."""
+        """Wait until the process ends, kill what it started, and return a sentence on how it ended."""
         return describe_end(self.wait())
 
     def state(self) -> str:
-        """Give the kernel's letter for what it does, e.g. `T`: stopped. Empty where there is no `/proc`."""
+        """Return the kernel's letter for the process's state, such as `T` for stopped, or "" where it is not known."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as stat:
                 return stat.read().rpartition(")")[2].split()[0]
@@ -69,17 +75,20 @@ class Offspring(ABC):
             return ""
 
     def show_stacks(self) -> None:
-        """Let it write what its threads do to its stderr, if it has come to where it can; see `worker_process`."""
+        """Signal the process to write the stacks of its threads to its stderr.
+
+        Do nothing where the process has not installed its handler yet; see `worker_process.host_workers`.
+        """
         try:
             with open(f"/proc/{self.pid}/status", encoding="utf-8", errors="replace") as status:
                 caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
         except OSError:
             return
-        if caught >> (signal.SIGUSR1 - 1) & 1:  # else it would die of it
+        if caught >> (signal.SIGUSR1 - 1) & 1:  # without a handler the signal would kill the process
             self.signal(signal.SIGUSR1)
 
     def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal, where it still lives. After SIGKILL `wait` gives the exit code."""
+        """Send a signal to the process, if it is still running. After SIGKILL, `wait` returns the exit code."""
         with self._lock:
             if not self._over:
                 self._send(number)
@@ -88,7 +97,7 @@ class Offspring(ABC):
 class Child(Offspring):
     """A Python process that runs a module of whet as its program.
 
-    Start it from a thread that lives as long as it should: the kernel kills it when that thread ends.
+    Start it from a thread that lives as long as the process should: the kernel kills the process when the thread ends.
     """
 
     def __init__(
@@ -103,9 +112,9 @@ class Child(Offspring):
         connection: socket.socket | None = None,
         python: str = "",
     ) -> None:
-        """Start it at the end of a new socket pair, or of a connection that is there, which becomes its alone.
+        """Start the process with one end of a new socket pair, or with `connection`, which only the child keeps.
 
-        `python` is its interpreter; empty: that of this process.
+        `python` is the child's interpreter; where it is empty, the child uses this process's interpreter.
         """
         self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
         mark = new_mark()
@@ -129,16 +138,16 @@ class Child(Offspring):
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """Where it was asked for as a pipe."""
+        """The pipe to read from, or None where no pipe was asked for."""
         return self._process.stdout
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """Where it was asked for as a pipe."""
+        """The pipe to read from, or None where no pipe was asked for."""
         return self._process.stderr
 
     def ended(self, patience_seconds: float) -> bool:
-        """Wait a moment for its end, without ending anything."""
+        """Wait for a limited time until the process ends, and return whether it has ended. Kill nothing."""
         deadline = time.monotonic() + patience_seconds
         with suppress(ChildProcessError):
             while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
@@ -148,8 +157,8 @@ class Child(Offspring):
         return True
 
     def _linger(self) -> bool:
-        with suppress(ChildProcessError):  # somebody else waited for it
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # a zombie keeps its number
+        with suppress(ChildProcessError):  # other code has waited for the process already
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # a zombie process keeps its number
         return True
 
     def _reap(self) -> int:
@@ -157,15 +166,15 @@ class Child(Offspring):
 
 
 def new_mark() -> str:
-    """Give a mark, for `FAMILY`, by which the watchdog knows a process and all that it starts."""
+    """Return a new value for `FAMILY`, which marks a process and all processes that it starts for the watchdog."""
     return f"{watchdog().family}.{next(_marks)}."
 
 
 def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[str, str]:
-    """Give the environment variables of a process that hosts workers, on top of its parent's own.
+    """Return the environment variables of a worker process: those of its parent, `own`, and the settings for workers.
 
-    Threads wait for work passively (OMP_WAIT_POLICY=PASSIVE) unless the parent's environment says otherwise: spinning
-    threads are a little faster on a quiet machine and many times slower on a shared one.
+    Threads wait for work passively (OMP_WAIT_POLICY=PASSIVE) unless `own` sets it otherwise. Spinning threads are a
+    little faster on an idle machine and many times slower on a shared one.
     """
     return {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -180,44 +189,45 @@ def worker_environment(own: Mapping[str, str], threads: int, gpus: str) -> dict[
 
 
 def on_loopback(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process whose ranks are all on this machine: gloo listens on the loopback alone.
+    """Return the variables `own`, with a setting that makes gloo listen on the loopback only.
 
-    By itself it listens at the address of this machine's name, which others may reach. `own` has the last word.
+    It is for processes whose ranks are all on this machine. By default gloo listens at the address of the machine's
+    name, which other machines may reach. A value of the variable in `own` is kept.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     return {**({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}), **own}
 
 
 def import_folders() -> list[str]:
-    """Give the folders from which this process imports, so that another one imports the same modules."""
+    """Return the folders from which this process imports, so that another process can import the same modules."""
     return [os.path.abspath(folder) for folder in sys.path]
 
 
 def foreign_folders() -> list[str]:
-    """Give the folders from which this process imports and which are not its interpreter's own."""
+    """Return the folders from which this process imports that are outside its interpreter's own folders."""
     own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     inside = tuple(prefix + os.sep for prefix in own)
     return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]
 
 
 def extra_folders() -> list[str]:
-    """Give the folders from which this process imports beside what is installed: a script's own, PYTHONPATH.
+    """Return the folders from which this process imports that are not installed: a script's folder, PYTHONPATH.
 
-    All that another interpreter may see of it: what is installed there is its own.
+    A process of another interpreter gets only these folders, because that interpreter has its own installed packages.
     """
     return [folder for folder in import_folders() if folder not in _installed()]
 
 
 @functools.cache
 def _installed() -> frozenset[str]:
-    """Give the folders from which every process of this interpreter imports, those that are installed by a path too."""
+    """Return the folders from which every process of this interpreter imports, with the folders in `.pth` files."""
     show = "import sys; print(*sys.path, sep=chr(0), end='')"
     done = subprocess.run([sys.executable, "-E", "-P", "-c", show], capture_output=True, text=True, check=True)
     return frozenset(map(os.path.abspath, done.stdout.split(chr(0))))
 
 
 def describe_end(code: int) -> str:
-    """Say in words how a process ended."""
+    """Return a sentence on how a process with this exit code ended."""
     if code >= 0:
         return f"its process exited with code {code}"
     try:
@@ -229,7 +239,7 @@ def describe_end(code: int) -> str:
 
 
 def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
-    """Give the last lines that a process wrote to its log, and what it died of, without control characters."""
+    """Return the last lines of a process's log and the lines of its fatal error, without control characters."""
     try:
         with log.open("rb") as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - (1 << 16)))
@@ -239,7 +249,7 @@ def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
 
 
 def printable(text: bytes, lines: int = 20) -> str:
-    """Decode the last lines of output, see `last_lines`; what could steer a terminal is shown, not sent."""
+    """Return the last lines of output as text, see `last_lines`. Control characters are escaped."""
     kept = last_lines(text.decode(errors="replace").rstrip().splitlines(), lines)
     return "\n".join(
         "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)[:2000]
