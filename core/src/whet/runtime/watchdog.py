@@ -1,9 +1,10 @@
-"""No process outlives the driver: a watchdog process kills what the driver started when it dies, however it dies.
+"""A watchdog process. When the driver dies, for whatever reason, it kills all processes that the driver started.
 
-    driver  --"group 123"-->  watchdog     kills the groups, and everything marked as the driver's, when the driver
-    driver  --"done 123"--->               is gone; ends by itself when there is nothing left to guard
+    driver  --"group 123"------->  watchdog     when the driver is gone, it kills the groups that are guarded, and all
+    driver  --"done group 123"-->               processes with the driver's mark; it ends when nothing is guarded
 
-This file is both the driver's handle and the watchdog's own program, which sees the standard library alone.
+This file holds the driver's handle and also the program of the watchdog process. That program imports the standard
+library only.
 """
 
 import contextlib
@@ -19,18 +20,18 @@ import threading
 import time
 
 FAMILY = "WHET_FAMILY"
-"""Environment variable that marks every process that a driver starts, and so what those start in turn."""
+"""The environment variable that marks every process that a driver starts. Its child processes inherit the mark."""
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 2.0
 
 
 class Watchdog:
-    """The driver's handle: one watchdog process while anything is guarded."""
+    """The driver's handle. One watchdog process runs while anything is guarded."""
 
     def __init__(self) -> None:
         self.family = f"{os.getpid()}-{secrets.token_hex(6)}"
         self.detached = False
-        """Whether the watchdog's process is to be nobody's child, for whoever kills this one kills its children too."""
+        """Whether the watchdog is no child of this process, for a system that kills this process with its children."""
         self._guarded: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -43,13 +44,13 @@ class Watchdog:
                 self._start()
 
     def release(self, kind: str, name: str) -> None:
-        """Guard it no longer, because it is gone."""
+        """Stop guarding something, because it is gone."""
         with self._lock:
             self._guarded.discard(f"{kind} {name}")
             if self._process is None:
                 return
-            # The last one too: the watchdog would take the end of its input for that of the driver, and kill whatever
-            # another thread has started and not guarded yet.
+            # The last release is sent too. Else the watchdog would take the end of its input for the end of the driver,
+            # and kill a process that another thread has started and not guarded yet.
             heard = self._say(f"done {kind} {name}")
             if self._guarded and not heard:
                 self._start()
@@ -57,7 +58,7 @@ class Watchdog:
                 process, self._process = self._process, None
                 try:
                     process.communicate(timeout=_PATIENCE_SECONDS)
-                except subprocess.TimeoutExpired:  # it was stopped, and has nothing left to do
+                except subprocess.TimeoutExpired:  # the watchdog is suspended, and has nothing left to do
                     process.kill()
                     process.wait()
 
@@ -78,7 +79,7 @@ class Watchdog:
         try:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
-        except OSError:  # somebody killed it
+        except OSError:  # the watchdog was killed
             return False
         return True
 
@@ -87,56 +88,59 @@ _watchdogs: dict[int, Watchdog] = {}
 
 
 def watchdog() -> Watchdog:
-    """Give this process's watchdog."""
+    """Return the watchdog of this process."""
     return _watchdogs.setdefault(os.getpid(), Watchdog())
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends; where there is no such kernel, nothing."""
+    """Have the kernel kill this process when its parent thread ends, on Linux. Exit if the parent is gone already."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def leave_signals_to_driver() -> None:
-    """Live through SIGTERM, SIGINT and SIGHUP: job managers send them to all processes, and the driver has yet to save.
+    """Ignore SIGTERM, SIGINT and SIGHUP. Job managers send them to all processes, but the driver must save first.
 
-    Ignored by a handler rather than by SIG_IGN, which the programs that this process starts would inherit.
+    An empty handler ignores them rather than SIG_IGN, because programs that this process starts would inherit SIG_IGN.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
 def kill_group(group: int) -> None:
-    """Kill a group of processes, where there is one."""
+    """Kill a process group, if it exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def pidfd(process: int) -> int:
-    """Give a descriptor of a process, which no other one gets that is given its number later; -1: there is none."""
+    """Return a descriptor of a process, or -1 where there is none.
+
+    Unlike the number of the process, it never refers to a later process.
+    """
     try:
         return os.pidfd_open(process)
-    except (AttributeError, OSError):  # not Linux, or it has ended
+    except (AttributeError, OSError):  # the system is not Linux, or the process has ended
         return -1
 
 
 def kill_pidfd(descriptor: int) -> None:
-    """Kill a process, where there is one and it lives."""
+    """Kill the process of a descriptor, if it is still running."""
     if descriptor >= 0:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
 def close_pidfd(descriptor: int) -> None:
-    """Let go of it."""
+    """Close the descriptor of a process."""
     if descriptor >= 0:
         os.close(descriptor)
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process whose mark begins so: also those that have left their group."""
+    """Kill every process whose mark begins with `mark`, also a process that has left its group."""
     for _ in range(10):
         marked = _marked(mark)
         for process in marked:
@@ -148,7 +152,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Find the living processes whose environment began with the mark. Linux; elsewhere none are seen."""
+    """Return the running processes that were started with a mark that begins so. Without `/proc` the list is empty."""
     wanted, found = f"{FAMILY}={mark}".encode(), []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
@@ -159,7 +163,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def _watch(driver: int, family: str) -> None:
-    """Take commands until the driver is gone, then kill what is left."""
+    """Read commands until the driver is gone, then kill what is still guarded."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     waiting = select.poll()
