@@ -1,9 +1,9 @@
-"""The worker objects of one spawn, on connections to their processes, whatever started those.
+"""The driver's handle of the worker objects of one spawn. It uses connections to their processes.
 
     ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
 
-Numbered messages go to `worker_process`; an answer whose call is over is dropped. Whatever ends a call of all
-ranks (an exception, a death, a deadline) ends it at once for all of them, with a `WorkerError`.
+The handle sends numbered messages to `worker_process`, and drops an answer whose call has ended. An exception, the
+death of a process or a missed deadline on one rank ends a call of all ranks at once, with a `WorkerError`.
 """
 
 import asyncio
@@ -26,14 +26,17 @@ from whet.runtime.streams import Mailbox, Streams, one_stream
 from whet.runtime.wire import encode
 
 BUSY_GRACE_SECONDS = 0.3
-"""Who closes in the middle of a call does not want to wait for it."""
+"""Seconds that `close` allows the workers while a call is under way: its caller does not want to wait for the call."""
 
 
 class ConnectedWorkers:
-    """The worker objects of one spawn."""
+    """The driver's handle of the worker objects of one spawn."""
 
     def __init__(self, role: str, slot: int, connect: Sequence[Callable[[], Connection]], terms: Terms) -> None:
-        """Take a function for each rank that gives its process, a fresh one where the last is no longer of use."""
+        """Take a function for each rank that returns a connection to its process.
+
+        Where the rank's last process is lost, the function starts a new one.
+        """
         self.role, self.size = role, len(connect)
         self._slot, self._connect, self._terms = slot, list(connect), terms
         self._connections = [process() for process in connect]
@@ -49,17 +52,17 @@ class ConnectedWorkers:
         return [connection.process for connection in self._connections]
 
     def build(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Have one worker built on each rank, and wait for them under the deadline `start`."""
+        """Build one worker on each rank, and wait until all are built, with the deadline of the phase `start`."""
         self._building = list(messages)
         self._ask(range(self.size), messages, "start", None).result()
 
     @property
     def alone(self) -> bool:
-        """Whether no other role lives in their processes, so that one can be restarted by itself."""
+        """Whether no other role has workers in these processes, so that one process can be restarted."""
         return all(connection.houses_only(self._slot) for connection in self._connections)
 
     def restart(self, rank: int) -> None:
-        """End the process of one rank and start another, with the worker built anew."""
+        """End the process of one rank, start a new process, and build the worker again in it."""
         if self._closed or not self.alone:
             why = "the workers are closed" if self._closed else "another role lives in its process"
             raise WorkerError(self.role, rank, "start", why)
@@ -72,23 +75,23 @@ class ConnectedWorkers:
         self._ask([rank], [self._building[rank]], "start", None).result()
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
-        """Call on every rank with the same arguments and wait."""
+        """Call a method on every rank with the same arguments, wait, and return the results by rank."""
         return self.start(method, *args, phase=phase, timeout_seconds=timeout_seconds).result()
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Gathering:
-        """Start a call on every rank. Leave the arguments' arrays as they are until it is done."""
+        """Start a call on every rank and return it. Do not change arrays in its arguments before it is done."""
         return self._ask(range(self.size), [self._message(method, args)], phase or method, timeout_seconds)
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Gathering:
-        """Start a call on one rank; its result is a list of one."""
+        """Start a call on one rank and return it. Its result is a list with one item."""
         return self._ask([rank], [self._message(method, args)], phase or method, timeout_seconds)
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> Answers:
-        """Start a call on each of these ranks; no rank's result depends on another."""
+        """Start a separate call on each of these ranks and return them. An error of one does not end the others."""
         number, phase, seconds = self._terms_of(phase or method, timeout_seconds)
         answers, buffers = Answers(ranks), frame(encode({"number": number, **self._message(method, args)}))
         for rank, connection in {rank: self._connections[rank] for rank in ranks}.items():
@@ -104,7 +107,7 @@ class ConnectedWorkers:
         phase: str = "",
         timeout_seconds: float | None = None,
     ) -> list[Any]:
-        """Call rank i with arguments[i] and wait."""
+        """Call a method on rank i with arguments[i], wait, and return the results by rank."""
         if len(arguments) != self.size:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
         messages = [self._message(method, row) for row in arguments]
@@ -118,15 +121,15 @@ class ConnectedWorkers:
         phase: str = "",
         timeout_seconds: float | None = None,
     ) -> dict[str, Metric]:
-        """Call rank i with arguments[i], wait, and merge the metrics that all give."""
+        """Call a method on rank i with arguments[i], wait, and return the merged metrics of all ranks."""
         return metrics.merge(self.scatter(method, arguments, phase=phase, timeout_seconds=timeout_seconds))
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
-        """Iterate an async-generator method of one rank, in the process that it has now."""
+        """Yield the items of an async-generator method of one rank, from the process that the rank has now."""
         return one_stream(self._streams({rank: args}, method, phase))
 
     def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncGenerator[Heard, None]:
-        """Iterate an async-generator method of several ranks, each with a list of its own."""
+        """Yield the items of an async-generator method of several ranks. Each rank gets its own list as argument."""
         return self._streams({rank: (share,) for rank, share in shares.items()}, method, phase)
 
     def _streams(self, asked: Mapping[int, tuple[Any, ...]], method: str, phase: str) -> AsyncGenerator[Heard, None]:
@@ -135,7 +138,7 @@ class ConnectedWorkers:
         return asking.listen(self._mailboxes)
 
     def close(self) -> None:
-        """Let the workers close, then end their processes where no other role lives in them."""
+        """Close the workers, then end their processes where no other role has workers in them."""
         if self._closed:
             return
         self._closed = True
@@ -145,7 +148,7 @@ class ConnectedWorkers:
         buffers = encode({"do": "close", "number": number, "slot": self._slot})
         for rank, connection in enumerate(self._connections):
             connection.ask(number, buffers, Call(self.role, rank, "close", grace, partial(closing.finish, rank)))
-        with suppress(WorkerError):  # what a worker raised is in its log
+        with suppress(WorkerError):  # an error of a worker is in its log
             closing.result()
         ending = [connection for connection in self._connections if connection.exit(self._slot)]
         for connection in ending:
@@ -157,7 +160,7 @@ class ConnectedWorkers:
     def _ask(
         self, ranks: Sequence[int], messages: Sequence[dict[str, Any]], phase: str, timeout_seconds: float | None
     ) -> Gathering:
-        """Send a message to each of these ranks, or one that all have in common, which is encoded once."""
+        """Send each rank its message, or send all ranks one message, which is encoded once. Return the call."""
         number, phase, seconds = self._terms_of(phase, timeout_seconds)
         framed = [frame(encode({"number": number, **message})) for message in messages]
         asked = [self._connections[rank] for rank in ranks]
@@ -177,9 +180,9 @@ class ConnectedWorkers:
 
 
 def _missed(asked: Sequence[Connection], error: WorkerError) -> None:
-    """End the processes of all that were asked: whoever misses a deadline is not trusted again.
+    """Kill the processes of all ranks of a call that missed its deadline: they may be stuck, so none is used again.
 
-    Theirs, and not their ranks': those may have been given another process meanwhile.
+    The call's own connections are used, because a rank may have a new process by now.
     """
     for connection in asked:
         connection.kill(error)
