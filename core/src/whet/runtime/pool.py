@@ -1,20 +1,20 @@
-"""Processes that grade untrusted text: model output can hang, crash or bloat them, and nothing else.
+"""Processes that grade untrusted text. Model output can hang, crash or bloat these processes, and nothing else.
 
     pool = GraderPool(verify, timeout_seconds=5.0)  # or "my_package.grading:verify", which imports nothing here
     correct = await pool.call(answer, gold)      # from any event loop
 
-What ends a call, and whose fault it is:
+How a call can fail, and where the fault is:
 
-    more processor time than `timeout_seconds`, recursion too deep     Undecided: the text's
-    no answer for ten times as long, more memory than the limit,       once more, alone, in a fresh process;
-    death of the process by itself, an answer that is too large        again: Undecided
-    or damaged
-    the process cannot be started, or is killed from outside;          GraderCrash: the machinery's
-    an error of the driver's own
-    the function raises                                                GraderRaised: the function's
+    it uses more processor time than `timeout_seconds`, or             Undecided: the text
+    its recursion is too deep
+    no answer for ten times as long, more memory than the limit,       a second try, alone in a new process;
+    the process dies by itself, the answer is too large or damaged     if that fails too: Undecided
+    the process cannot be started, or is killed from outside, or       GraderCrash: the infrastructure
+    the driver itself has an error
+    the function raises                                                GraderRaised: the function
 
-A busy machine makes calls slow and leaves their processor time as it is. A call that ends its process costs that
-process, never the run: another one is started.
+The limit is on processor time, because a busy machine makes a call slow but does not change its processor time. A call
+that ends its process does not end the run: the pool starts another process.
 """
 
 import asyncio
@@ -52,16 +52,16 @@ logger = logging.getLogger(__name__)
 _LARGEST_ANSWER: Final = 1 << 24
 _MOST_WORDS: Final = 1 << 14
 _MOST_AHEAD: Final = 16
-"""Calls sent to a process before it has answered."""
-_MOST_AHEAD_BYTES: Final = 1 << 15  # far less than a socket holds, so that sending never waits for the process
+"""Calls that may be sent to a process before it has answered the first of them."""
+_MOST_AHEAD_BYTES: Final = 1 << 15  # far below a socket's buffer, so that sending never waits
 
 
 _PATIENCE: Final = 10
-"""Times the limit of processor time that a call may take by the clock: room for a busy machine, or for waiting."""
+"""The wall-clock limit of a call as a multiple of its limit of processor time, because the machine may be busy."""
 
 
-class GraderCrash(InfrastructureError):  # noqa: N818 - the word that callers catch
-    """A grader could not be started, was killed from outside, or could not be asked."""
+class GraderCrash(InfrastructureError):  # noqa: N818 - the name that callers catch
+    """A grader process could not be started, was killed from outside, or could not be called."""
 
 
 class GraderRaised(EpisodeError):  # noqa: N818
@@ -80,7 +80,7 @@ class _Job:
         return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def finish(self, value: Any, error: WhetError | None = None) -> None:
-        """Hand the outcome to the event loop that waits for it."""
+        """Pass the result or the error to the event loop that waits for it."""
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(_settle, self.future, value, error)
 
@@ -95,7 +95,7 @@ def _settle(future: "asyncio.Future[Any]", value: Any, error: WhetError | None) 
 
 
 class GraderPool:
-    """Calls one function in processes of its own."""
+    """Calls one function in separate processes."""
 
     def __init__(
         self,
@@ -107,19 +107,19 @@ class GraderPool:
         *,
         start_seconds: float = 60.0,
     ) -> None:
-        """Make a pool; its processes start at the first call, or with `warm`.
+        """Make a pool. Its processes start at the first call, or with `warm`.
 
-        `target` is a function of a module, or its name as `module:function`; with `setup` it is instead called once
-        in each process, as `target(**setup)`, and gives the function. Arguments and results are builtins.
-        `timeout_seconds` is the processor time that a call may use, `memory_bytes` the address space of a process, and
-        `start_seconds` the deadline of a process importing its modules.
+        `target` is a function of a module, or its name as `module:function`. With `setup`, `target(**setup)` is called
+        once in each process and returns the function. Arguments and results are builtins. `timeout_seconds` limits the
+        processor time of a call, `memory_bytes` the address space of a process, and `start_seconds` the time in which
+        a process imports its modules.
         """
         target = target if isinstance(target, str) else import_path(target)
         self.target, self.timeout_seconds = target, timeout_seconds
         self.undecided = 0
         """Calls that raised `Undecided`."""
         self.crashes = 0
-        """Calls that failed otherwise: `GraderCrash` and `GraderRaised`."""
+        """Calls that raised `GraderCrash` or `GraderRaised`."""
         self._order: dict[str, Any] = {
             "path": import_folders(), "target": target, "setup": None if setup is None else dict(setup),
             "memory_bytes": memory_bytes, "timeout_seconds": timeout_seconds,
@@ -132,12 +132,13 @@ class GraderPool:
         self._folder: Path | None = None
         self._closed = False
         self._lost: GraderCrash | None = None
-        """Why no more calls are taken, where a thread has ended that may not."""
+        """The error of every further call, once a thread of the pool has ended unexpectedly."""
 
     async def call(self, *args: Any) -> Any:
-        """Call the function. Raises `Undecided`, `GraderCrash` or `GraderRaised`, saying which function and why.
+        """Call the function and return its result.
 
-        `Undecided` is also noted for the episode under way; see `whet.interfaces.undecided`.
+        Raises `Undecided`, `GraderCrash` or `GraderRaised`, which name the function and the cause. `Undecided` is also
+        recorded for the current episode; see `whet.interfaces.undecided`.
         """
         loop = asyncio.get_running_loop()
         job = _Job(encode(args), loop, loop.create_future())
@@ -157,7 +158,7 @@ class GraderPool:
             self._open()
 
     def close(self) -> None:
-        """End the processes; calls under way fail. Safe to call twice."""
+        """End the processes, and fail the calls under way. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -183,12 +184,12 @@ class GraderPool:
         watchdog().guard("folder", str(self._folder))
         self._graders = [_Grader(self._order, self._folder, self._start_seconds) for _ in range(self._workers)]
         for number, grader in enumerate(self._graders):
-            # Each process is started from its own thread, which lives as long as the process may.
+            # Each process has its own thread, which starts it, because the kernel kills it when that thread ends.
             serve = partial(self._serve, grader)
             self._threads.append(watched(f"whet-grader-{number}", serve, self._lose, over=lambda: self._closed))
 
     def _serve(self, grader: "_Grader") -> None:
-        """Be one worker: take calls, send them, hand answers out."""
+        """Take calls, send them to one process, and pass on its answers, until the pool is closed."""
         jobs: list[_Job] = []
         try:
             self._prepare(grader)
@@ -206,13 +207,13 @@ class GraderPool:
             grader.end()
 
     def _lose(self, words: str) -> None:
-        """Fail what waits and every later call: a thread has ended that may not."""
+        """Fail all waiting calls and every later call, because a thread of the pool has ended unexpectedly."""
         with self._changed:
             self._lost = GraderCrash(f"the grader {self.target} failed: {words}")
         self._fail_waiting(self._lost)
 
     def _ready(self, grader: "_Grader", jobs: list[_Job]) -> bool:
-        """Have a living process; where there is none, fail these calls and all that wait."""
+        """Start the process if it is not running. Return whether it runs; else fail these calls and all that wait."""
         error = self._prepare(grader)
         if error is not None:
             self._put_back(jobs)
@@ -220,7 +221,7 @@ class GraderPool:
         return error is None
 
     def _prepare(self, grader: "_Grader") -> GraderCrash | None:
-        """Have a living process, or say why there is none."""
+        """Start the process if it is not running. Return the error where it cannot be started, else None."""
         if grader.alive:
             return None
         try:
@@ -241,7 +242,7 @@ class GraderPool:
         return GraderCrash(f"the grader {self.target} could not be started: {reason}")
 
     def _take(self) -> list[_Job]:
-        """Wait for calls and take this worker's share; none when the pool is closed."""
+        """Wait for calls, and return this worker's share of them, or no calls once the pool is closed."""
         with self._changed:
             while not self._jobs and not self._closed:
                 self._changed.wait()
@@ -258,12 +259,12 @@ class GraderPool:
             self._changed.notify()
 
     def _grade(self, grader: "_Grader", jobs: list[_Job], alone: bool = False) -> _Job | None:
-        """Send calls and take their answers. Return the call that is to be tried again: alone, in a fresh process."""
+        """Send calls and receive their answers. Return a call to try again alone in a new process, or None."""
         waiting = deque(job for job in jobs if not job.future.cancelled())
         limit = self.timeout_seconds * _PATIENCE
         again: _Job | None = None
         try:
-            # One that dies meanwhile may have answered some calls before: those answers are read below.
+            # A process that dies during this loop may have answered some calls; their answers are read below.
             with suppress(BrokenPipeError, ConnectionResetError):
                 for job in waiting:
                     grader.send(job.buffers, limit)
@@ -280,7 +281,7 @@ class GraderPool:
         except WhetError as error:
             grader.end()
             again = self._failed(waiting.popleft(), f"it sent no proper answer: {error}", alone)
-        except Exception as error:  # of the driver's own, such as no memory for an answer
+        except Exception as error:  # an error of the driver itself, such as no memory for an answer
             grader.end()
             self._crash(waiting.popleft(), in_words(error))
         if waiting:
@@ -288,12 +289,12 @@ class GraderPool:
         return again
 
     def _died(self, job: _Job, code: int, words: str, alone: bool) -> _Job | None:
-        """Settle a call whose process is dead, or return it to be tried again."""
+        """Finish a call whose process has died, or return it to be tried again."""
         if self._closed:
             self._crash(job, "the pool was closed")
         elif code in (-signal.SIGPROF, -signal.SIGXCPU):
             self._undecided(job, f"it needs more than {self.timeout_seconds:g} s of processor time")
-        elif alone and code == -signal.SIGKILL:  # not by the pool: by the kernel, where memory is short, or by hand
+        elif alone and code == -signal.SIGKILL:  # sent by the kernel, short of memory, or by a person; not by the pool
             self._crash(job, words)
         elif code == OUT_OF_MEMORY:
             mebibytes = self._order["memory_bytes"] / (1 << 20)
@@ -303,7 +304,7 @@ class GraderPool:
         return None
 
     def _failed(self, job: _Job, cause: str, alone: bool) -> _Job | None:
-        """Settle a call that failed alone in a fresh process; else return it to be tried so."""
+        """Finish a call that failed alone in a new process. Return any other call, to be tried again in this way."""
         if not alone:
             return job
         self._undecided(job, f"also alone in a fresh process: {cause}")
@@ -337,7 +338,7 @@ class GraderPool:
 
 
 class _Grader:
-    """One grader process; used by one thread, but for `kill`."""
+    """One grader process. Only one thread uses it, except for `kill`, which any thread may call."""
 
     def __init__(self, order: dict[str, Any], folder: Path, start_seconds: float) -> None:
         self._order, self._folder, self._start_seconds = order, folder, start_seconds
@@ -345,7 +346,7 @@ class _Grader:
         self._words = b""
         self._killed = False
         self.code = 0
-        """Exit code of the process that ended last."""
+        """The exit code of the last process that ended."""
 
     @property
     def alive(self) -> bool:
@@ -380,7 +381,7 @@ class _Grader:
         send(self._child.socket, buffers)
 
     def receive(self, timeout_seconds: float) -> Any:
-        """Wait for an answer, reading along what the process says on stderr: a full pipe would stop it."""
+        """Wait for an answer and return it. Read the stderr of the process meanwhile, because a full pipe blocks it."""
         assert self._child is not None
         assert self._child.stderr is not None
         deadline = time.monotonic() + timeout_seconds
@@ -398,7 +399,10 @@ class _Grader:
         raise TimeoutError
 
     def end(self, patience_seconds: float = 0.0) -> str:
-        """Kill the process with all it started, and say how it ended; a dying one has a moment to end by itself."""
+        """Kill the process and all that it started, and return how it ended, with its last output.
+
+        `patience_seconds` is the time for a dying process to end by itself.
+        """
         child, self._child = self._child, None
         if child is None:
             return "its process could not be started"
@@ -421,7 +425,7 @@ class _Grader:
             waiting.unregister(words)
 
     def kill(self) -> None:
-        """End it from another thread, for good."""
+        """Kill the process from another thread. A process that is started later is killed too."""
         self._killed = True
         child = self._child
         if child is not None:
