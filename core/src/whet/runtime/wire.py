@@ -1,15 +1,15 @@
-"""Values as they cross between processes: a JSON header and raw buffers beside it, never pickle.
+"""The format of values in messages between processes: a JSON header and raw buffers beside it, never pickle.
 
     encode({"tokens": array, "step": 3})
         [b'{"value":{"tokens":{"~":"array","at":0},"step":3},"arrays":[["int64",128]]}', <the array's own memory>]
 
-What crosses: builtins (dicts with string keys), NumPy arrays of booleans, integers and floats, and the records of
-core that `RECORDS` names. Lists of one record travel by column and lists of flat arrays as one buffer with lengths,
-so that a hundred completions cost a few buffers. Whatever arrives is checked before it is believed.
+These values can be sent: builtins (dicts with string keys), NumPy arrays of booleans, integers and floats, and the
+records of core in `RECORDS`. Lists are packed: a list of one kind of record is sent by column, and a list of flat
+arrays as one buffer with lengths, so that a hundred completions take a few buffers. The receiver checks all it reads.
 
-A message never becomes much larger than it was on the way: packed lists are the only short way to write a long value,
-all repetitions of a message together have a limit, and each buffer stands in one place. Between processes that do not
-trust each other nothing is packed (`packed=False`), and the number of values has a limit.
+A decoded message is never much larger than its bytes. Only packed lists write a long value in short form, all
+repetitions in a message have a common limit, and each buffer is used once. Between processes that do not trust each
+other lists are not packed (`packed=False`), and the number of values has a limit.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from whet.errors import WhetError
 Buffer = bytes | bytearray | memoryview
 
 TAG: Final = "~"
-"""The key that marks a JSON object as something other than a plain dict."""
+"""The key of a JSON object that stands for something other than a plain dict."""
 DTYPES: Final = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -57,27 +57,27 @@ RECORDS: Final = {
     "ModelInfo": "whet.data.model_info",
     "WorkerRank": "whet.interfaces.workers",
 }
-"""The records that cross, each with its module, which is imported when the first one does."""
+"""The records that can be sent, with their modules. A module is imported when its first record is sent or read."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _BUILTINS: tuple[Any, ...] = (int, float, str, bytes)
 _MOST_REPEATS: Final = 1 << 20
-"""Of values in all packed lists of a message together."""
+"""The limit of repeated values in all packed lists of a message together."""
 _ROW_REPEATS: Final = 8
-"""Of them, what a row counts for of whose columns none stands value by value in the message."""
+"""The repeated values that a row counts as, where no column of the rows is written value by value in the message."""
 _MOST_VALUES: Final = 1 << 18
-"""Of a message that is not packed: some 50 MB at most."""
+"""The limit of values in a message that is not packed: about 50 MB."""
 _WANTED = "only builtins (dicts with string keys), NumPy arrays of bool, int or float, and records of core cross"
 
 
 class WireError(WhetError):
-    """A value cannot cross between processes, or what arrived is damaged."""
+    """A value cannot be sent to another process, or a message that arrived is damaged."""
 
 
 def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
-    """Return the buffers of a value, the header first. Arrays are not copied where they are contiguous.
+    """Return the buffers of a value, the header first. Contiguous arrays are not copied.
 
-    `packed=False` writes every value by itself, for receivers that do not trust this process. Raises `WireError` saying
-    where in the value something stands that cannot cross.
+    With `packed=False` each value is written by itself, for receivers that do not trust this process. Raises
+    `WireError`, which says where in the value the part is that cannot be sent.
     """
     writer = _Writer(packed)
     try:
@@ -90,15 +90,16 @@ def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
 
 
 def encode_calls(head: Mapping[str, Any], calls: Sequence[tuple[Any, ...]]) -> "list[list[Buffer] | WireError]":
-    """Give for the arguments of each call the buffers of `{**head, "args": arguments}`, or why they cannot cross.
+    """Return for each call the buffers of `{**head, "args": arguments}`, or the error why they cannot be sent.
 
-    Where each is a list of records of one kind, as requests are, those are looked at once for all calls.
+    Where every call has one argument, a list of records of one kind such as requests, the columns of all records are
+    made once for all calls.
     """
     shares = [arguments[0] for arguments in calls if len(arguments) == 1 and type(arguments[0]) is list]
     kinds = {type(value) for share in shares for value in share} if len(shares) == len(calls) else set()
     name = _record_name(kinds.pop()) if len(kinds) == 1 else None
     if name is not None:
-        with suppress(_UnsendableError, RecursionError, TypeError, ValueError):  # then each says what is wrong with it
+        with suppress(_UnsendableError, RecursionError, TypeError, ValueError):  # then each is encoded alone
             return list(_encode_rows(head, name, shares))
     return [_encoded({**head, "args": arguments}) for arguments in calls]
 
@@ -122,10 +123,10 @@ def _encoded(value: Any) -> "list[Buffer] | WireError":
 
 
 def decode(buffers: Sequence[Buffer], *, records: bool = True, packed: bool = True) -> Any:
-    """Return the value of buffers that `encode` made. Arrays are views of the buffers, writable where those are.
+    """Return the value of buffers that `encode` made. Arrays are views of the buffers, writable if the buffers are.
 
-    With `records=False` a record is refused, for what untrusted code sends; with `packed=False` also every packed list,
-    and more values than a result has. Raises `WireError`.
+    For messages from untrusted code, `records=False` refuses records, and `packed=False` refuses packed lists and more
+    than `_MOST_VALUES` values. Raises `WireError`.
     """
     try:
         header = json.loads(bytes(buffers[0])) if packed else loads(buffers[0], _MOST_VALUES)
@@ -133,7 +134,7 @@ def decode(buffers: Sequence[Buffer], *, records: bool = True, packed: bool = Tr
         return _Reader(arrays, records, packed).value(header["value"])
     except WireError:
         raise
-    except Exception as error:  # the edge: records check what they are given in their own ways
+    except Exception as error:  # the edge: each record's constructor raises errors of its own
         raise WireError(f"a message is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -142,7 +143,7 @@ class _UnsendableError(Exception):
 
 
 class _Writer:
-    """Turns a value into a JSON tree, and collects the buffers that stand beside it."""
+    """Turns a value into a JSON tree, and collects the buffers to which the tree refers."""
 
     def __init__(self, packed: bool = True) -> None:
         self.arrays: list[list[Any]] = []
@@ -150,7 +151,7 @@ class _Writer:
         self._packs, self._repeats = packed, _MOST_REPEATS
 
     def message(self, tree: Any) -> list[Buffer]:
-        """Give all buffers, with the tree in the header."""
+        """Return the message: a header with the tree, then all buffers."""
         header = json.dumps({"value": tree, "arrays": self.arrays}, separators=(",", ":")).encode("ascii")
         return [header, *self.buffers]
 
@@ -196,7 +197,7 @@ class _Writer:
         return {TAG: name, "of": self.items([getattr(value, field) for field in _record(name)[1]])}
 
     def items(self, values: Sequence[Any]) -> Any:
-        """Give a JSON list of the values, or a packed object where they are all of one kind."""
+        """Return the values as a JSON list, or as a packed list where all of them are of one kind."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN:
             return list(values)
@@ -233,23 +234,23 @@ class _Writer:
         return None
 
     def rows(self, tree: dict[str, Any], count: int) -> dict[str, Any] | None:
-        """Return rows, or None where the message has too many that cost it nothing."""
+        """Return the packed rows `tree`, or None where the message would pass its limit of repeated values."""
         self._repeats -= 0 if _backed(tree["columns"]) else _ROW_REPEATS * count
         return tree if self._repeats >= 0 else None
 
 
 def _backed(columns: Sequence[Any]) -> bool:
-    """Return whether one of the columns stands in the message value by value, so that rows cost what they weigh."""
+    """Return whether a column is written value by value, so that the rows' size in bytes grows with their number."""
     return any(type(column) is list or column[TAG] == "ragged" for column in columns)
 
 
 def _fit_together(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Whether they can cross as one buffer with lengths."""
+    """Return whether the arrays can be sent as one buffer with lengths: flat arrays of one dtype."""
     return all(array.ndim == 1 and array.dtype == arrays[0].dtype for array in arrays)
 
 
 def _column(values: list[Any]) -> Callable[[_Writer, int, int], Any]:
-    """Give what writes a part of a column of records."""
+    """Return a function that writes the values from `begin` to `end` of a column of records."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         return lambda writer, begin, end: values[begin:end]
@@ -275,7 +276,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
 
 
 class _Reader:
-    """Turns a JSON tree back into the value; every tagged object is checked."""
+    """Turns a JSON tree back into the value, and checks every tagged object."""
 
     def __init__(self, arrays: list[np.ndarray[Any, Any]], records: bool, packed: bool) -> None:
         self.arrays, self.records = arrays, records
@@ -293,7 +294,7 @@ class _Reader:
         return self.tagged(tag, tree)
 
     def items(self, tree: Any) -> list[Any]:
-        """Read what `_Writer.items` wrote: always a list."""
+        """Return the list that `_Writer.items` wrote."""
         if type(tree) is list:
             return [self.value(item) if type(item) in (dict, list) else item for item in tree]
         if not self._packed:
@@ -351,7 +352,7 @@ class _Reader:
         return self.arrays[at]
 
     def spend(self, repeats: int) -> None:
-        """Count values that stand in the message only once for all of them."""
+        """Count repeated values, which are written only once in the message. Raises `WireError` beyond the limit."""
         self._repeats -= repeats
         if self._repeats < 0:
             raise WireError(f"a message is damaged: it unpacks to more than {_MOST_REPEATS:,} repeated values")
@@ -366,14 +367,14 @@ class _Reader:
 
 @cache
 def _known_dtype(found: np.dtype[Any]) -> tuple[np.dtype[Any], str]:
-    """Give the dtype that crosses for one, and its name, which NumPy takes longer to make than all else."""
+    """Return the dtype in which arrays of a dtype are sent, and its name. Cached, because NumPy is slow to name it."""
     if found.name not in DTYPES:
         raise _UnsendableError
     return DTYPES[found.name], found.name
 
 
 def _record_name(kind: type) -> str | None:
-    """Give the name under which a class of records crosses; None for other classes."""
+    """Return the name under which a class of records is sent, or None for any other class."""
     return kind.__name__ if RECORDS.get(kind.__name__) == kind.__module__ else None
 
 
@@ -381,7 +382,7 @@ _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
 def _record(name: str) -> tuple[type, tuple[str, ...]]:
-    """Give a record's class and the names of its fields, in order."""
+    """Return the class of a record and the names of its fields, in order."""
     if name not in _KNOWN:
         cls = getattr(importlib.import_module(RECORDS[name]), name)
         _KNOWN[name] = cls, tuple(field.name for field in attrs.fields(cls))
@@ -389,7 +390,7 @@ def _record(name: str) -> tuple[type, tuple[str, ...]]:
 
 
 def _as_builtin(value: Any) -> Any:
-    """Give the builtin that a NumPy number, a mapping or a subclass of a builtin stands for."""
+    """Return a NumPy number, a mapping or an instance of a builtin's subclass as the builtin itself."""
     if isinstance(value, np.generic) and value.dtype.name in DTYPES:
         return value.item()
     for builtin in _BUILTINS:
@@ -421,7 +422,7 @@ def _split(flat: np.ndarray[Any, Any], lengths: Any) -> list[np.ndarray[Any, Any
 
 
 def _find_unsendable(value: Any, path: str) -> tuple[str, str] | None:
-    """Find the first thing inside a value that cannot cross: where it stands, and what it is."""
+    """Return the path and the kind of the first part of a value that cannot be sent, or None where all can be."""
     kind = type(value)
     if kind in _PLAIN or kind in (bytes, bytearray, memoryview):
         return None
