@@ -1,10 +1,10 @@
-"""The program of a worker process: builds worker objects, runs their methods and answers the driver.
+"""The program of a worker process. It builds worker objects, runs their methods and sends the results to the driver.
 
     main thread     the compute thread: sync methods of all roles in this process, one after the other
-    reader          takes messages from the driver
+    reader          receives messages from the driver
     loop            coroutine methods and async generators; their heavy work belongs on `compute_thread()`
 
-One compute thread for a process keeps it at one pool of OpenMP threads, and lets roles that share it take turns.
+A process has only one compute thread, so it has one pool of OpenMP threads, and roles in the same process take turns.
 """
 
 import asyncio
@@ -38,29 +38,29 @@ T = TypeVar("T")
 
 
 class ComputeThread(Executor):
-    """An executor of one thread: the one that calls `run`."""
+    """An executor that runs its jobs on the thread that calls `run`."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], str] | None] = queue.SimpleQueue()
         self._thread = 0
         self.doing: tuple[str, float] = "", 0.0
-        """Name of the job under way, empty where there is none, and when it began in seconds of `time.monotonic`."""
+        """The name of the running job, or "", and the time when it began, in seconds of `time.monotonic`."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """Run a function on the thread, after what was submitted before.
+        """Run a function on the thread, after all jobs that were submitted before. Return its future.
 
-        A job must not wait for another: `result` raises `RuntimeError` on the thread itself instead of hanging.
+        A job must not wait for another job: `result` raises `RuntimeError` on the thread itself instead of hanging.
         """
         future: Future[T] = _ComputeFuture(self)
         self._jobs.put((future, lambda: fn(*args, **kwargs), getattr(fn, "__name__", "work").strip("_")))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let `run` return after what was submitted before."""
+        """End `run` after all jobs that were submitted before."""
         self._jobs.put(None)
 
     def run(self) -> None:
-        """Be the thread until `shutdown`."""
+        """Run jobs on the caller's thread until `shutdown`."""
         self._thread = threading.get_ident()
         while (job := self._jobs.get()) is not None:
             future, function, name = job
@@ -71,10 +71,10 @@ class ComputeThread(Executor):
                 except BaseException as error:
                     future.set_exception(error)
                 self.doing = "", 0.0
-            del job, future, function  # or their values would live until the next job
+            del job, future, function  # else they would keep their values in memory until the next job
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
+        """Return whether the caller runs on this thread."""
         return threading.get_ident() == self._thread
 
 
@@ -92,13 +92,14 @@ class _ComputeFuture(Future[T]):
 _compute: ComputeThread | None = None
 _lock = threading.Lock()
 _hosting = False
-"""Whether this process is here to host workers."""
+"""Whether this process is a worker process. `host_workers` sets it."""
 
 
 def give_up(why: str) -> None:
-    """End this process, where it is here to host workers, because one of them has lost what it cannot be without.
+    """End this worker process, because a worker has lost something that it cannot work without.
 
-    The driver then sees it as lost, and quotes these words; a replica is replaced. Elsewhere this returns.
+    The driver then sees that the process is lost, and quotes `why`; a lost replica is replaced. In a process that is
+    no worker process, this does nothing.
     """
     if _hosting:
         print(why, file=sys.stderr, flush=True)
@@ -106,9 +107,9 @@ def give_up(why: str) -> None:
 
 
 def compute_thread() -> Executor:
-    """Give this process's one thread for heavy work. Sync methods of workers run on it already.
+    """Return the one thread of this process for heavy work. Sync methods of workers run on this thread already.
 
-    In a process that hosts no workers (inline workers live there) it is made at the first call.
+    In a process that is no worker process, for inline workers, the thread starts at the first call.
     """
     global _compute
     with _lock:
@@ -119,23 +120,23 @@ def compute_thread() -> Executor:
 
 
 class Host:
-    """What this process holds, and what it was asked."""
+    """The workers of this process, and the calls that the driver has made on them."""
 
     def __init__(self, connection: socket.socket, compute: ComputeThread) -> None:
         self._connection, self._compute = connection, compute
         self._sending = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._workers: dict[int, Any] = {}
-        self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # of a call's number: slot, task
+        self._tasks: dict[int, tuple[int, asyncio.Task[None]]] = {}  # the number of a call: its slot and task
 
     def start(self) -> None:
-        """Start the threads beside the compute thread."""
+        """Start the reader and the event loop, each on a thread of its own, and report to the driver."""
         watched("whet-reader", self._read, give_up)
         watched("whet-loop", self._loop.run_forever, give_up)
         self._live()
 
     def close(self) -> None:
-        """Close the workers that are left."""
+        """Close the workers that have not been closed yet."""
         for slot in list(self._workers):
             try:
                 self._close(slot)
@@ -150,7 +151,7 @@ class Host:
             _end_all()
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Do as a message says."""
+        """Carry out one message of the driver."""
         number = message.get("number", 0)
         match message["do"]:
             case "call":
@@ -186,7 +187,7 @@ class Host:
             self._compute.submit(_named(method, self._answer), number, lambda: function(*args))
 
     def _beat(self, every: float) -> None:
-        """Say again and again that this process lives, whatever its workers do."""
+        """Report at intervals that this process is alive, whatever its workers do."""
         guard = Guard("whet-heart", pause_seconds=0.0)
         while True:
             time.sleep(every)
@@ -241,11 +242,11 @@ class Host:
             self._fail(number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        if isinstance(error, asyncio.CancelledError):  # by the driver, who knows, or because the workers close
+        if isinstance(error, asyncio.CancelledError):  # by the driver, or because the workers close
             self._say(number, "failed", {"cause": "it was cancelled", "details": ""})
             return
         details = "".join(traceback.format_exception(error))
-        with suppress(OSError):  # the log may lie on a disk that is full; the driver must hear of it all the same
+        with suppress(OSError):  # the disk of the log may be full; the driver must get the error in any case
             print(details, file=sys.stderr, flush=True)
         self._say(number, "failed", {"cause": in_words(error), "details": details})
 
@@ -259,13 +260,16 @@ class Host:
 
 
 def import_from(path: list[str], add: list[str]) -> None:
-    """Import from a path in place of this interpreter's own, where one is given, and from what it lacks of others."""
+    """Set the folders from which this process imports.
+
+    `path` replaces the interpreter's own folders, unless it is empty. Existing folders of `add` are appended.
+    """
     sys.path[:] = path or sys.path
     sys.path += [folder for folder in add if folder not in sys.path and os.path.isdir(folder)]
 
 
 def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Give the function another name, under which it is said to be under way."""
+    """Return a function that does the same under another name. `ComputeThread.doing` reports this name."""
 
     def named(*args: Any) -> None:
         function(*args)
@@ -275,24 +279,24 @@ def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
 
 
 def import_ahead(modules: list[str]) -> None:
-    """Import ahead of need; what fails here fails again, with a name to it, where it is needed."""
+    """Import modules before they are needed. An import that fails here raises its error where it is needed."""
     for module in modules:
         with suppress(Exception):
             importlib.import_module(module)
 
 
 def _end_all() -> NoReturn:
-    """End this process and what it started: the driver is gone."""
+    """Kill this process and all that it started, because the driver is gone."""
     os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
 
 
 def host_workers(connection: socket.socket, name: str) -> None:
-    """Host workers until the driver, at the other end, says `exit` or is gone."""
+    """Host workers until the driver, at the other end of the connection, sends `exit` or is gone."""
     global _compute, _hosting
     sys.argv = ["whet-worker", name]
     faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGUSR1)  # asked for by the driver when a deadline is missed
+    faulthandler.register(signal.SIGUSR1)  # the driver asks for the stacks when a deadline is missed
     order = decode(receive(connection))
     refuse_another_core(order["core"], order["wire"])
     import_from(order["path"], order["add"])
@@ -304,7 +308,7 @@ def host_workers(connection: socket.socket, name: str) -> None:
 
 
 def main() -> None:
-    """Be a process that hosts workers."""
+    """Run the program of a worker process."""
     descriptor, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with(parent)
     leave_signals_to_driver()
@@ -314,7 +318,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     from whet.runtime import (
-        worker_process,  # this file is `__main__` here; workers see the module, and its compute thread
+        worker_process,  # here this file is `__main__`; workers import the module, so its compute thread must be used
     )
 
     worker_process.main()
