@@ -65,7 +65,7 @@ class GraderCrash(InfrastructureError):  # noqa: N818 - the name that callers ca
 
 
 class GraderRaised(EpisodeError):  # noqa: N818
-    """A grader's function raised; its process lives on."""
+    """The function of a grader raised an error. The process continues."""
 
 
 @frozen(eq=False)

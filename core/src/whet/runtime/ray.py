@@ -149,7 +149,7 @@ class RayLauncher:
         """Release all resources, and end Ray where whet started it."""
         if self._door is not None:
             self._door.close()
-        if not self.session.ends_ray:  # else the places end with Ray, and to release them first may wait for a lost Ray
+        if not self.session.ends_ray:  # else Ray's end releases the places, and a lost Ray might not answer
             self.places.close()
         self.session.close()
         self._fork_servers.close()

@@ -46,7 +46,7 @@ _END_SECONDS: Final = 15.0
 
 @frozen
 class Node:
-    """A living node of the cluster."""
+    """A node of the cluster that is alive."""
 
     id: str
     address: str
@@ -333,9 +333,9 @@ def _limit(what: int) -> float:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore this process's SIGTERM handler afterwards, because Ray replaces the handler when it starts and ends.
+    """Restore this process's SIGTERM handler after a block in which Ray starts or ends, because Ray replaces it.
 
-    Ray's handler prints a stack and aborts; after Ray's end SIGTERM kills the process at once. Python can set a handler
+    Ray's handler prints a stack and aborts; after Ray's end, SIGTERM kills the process at once. Python can set handlers
     in the main thread only, but `sigaction` works in any thread.
     """
     sigaction = ctypes.CDLL(None).sigaction

@@ -51,7 +51,7 @@ class Mailbox:
 
 
 class Streams:
-    """One async-generator method, called on some ranks."""
+    """One call of an async-generator method on some of the ranks."""
 
     def __init__(
         self, role: str, slot: int, method: str, arguments: Mapping[int, tuple[Any, ...]], phase: str,

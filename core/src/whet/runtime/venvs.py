@@ -55,7 +55,7 @@ class Recipe:
     plugins: tuple[str, ...]
     """Requirements of pip: names, with extras and versions where they are needed, or paths."""
     install: tuple[str, ...] = ()
-    """Further requirements."""
+    """Further requirements of pip."""
     constraints: Path | None = None
     """A constraints file of pip, with versions that were tested together."""
     remove: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ def watchdog() -> Watchdog:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent thread ends, on Linux. Exit if the parent is gone already."""
+    """Ask the kernel to kill this process when its parent thread ends, on Linux. Exit if the parent is gone already."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
@@ -152,7 +152,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the running processes that were started with a mark that begins so. Without `/proc` the list is empty."""
+    """Return the numbers of the running processes whose mark begins with `mark`. Without `/proc` the list is empty."""
     wanted, found = f"{FAMILY}={mark}".encode(), []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():

@@ -318,7 +318,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     from whet.runtime import (
-        worker_process,  # here this file is `__main__`; workers import the module, so its compute thread must be used
+        worker_process,  # this file is `__main__` here, but workers import the module and use its compute thread
     )
 
     worker_process.main()
