@@ -158,6 +158,23 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
         checkpoint.latest(run)
 
 
+@pytest.mark.parametrize("position", [1e300, [], "12", {"epoch": 4}, {"records": 1.5}])
+def test_a_position_in_the_data_that_is_none_is_refused(tmp_path, position):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 5, {"data": position}, {"backend": save_weights})
+    with pytest.raises(CheckpointError, match=r"`data` of state.json is .*, wanted whole numbers by name"):
+        checkpoint.latest(run)
+
+
+@pytest.mark.parametrize("position", [{}, {"records": 12}, {"records": 12, "epoch": 40}])
+def test_a_position_in_the_data_is_read(tmp_path, position):
+    run = RunFolder(tmp_path)
+    checkpoint.write(run, 5, {"data": position}, {"backend": save_weights})
+    found = checkpoint.latest(run)
+    assert found is not None
+    assert found.state["data"] == position
+
+
 def test_a_manifest_that_lists_nothing_is_refused(tmp_path):
     run = RunFolder(tmp_path)
     folder = checkpoint.write(run, 5, {}, {"backend": save_weights})

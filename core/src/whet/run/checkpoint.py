@@ -162,8 +162,15 @@ def read(folder: Path) -> Checkpoint:
             raise CheckpointError(f"checkpoint {folder} is damaged: its {MANIFEST} does not list {STATE}; {advice}")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         steps = {int(folder.name[5:]), int(listed["step"]), int(state["step"])}
+        position = state.get("data", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {in_words(error)}; {advice}") from error
+    counts = position.values() if isinstance(position, dict) else [position]
+    if not all(isinstance(count, int) for count in counts) or (counts and "records" not in position):
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: `data` of {STATE} is {position!r:.100}, wanted whole numbers by name, "
+            f"`records` among them; {advice}"
+        )
     if len(steps) > 1:
         found = " and ".join(map(str, sorted(steps)))
         raise CheckpointError(
