@@ -162,7 +162,7 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path):
 def test_a_position_in_the_data_that_is_none_is_refused(tmp_path, position):
     run = RunFolder(tmp_path)
     checkpoint.write(run, 5, {"data": position}, {"backend": save_weights})
-    with pytest.raises(CheckpointError, match=r"`data` of state.json is .*, wanted whole numbers by name"):
+    with pytest.raises(CheckpointError, match=r"`data` of state.json is .*, wanted numbers by name"):
         checkpoint.latest(run)
 
 

@@ -168,7 +168,7 @@ def read(folder: Path) -> Checkpoint:
     counts = position.values() if isinstance(position, dict) else [position]
     if not all(isinstance(count, int) for count in counts) or (counts and "records" not in position):
         raise CheckpointError(
-            f"checkpoint {folder} cannot be read: `data` of {STATE} is {position!r:.100}, wanted whole numbers by name, "
+            f"checkpoint {folder} cannot be read: `data` of {STATE} is {position!r:.100}, wanted numbers by name, "
             f"`records` among them; {advice}"
         )
     if len(steps) > 1:
