@@ -131,7 +131,7 @@ class WeightRules:
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
-            sent = evolve(self._link(own, transport, number), timeout_seconds=1.0)
+            sent = evolve(self._link(own, transport, number), timeout_seconds=10.0)
             transfer.send(sent, other.weights())
             with pytest.raises((WeightSyncError, WorkerError)):
                 self._receive(own, evolve(sent, version=number + 1))
