@@ -9,8 +9,6 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-BY_CTRL_C = "ended by Ctrl-C"
-
 
 def main() -> None:
     """Run the command line and exit. Signals are handled before the slow imports."""
@@ -22,7 +20,7 @@ def main() -> None:
         code = run_command()
     except KeyboardInterrupt:
         with suppress(OSError, AttributeError):
-            print(BY_CTRL_C, file=sys.stderr, flush=True)
+            print("ended by Ctrl-C", file=sys.stderr, flush=True)
         code = 128 + signal.SIGINT
     except Terminated:
         code = 128 + signal.SIGTERM

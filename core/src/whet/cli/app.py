@@ -1,14 +1,11 @@
 """The `whet` command: its list of commands."""
 
 import os
-import signal
 import sys
 
 import click
 
-from whet.cli import BY_CTRL_C
 from whet.cli.check import check
-from whet.cli.command import say
 from whet.cli.commands import Commands
 from whet.cli.config import config
 from whet.cli.data import data
@@ -34,7 +31,7 @@ for _command in (demo, run, check, config, data, doctor, evaluate, export, plugi
 
 
 def run_command() -> int:
-    """Run the command of the command line, and return the exit code."""
+    """Run the command of the command line, and return the exit code. Raises `KeyboardInterrupt` after Ctrl-C."""
     _fill_standard_streams()
     try:
         code: int = group.main(standalone_mode=False)
@@ -42,8 +39,7 @@ def run_command() -> int:
         error.show()
         return error.exit_code
     except click.Abort:  # click turns Ctrl-C into this
-        say(BY_CTRL_C)
-        return 128 + signal.SIGINT
+        raise KeyboardInterrupt from None
     return code
 
 

@@ -148,7 +148,7 @@ class Lines:
 
     @property
     def width(self) -> int | None:
-        """None: lines have no maximum length."""
+        """Return None: lines have no maximum length."""
         return None
 
     def row(self, step: int, metrics: Mapping[str, float], left: float | None = None) -> None:
