@@ -36,7 +36,7 @@ class OwnPg:
 
     def __call__(self, outputs: Mapping[str, Any], batch: Any) -> LossResult:
         """Sum."""
-        from whet.ops.reductions import of_tokens
+        from whet_ops.reductions import of_tokens
 
         tokens = -of_tokens(batch, "advantages") * outputs["logprobs"]
         return LossResult({"policy": tokens[batch["loss_mask"]].sum()}, {})

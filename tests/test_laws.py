@@ -18,6 +18,8 @@ RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
 TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name == "tools"]
 """Plugins that offer no component: they bring commands, or a feature by a hook of its own."""
+LIBRARIES = {f"whet_{plugin.name}" for plugin in PLUGINS if plugin.parent.name == "libraries"}
+"""Packages that several plugins import. They register nothing and import core alone."""
 KIT = "whet_testing"
 """What tests may import, and no code that is shipped."""
 every_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
@@ -114,6 +116,7 @@ def test_core_imports_no_plugin(folder: str, allowed: set[str]) -> None:
 def test_a_plugin_imports_no_other(plugin: Path) -> None:
     for file in plugin.rglob("*.py"):
         allowed = {package(plugin)} | ({KIT} if plugin / "tests" in file.parents else set())
+        allowed |= LIBRARIES if package(plugin) not in LIBRARIES else set()
         others = {name for name in imports(file) if name.startswith("whet_")} - allowed
         assert not others, f"{file.relative_to(ROOT)} imports {', '.join(others)}"
 
@@ -121,8 +124,12 @@ def test_a_plugin_imports_no_other(plugin: Path) -> None:
 @every_plugin
 def test_a_plugin_requires_core_and_no_other_plugin(plugin: Path) -> None:
     whet = [need for need in project(plugin)["dependencies"] if re.match(r"whet\b", need)]
-    assert len(whet) == 1, f"{whet}, wanted core alone"
-    assert re.fullmatch(r"whet>=[\d.]+,<[\d.]+", whet[0])
+    libraries = {name.replace("_", "-") for name in LIBRARIES} - {project(plugin)["name"]}
+    names = [re.fullmatch(r"([a-z-]+)>=[\d.]+,<[\d.]+", need) for need in whet]
+    assert all(names), f"{whet}, wanted bounds on both sides"
+    found = [name.group(1) for name in names if name]
+    assert found[:1] == ["whet"], f"{whet}, wanted core first"
+    assert set(found[1:]) <= libraries, f"{whet}, wanted core and libraries alone"
 
 
 @every_plugin
@@ -144,7 +151,10 @@ def test_the_import_contracts_know_every_plugin() -> None:
     packages = {package(plugin) for plugin in PLUGINS}
     assert set(parser["importlinter"]["root_packages"].split()) == packages | {"whet"}
     assert set(parser["importlinter:contract:core-imports-no-plugin"]["forbidden_modules"].split()) == packages
-    assert set(parser["importlinter:contract:plugins-are-independent"]["modules"].split()) == packages
+    assert set(parser["importlinter:contract:plugins-are-independent"]["modules"].split()) == packages - LIBRARIES
+    library = parser["importlinter:contract:libraries-know-no-plugin"]
+    assert set(library["source_modules"].split()) == LIBRARIES
+    assert set(library["forbidden_modules"].split()) == packages - LIBRARIES
     light = parser["importlinter:contract:hooks-and-configs-are-light"]["source_modules"].split()
     assert {module.partition(".")[0] for module in light} == packages
 
@@ -159,7 +169,7 @@ def test_a_plugin_has_the_same_few_files(plugin: Path) -> None:
     wanted += [source / name for name in ("__init__.py", "py.typed")]
     if entry_points(plugin, "whet"):
         wanted += [plugin / "tests" / "test_conformance.py", source / "hooks.py"]
-    if plugin not in TOOLS:
+    if plugin not in TOOLS and package(plugin) not in LIBRARIES:
         wanted += [source / "config.py"]
     missing = [str(path.relative_to(ROOT)) for path in wanted if not path.exists()]
     assert not missing, f"missing: {', '.join(missing)}"
@@ -171,7 +181,7 @@ def test_a_plugin_is_named_after_its_thing(plugin: Path) -> None:
     assert found["name"].replace("-", "_") == package(plugin)
     hooks, commands = list(entry_points(plugin, "whet").values()), entry_points(plugin, "whet.commands")
     assert hooks in ([f"{package(plugin)}.hooks"], [])
-    assert hooks or (commands and plugin in TOOLS)
+    assert hooks or (commands and plugin in TOOLS) or package(plugin) in LIBRARIES
     assert plugin in TOOLS or not commands
     assert {target.partition(".")[0] for target in commands.values()} <= {package(plugin)}
     assert (ROOT / "plugins" / "environments" in plugin.parents) == found["name"].startswith("whet-env-")
@@ -192,7 +202,7 @@ def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
 @every_plugin
 def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
     targets = [*entry_points(plugin, "whet").values(), *entry_points(plugin, "whet.commands").values()]
-    modules = ", ".join({target.partition(":")[0] for target in targets})
+    modules = ", ".join({target.partition(":")[0] for target in targets} or {package(plugin)})
     code = f"import os\nbefore = dict(os.environ)\nimport {modules}\nassert dict(os.environ) == before"
     assert heavy_after(code) == []
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from whet.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
 from whet.component import Selection
 from whet.config.build import to_spec
-from whet.config.policy import CorrectionSection, TopEntropySection
 from whet.config.structure import structure
 from whet.data.batch import Batch, concatenate
 from whet.plugins.registry import load_plugins
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_ops.algorithms.config import CorrectionSection, TopEntropySection
+from whet_ops.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
 from whet_testing.batches import random_batch
 from whet_testing.site import make_site
 

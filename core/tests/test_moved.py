@@ -31,6 +31,15 @@ def test_no_module_is_loaded_twice_where_a_whole_room_has_moved() -> None:
     assert old is importlib.import_module("whet.runtime.inline")
 
 
+def test_a_module_of_another_distribution_is_found_by_its_path_of_before() -> None:
+    pytest.importorskip("whet_ops", reason="whet-ops is not installed")
+    with pytest.warns(DeprecationWarning, match=r"whet\.ops\.kl has moved to whet_ops\.kl"):
+        old = importlib.import_module("whet.ops.kl")
+    assert old is importlib.import_module("whet_ops.kl")
+    with pytest.warns(DeprecationWarning, match=r"whet\.data\.pairs has moved to whet_ops\.algorithms\.preferences"):
+        from whet.data.pairs import encode_pair  # noqa: F401 -- the path of before itself is tested
+
+
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"whet\.nothing"):
         importlib.import_module("whet.nothing")

@@ -1,7 +1,7 @@
 """Import paths of earlier versions that plugins use: each leads to where its module is now, with a warning.
 
 They are kept for one version of core. `whet` asks here only for a module that it does not have. A distribution that a
-room of core has moved to names the room as an entry point of the group `whet.moved`: `testing = "its_package"`.
+room or a module of core has moved to names it as an entry point of the group `whet.moved`: `testing = "its_package"`.
 """
 
 import importlib
@@ -19,7 +19,6 @@ MOVED = {
     "cluster.wire": "runtime.wire",
     "compose": "run.compose",
     "config.load": "plan.load",
-    "corrected": "algorithms.corrected_loss",
     "foreign": "generation.external_engine",
     "hookspecs": "plugins.hookspecs",
     "jobs": "run.jobs",
@@ -37,11 +36,9 @@ MOVED = {
     "rollout.replicas": "generation.replicas",
     "run_folder": "data.files",
     "spans": "data.spans",
-    "stages": "algorithms.policy_steps",
     "steps": "interfaces.algorithm",
     "testing.models": "data.small_models",
     "undecided": "interfaces.undecided",
-    "validation": "algorithms.offline_loop",
 }
 """Module of today, by the path of before; both without the leading `whet.`."""
 
@@ -81,13 +78,12 @@ def find(name: str) -> ModuleSpec | None:
 
 def _today(path: str) -> str | None:
     """Return the whole name of today for a path of before, or for a path in a room of before."""
-    if path in MOVED:
-        return f"whet.{MOVED[path]}"
-    room, _, below = path.partition(".")
-    packages = {room: f"whet.{MOVED[room]}"} if room in MOVED else _moved_out()
-    return ".".join(filter(None, (packages[room], below))) if room in packages else None
+    packages = {room: f"whet.{new}" for room, new in MOVED.items()} | _moved_out()
+    rooms = [path, *(path[:end] for end in range(len(path) - 1, 0, -1) if path[end] == ".")]
+    room = next((room for room in rooms if room in packages), None)
+    return None if room is None else packages[room] + path[len(room) :]
 
 
 def _moved_out() -> dict[str, str]:
-    """Return the packages of other distributions that were rooms of core, by the name of the room."""
+    """Return the modules of other distributions that were in core, by their path there."""
     return {point.name: point.value for point in entry_points(group="whet.moved")}

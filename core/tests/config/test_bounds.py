@@ -8,7 +8,6 @@ from attrs import field, frozen, validators
 
 from whet.config.bounds import above, below, between, unbounded
 from whet.config.explain import describe
-from whet.config.policy import LikelihoodSection
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
@@ -81,14 +80,3 @@ def test_bounds_are_shown() -> None:
     assert shown["pair"] == "each item at least 0, less than 1"
     assert shown["named"] == "each value at least 0, at most 9"
     assert shown["perhaps"] == "more than 0, at most 9, or null"
-
-
-def test_the_smallest_reward_of_a_right_answer_may_be_minus_infinity() -> None:
-    made = structure({"weight": 0.1, "at_least": -math.inf}, LikelihoodSection, None)
-    assert made.at_least == -math.inf
-    (doc,) = [doc for doc in describe(LikelihoodSection) if doc.name == "at_least"]
-    assert doc.allowed == "at most 1000000.0"
-    assert "`-.inf`: all responses" in doc.doc
-    for value in (math.inf, math.nan):
-        with pytest.raises(ConfigError):
-            structure({"at_least": value}, LikelihoodSection, None)

@@ -7,8 +7,6 @@ import pytest
 
 from whet.config.sections import DataFile
 from whet.data.layouts import found_words, layout_of, recognise, records
-from whet.data.messages import conversation
-from whet.data.pairs import pair_conversations
 
 SHAREGPT = {
     "conversations": [
@@ -78,12 +76,17 @@ def test_alpaca_becomes_prompt_and_completion(laid_out):
     assert found["prompt"] == [*MESSAGES[:3], {"role": "user", "content": "Add.\n\n1+1"}]
 
 
-def test_pairs_of_both_kinds_become_a_prompt_and_two_answers(laid_out):
+def test_pairs_of_both_kinds_become_a_prompt_and_two_responses(laid_out):
     asked = {"conversations": [{"from": "human", "value": "6*7?"}]}
     answers = {"chosen": {"from": "gpt", "value": "42"}, "rejected": {"from": "gpt", "value": "41"}}
-    wanted = [conversation([MESSAGES[3], {"role": "assistant", "content": text}]) for text in ("42", "41")]
-    for record in ({**asked, **answers}, {"instruction": "6*7?", "chosen": "42", "rejected": "41"}):
-        assert pair_conversations(one(laid_out(record)), {}) == (*wanted, 1)
+    said = {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", "42"), ("rejected", "41"))}
+    plain = {"prompt": "6*7?", "chosen": "42", "rejected": "41"}
+    for record, wanted in (
+        ({**asked, **answers}, {"prompt": [MESSAGES[3]], **said}),
+        ({"instruction": "6*7?", "chosen": "42", "rejected": "41"}, plain),
+    ):
+        found = one(laid_out(record))
+        assert {key: found[key] for key in wanted} == wanted
 
 
 def test_a_column_that_the_config_gives_another_meaning_shows_nothing(laid_out):

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.interfaces.loss import Loss
 from whet_grpo import losses
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
@@ -26,6 +25,7 @@ from whet_grpo.config import (
     UnequalRewardsConfig,
 )
 from whet_grpo.filters import UnequalRewards
+from whet_ops.algorithms.config import KlLossSection, LikelihoodSection
 from whet_testing.batches import token_advantages
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.algorithm import AlgorithmContract

@@ -6,10 +6,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.config.policy import KlLossSection
 from whet.data.batch import Batch, from_sequences
 from whet_grpo.config import ClippedPgConfig, GspoConfig
 from whet_grpo.losses import ClippedPg, Gspo
+from whet_ops.algorithms.config import KlLossSection
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.policy_steps import keep_uncertain
-from whet.config.policy import KlLossSection, LikelihoodSection, TopEntropySection
 from whet.data.batch import Batch, from_sequences
 from whet_grpo import losses
 from whet_grpo.config import (
@@ -26,6 +24,8 @@ from whet_grpo.config import (
     ReinforceConfig,
     SapoConfig,
 )
+from whet_ops.algorithms.config import KlLossSection, LikelihoodSection, TopEntropySection
+from whet_ops.algorithms.policy_steps import keep_uncertain
 from whet_testing.fakes import FakeBackend
 
 SIZES = (7, 3, 5, 1, 6)

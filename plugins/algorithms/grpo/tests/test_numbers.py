@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from whet.algorithms.policy_steps import correct_gap
-from whet.config.policy import CorrectionSection, KlLossSection
 from whet.data.batch import Batch, from_sequences
-from whet.ops.correction import importance_weights
 from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig
 from whet_grpo.losses import Cispo, ClippedPg, Gspo
+from whet_ops.algorithms.config import CorrectionSection, KlLossSection
+from whet_ops.algorithms.policy_steps import correct_gap
+from whet_ops.correction import importance_weights
 
 SIZES = (7, 3, 5, 1, 6)
 ADVANTAGES = np.array([1.5, -0.7, 0.0, -2.0, 0.4], np.float32)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.config.policy import KlLossSection
 from whet.data.batch import Batch, from_sequences
 from whet_grpo import losses
 from whet_grpo.config import CispoConfig, ClippedPgConfig, GspoConfig, ReinforceConfig
+from whet_ops.algorithms.config import KlLossSection
 
 SIZES = np.array([3, 1, 5, 2, 4, 1, 2])
 LONGEST = int(SIZES.max())

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from whet.algorithms.policy_steps import correct_gap, penalise_overlong
-from whet.config.policy import CorrectionSection, KlLossSection, OverlongSection
 from whet.data.batch import Batch, from_sequences
 from whet.errors import DataError
 from whet_grpo.advantages import Gdpo, GroupMean, Opo, ReinforcePlusPlus, Remax, Rloo
@@ -22,6 +20,8 @@ from whet_grpo.config import (
     RlooConfig,
 )
 from whet_grpo.losses import ClippedPg
+from whet_ops.algorithms.config import CorrectionSection, KlLossSection, OverlongSection
+from whet_ops.algorithms.policy_steps import correct_gap, penalise_overlong
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.3, 1.7, 0.2]
 FORMAT = [0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 0.0]

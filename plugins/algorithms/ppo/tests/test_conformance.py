@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from whet.config.policy import KlLossSection, LikelihoodSection
+from whet_ops.algorithms.config import KlLossSection, LikelihoodSection
 from whet_ppo.config import PpoClipConfig, ValueClipConfig
 from whet_ppo.losses import PpoClip, ValueClip
 from whet_testing.batches import token_advantages

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.config.policy import KlLossSection, LikelihoodSection
 from whet.data.batch import from_sequences
+from whet_ops.algorithms.config import KlLossSection, LikelihoodSection
 from whet_ppo.config import PpoClipConfig, ValueClipConfig
 from whet_ppo.losses import PpoClip, ValueClip, clipped_value_error
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from whet.config.policy import KlRewardSection
 from whet.data.batch import from_sequences
+from whet_ops.algorithms.config import KlRewardSection
 from whet_ppo.config import GaeSection
 from whet_ppo.targets import estimate, one_place_more, place_rewards, values_of
 from whet_testing.fakes import FakeBackend

@@ -11,7 +11,7 @@ from whet.data import metrics
 from whet.data.batch import Batch
 from whet.data.records import Group
 from whet.interfaces.loss import LossResult
-from whet.ops.reductions import expand, segment_sum
+from whet_ops.reductions import expand, segment_sum
 from whet_testing.contracts.advantages import AdvantagesContract
 from whet_testing.contracts.filter import FilterContract
 from whet_testing.contracts.loss import LossContract

@@ -6,11 +6,11 @@ Hinton et al. 2015 (arXiv:1503.02531), per token of a language model; the data m
 from functools import partial
 from typing import TYPE_CHECKING
 
-from whet.algorithms.offline_loop import offline_loop, read_data, trained_tokens
-from whet.data.demonstrations import encode
 from whet.data.model_info import ModelInfo, read_model
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
+from whet_ops.algorithms.demonstrations import encode
+from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_tokens
 
 if TYPE_CHECKING:
     from whet.data.offline import Encode

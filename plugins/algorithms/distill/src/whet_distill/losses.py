@@ -9,17 +9,17 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.ops.distillation import topk_divergences, topk_jensen_shannon
-from whet.ops.losses import clipped_policy_gradient, finite
-from whet.ops.reductions import moved, of_tokens, segment_sum
 from whet_distill.config import FullKlConfig, TeacherPgConfig, TopkKlConfig, wants_entropy
+from whet_ops.distillation import topk_divergences, topk_jensen_shannon
+from whet_ops.losses import clipped_policy_gradient, finite
+from whet_ops.reductions import moved, of_tokens, segment_sum
 
 
 class Divergence:
     """A divergence of student and teacher, as the mean over all trained tokens.
 
     `mixed`: a share of the forward and the rest of the reverse divergence. `jensen-shannon`: see
-    `whet.ops.distillation`. With a weight above 0, the negative log-likelihood of the tokens themselves is a second
+    `whet_ops.distillation`. With a weight above 0, the negative log-likelihood of the tokens themselves is a second
     term.
     """
 
@@ -67,7 +67,7 @@ class Divergence:
 
 
 class TopkKl(Divergence):
-    """Over K tokens at each place; see `whet.ops.distillation`."""
+    """Over K tokens at each place; see `whet_ops.distillation`."""
 
     columns = ("topk_ids", "teacher_topk_logprobs")
 
@@ -94,7 +94,7 @@ class TopkKl(Divergence):
 
 
 class FullKl(Divergence):
-    """Over the whole vocabulary; see `whet.ops.logprobs.distribution_kl`."""
+    """Over the whole vocabulary; see `whet_ops.logprobs.distribution_kl`."""
 
     def __init__(self, config: FullKlConfig) -> None:
         super().__init__(config)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.data.batch import Batch, from_sequences
-from whet.ops.reductions import segment_sum
+from whet_ops.reductions import segment_sum
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend

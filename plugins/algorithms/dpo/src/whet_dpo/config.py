@@ -8,10 +8,10 @@ from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
-from whet.data.pairs import PAIR_FIELDS
 from whet.plan.plan import facts_of
 from whet_dpo.loss_config import ANSWER, BASELINE, REFERENCE
 from whet_dpo.whole_config import whole_columns
+from whet_ops.algorithms.preferences import PAIR_FIELDS
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 LABELLED_FIELDS = ("prompt", "completion", "label", "chosen", "rejected")

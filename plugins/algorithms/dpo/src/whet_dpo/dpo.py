@@ -6,12 +6,12 @@ and whether the reference's logprobs are computed beforehand, with each batch, o
 
 from typing import TYPE_CHECKING
 
-from whet.algorithms.offline_loop import offline_loop, read_data
 from whet.data.model_info import read_model
 from whet_dpo.config import DpoConfig, source
 from whet_dpo.loss_config import REFERENCE
 from whet_dpo.reference import precomputed
 from whet_dpo.whole import WholeBatch
+from whet_ops.algorithms.offline_loop import offline_loop, read_data
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.algorithms.offline_loop import offline_loop, read_data
 from whet.data.metrics import Metric, mean
 from whet.data.model_info import read_model
 from whet_dpo.baseline import kl_baseline
@@ -16,6 +15,7 @@ from whet_dpo.config import KtoConfig, reads_baseline, source
 from whet_dpo.loss_config import BASELINE, REFERENCE
 from whet_dpo.reference import precomputed
 from whet_dpo.whole import WholeBatch
+from whet_ops.algorithms.offline_loop import offline_loop, read_data
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch

@@ -15,10 +15,10 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.ops.pairs import pair_positions, shared_length_weights
-from whet.ops.reductions import expand, segment_mean, segment_sum
 from whet_dpo import formulas
 from whet_dpo.loss_config import ANSWER, REFERENCE, PairMetrics, SftTerm, pair_columns
+from whet_ops.pairs import pair_positions, shared_length_weights
+from whet_ops.reductions import expand, segment_mean, segment_sum
 
 
 class Settings(Protocol):

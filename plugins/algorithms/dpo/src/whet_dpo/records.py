@@ -9,10 +9,10 @@ import numpy as np
 from whet.data.chat import ChatTokenizer
 from whet.data.layouts import found_words
 from whet.data.messages import conversation
-from whet.data.pairs import answered, encode_pair
 from whet.errors import DataError
 from whet_dpo.config import DpoConfig, KtoConfig, reads_answers
 from whet_dpo.loss_config import ANSWER
+from whet_ops.algorithms.preferences import answered, encode_pair
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo

@@ -9,11 +9,11 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.ops.reductions import segment_sum
 from whet_dpo import formulas
 from whet_dpo.loss_config import BASELINE, REFERENCE, KtoLossConfig
 from whet_dpo.pairwise import Answers, Scoring, answers, logps_of, rewards_of, right
 from whet_dpo.whole_config import SHIFT, BcoConfig
+from whet_ops.reductions import segment_sum
 
 Config = TypeVar("Config", bound=KtoLossConfig)
 

@@ -13,8 +13,6 @@ import numpy as np
 from attrs import frozen
 
 from whet.data.batch import Batch
-from whet.ops.pairs import pair_positions, shared_length_weights
-from whet.ops.reductions import segment_sum
 from whet_dpo.loss_config import ANSWER, REFERENCE
 from whet_dpo.running import RunningTally, Tally
 from whet_dpo.whole_config import (
@@ -28,6 +26,8 @@ from whet_dpo.whole_config import (
     columns_for,
     terms_of,
 )
+from whet_ops.pairs import pair_positions, shared_length_weights
+from whet_ops.reductions import segment_sum
 
 if TYPE_CHECKING:
     from whet.component import Selection

@@ -6,13 +6,8 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from whet.algorithms.policy_steps import of_episodes
 from whet.data.batch import Batch
 from whet.errors import DataError
-from whet.ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
-from whet.ops.gae import at_last, gae
-from whet.ops.reductions import expand, segment_sum
-from whet.ops.shaping import reward_to_go
 from whet_grpo.config import (
     GdpoConfig,
     GroupMeanConfig,
@@ -21,6 +16,11 @@ from whet_grpo.config import (
     RemaxConfig,
     RlooConfig,
 )
+from whet_ops.advantages import gdpo, group_mean, length_weighted, less_group_mean, whiten
+from whet_ops.algorithms.policy_steps import of_episodes
+from whet_ops.gae import at_last, gae
+from whet_ops.reductions import expand, segment_sum
+from whet_ops.shaping import reward_to_go
 
 PREFIX = "reward:"
 """Columns of named rewards begin with this."""
@@ -45,7 +45,7 @@ def episodes_of(batch: Batch) -> Episodes:
 
 
 class GroupMean:
-    """Rewards centred in their group, and scaled; see `whet.ops.advantages.group_mean`."""
+    """Rewards centred in their group, and scaled; see `whet_ops.advantages.group_mean`."""
 
     def __init__(self, config: GroupMeanConfig) -> None:
         self.config = config
@@ -160,7 +160,7 @@ def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArr
 
 
 class Opo:
-    """Rewards less the mean of their group weighted by length; see `whet.ops.advantages.length_weighted`.
+    """Rewards less the mean of their group weighted by length; see `whet_ops.advantages.length_weighted`.
 
     The length of an episode is the number of tokens that the model produced, divided by its sequences where it has
     several, whether or not `overlong.mask` keeps them from being trained.
@@ -206,7 +206,7 @@ class Remax:
 class Gdpo:
     """Each named reward normalised in its group, then added up, then scaled over the batch.
 
-    See `whet.ops.advantages.gdpo` and `whiten`. Over tokens, those of an episode with n sequences weigh 1 / n each.
+    See `whet_ops.advantages.gdpo` and `whiten`. Over tokens, those of an episode with n sequences weigh 1 / n each.
     """
 
     def __init__(self, config: GdpoConfig) -> None:

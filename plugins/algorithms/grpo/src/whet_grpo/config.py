@@ -7,15 +7,15 @@ from attrs.validators import deep_mapping, ge, gt, le, optional
 
 from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
-from whet.config.policy import (
-    ClipSection,
-    PolicyConfig,
-    PolicyLossConfig,
-)
 from whet.config.renamed import renamed
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
+from whet_ops.algorithms.config import (
+    ClipSection,
+    PolicyConfig,
+    PolicyLossConfig,
+)
 
 _MAX_WEIGHT: Any = optional(above(0, FACTOR))
 

@@ -5,8 +5,11 @@ What varies is chosen in the config: advantages, loss, filters, penalties, corre
 
 from typing import TYPE_CHECKING
 
-from whet.algorithms import policy_steps
-from whet.algorithms.policy_steps import (
+from whet.data.model_info import ModelInfo
+from whet.data.randomness import derive_seed
+from whet_grpo.config import GrpoConfig, wants_reference
+from whet_ops.algorithms import policy_steps
+from whet_ops.algorithms.policy_steps import (
     OldLogprobs,
     advantage_metrics,
     clip_advantages,
@@ -20,9 +23,6 @@ from whet.algorithms.policy_steps import (
     scored,
     with_correction,
 )
-from whet.data.model_info import ModelInfo
-from whet.data.randomness import derive_seed
-from whet_grpo.config import GrpoConfig, wants_reference
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import Parts
@@ -65,7 +65,7 @@ class Grpo:
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Return where the old policy's logprobs come from; see `whet.algorithms.policy_steps.choose_old_logprobs`."""
+    """Return where the old policy's logprobs come from; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted
     return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)

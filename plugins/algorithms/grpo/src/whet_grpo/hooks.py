@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem, Selection
-from whet.config.policy import (
+from whet_grpo import config as sections
+from whet_grpo.config import GroupLossConfig, GrpoConfig
+from whet_ops.algorithms.config import (
     average_problems,
     kl_loss_problems,
     kl_reward_problems,
     shaping_problems,
     top_entropy_problems,
 )
-from whet_grpo import config as sections
-from whet_grpo.config import GroupLossConfig, GrpoConfig
 
 if TYPE_CHECKING:
     from whet.config.sections import Config

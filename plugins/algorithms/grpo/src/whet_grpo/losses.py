@@ -1,6 +1,6 @@
 """The losses of a policy. Needs torch; only workers import it.
 
-Each is a formula of `whet.ops.losses`; what they share is in `PolicyLoss`.
+Each is a formula of `whet_ops.losses`; what they share is in `PolicyLoss`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +12,21 @@ from torch import Tensor
 
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
-from whet.ops import aggregation
-from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
-from whet.ops.kl import log_ratio
-from whet.ops.kl_loss import kl_loss
-from whet.ops.likelihood import right_tokens
-from whet.ops.losses import (
+from whet_grpo.config import (
+    CispoConfig,
+    ClippedPgConfig,
+    GmpoConfig,
+    GroupLossConfig,
+    GspoConfig,
+    ReinforceConfig,
+    SapoConfig,
+)
+from whet_ops import aggregation
+from whet_ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
+from whet_ops.kl import log_ratio
+from whet_ops.kl_loss import kl_loss
+from whet_ops.likelihood import right_tokens
+from whet_ops.losses import (
     PolicyGradient,
     cispo,
     clip_ratio,
@@ -29,16 +38,7 @@ from whet.ops.losses import (
     sapo,
     sequence_ratio,
 )
-from whet.ops.reductions import expand, moved, of_tokens, segment_sum
-from whet_grpo.config import (
-    CispoConfig,
-    ClippedPgConfig,
-    GmpoConfig,
-    GroupLossConfig,
-    GspoConfig,
-    ReinforceConfig,
-    SapoConfig,
-)
+from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 
 
 @frozen(eq=False)
@@ -143,7 +143,7 @@ def _trained(mask: Tensor, batch: Batch) -> Any:
 
 
 class ClippedPg(PolicyLoss):
-    """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`."""
+    """The clipped policy gradient over tokens; see `whet_ops.losses.clipped_policy_gradient`."""
 
     def __init__(self, config: ClippedPgConfig) -> None:
         super().__init__(
@@ -161,7 +161,7 @@ class ClippedPg(PolicyLoss):
 
 
 class Gspo(PolicyLoss):
-    """The clipped policy gradient over sequences; see `whet.ops.losses.sequence_ratio`."""
+    """The clipped policy gradient over sequences; see `whet_ops.losses.sequence_ratio`."""
 
     def __init__(self, config: GspoConfig) -> None:
         def formula(a: Answers) -> PolicyGradient:
@@ -180,7 +180,7 @@ class Gspo(PolicyLoss):
 
 
 class Cispo(PolicyLoss):
-    """REINFORCE with clipped importance weights; see `whet.ops.losses.cispo`."""
+    """REINFORCE with clipped importance weights; see `whet_ops.losses.cispo`."""
 
     def __init__(self, config: CispoConfig) -> None:
         super().__init__(
@@ -192,7 +192,7 @@ class Cispo(PolicyLoss):
 
 
 class Gmpo(PolicyLoss):
-    """The geometric mean of clipped ratios; see `whet.ops.losses.gmpo`."""
+    """The geometric mean of clipped ratios; see `whet_ops.losses.gmpo`."""
 
     def __init__(self, config: GmpoConfig) -> None:
         super().__init__(
@@ -205,7 +205,7 @@ class Gmpo(PolicyLoss):
 
 
 class Sapo(PolicyLoss):
-    """A soft gate in place of clipping; see `whet.ops.losses.sapo`."""
+    """A soft gate in place of clipping; see `whet_ops.losses.sapo`."""
 
     def __init__(self, config: SapoConfig) -> None:
         super().__init__(
@@ -218,7 +218,7 @@ class Sapo(PolicyLoss):
 
 
 class Reinforce(PolicyLoss):
-    """REINFORCE with truncated importance weights; see `whet.ops.losses.reinforce`."""
+    """REINFORCE with truncated importance weights; see `whet_ops.losses.reinforce`."""
 
     def __init__(self, config: ReinforceConfig) -> None:
         super().__init__(

@@ -7,15 +7,15 @@ from attrs.validators import ge, le
 
 from whet.component import Facts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
-from whet.config.policy import (
+from whet.config.sections import selection
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
+from whet_ops.algorithms.config import (
     AverageConfig,
     ClipSection,
     PolicyConfig,
     PolicyLossConfig,
 )
-from whet.config.sections import selection
-from whet.data.model_info import ModelInfo
-from whet.plan.plan import facts_of
 
 CRITIC = "critic"
 """The role of the model that gives values."""

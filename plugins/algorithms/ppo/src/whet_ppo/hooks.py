@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 from whet import hookimpl
 from whet.component import Component, Problem
-from whet.config.policy import (
+from whet.data.model_info import ModelInfo
+from whet.plan.plan import facts_of
+from whet_ops.algorithms.config import (
     average_problems,
     kl_loss_problems,
     kl_reward_problems,
     shaping_problems,
     top_entropy_problems,
 )
-from whet.data.model_info import ModelInfo
-from whet.plan.plan import facts_of
 from whet_ppo.config import CRITIC, PpoClipConfig, PpoConfig, ValueClipConfig
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.interfaces.loss import LossResult
-from whet.ops import aggregation
-from whet.ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
-from whet.ops.kl import log_ratio
-from whet.ops.kl_loss import kl_loss
-from whet.ops.likelihood import right_tokens
-from whet.ops.losses import clipped_policy_gradient, finite
-from whet.ops.reductions import expand, moved, of_tokens, segment_sum
+from whet_ops import aggregation
+from whet_ops.diagnostics import kl_metrics, logprob_gaps, ratio_metrics, token_mean
+from whet_ops.kl import log_ratio
+from whet_ops.kl_loss import kl_loss
+from whet_ops.likelihood import right_tokens
+from whet_ops.losses import clipped_policy_gradient, finite
+from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 from whet_ppo.config import PpoClipConfig, ValueClipConfig
 
 
@@ -40,11 +40,11 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 
 
 class PpoClip:
-    """The clipped policy gradient over tokens; see `whet.ops.losses.clipped_policy_gradient`.
+    """The clipped policy gradient over tokens; see `whet_ops.losses.clipped_policy_gradient`.
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
     exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: a penalty for
-    leaving the reference policy (`whet.ops.kl_loss`), the negative log-likelihood of right answers, over their tokens
+    leaving the reference policy (`whet_ops.kl_loss`), the negative log-likelihood of right answers, over their tokens
     (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the negative entropy (Schulman et al. 2017, equation
     9, arXiv:1707.06347).
     """

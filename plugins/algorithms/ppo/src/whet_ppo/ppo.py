@@ -9,7 +9,11 @@ With separate lambdas it is that of VC-PPO (arXiv:2503.01491), with a lambda by 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from whet.algorithms.policy_steps import (
+from whet.config.build import to_spec
+from whet.data.batch import Batch
+from whet.data.model_info import ModelInfo
+from whet.data.randomness import derive_seed
+from whet_ops.algorithms.policy_steps import (
     choose_old_logprobs,
     correct_gap,
     keep_uncertain,
@@ -20,10 +24,6 @@ from whet.algorithms.policy_steps import (
     scored,
     with_correction,
 )
-from whet.config.build import to_spec
-from whet.data.batch import Batch
-from whet.data.model_info import ModelInfo
-from whet.data.randomness import derive_seed
 from whet_ppo.config import CRITIC, PpoConfig, wants_reference
 from whet_ppo.targets import estimate, place_rewards, values_of
 

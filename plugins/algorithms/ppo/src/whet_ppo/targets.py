@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.algorithms.policy_steps import advantage_metrics, penalise_kl
-from whet.config.policy import KlRewardSection
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
-from whet.ops.advantages import whiten
-from whet.ops.gae import adaptive_lambda, at_last, explained_variance, gae
-from whet.ops.reductions import segment_sum
+from whet_ops.advantages import whiten
+from whet_ops.algorithms.config import KlRewardSection
+from whet_ops.algorithms.policy_steps import advantage_metrics, penalise_kl
+from whet_ops.gae import adaptive_lambda, at_last, explained_variance, gae
+from whet_ops.reductions import segment_sum
 from whet_ppo.config import GaeSection
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch import Tensor
 from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
-from whet.ops.pairs import pair_positions
-from whet.ops.reductions import segment_sum
+from whet_ops.pairs import pair_positions
+from whet_ops.reductions import segment_sum
 from whet_rm import formulas
 from whet_rm.config import MARGIN, BradleyTerryConfig
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.data.chat import ChatTokenizer
-from whet.data.pairs import pair_conversations
 from whet.errors import DataError
 from whet.rollout.scorer import whole
+from whet_ops.algorithms.preferences import pair_conversations
 from whet_rm.config import MARGIN, RmConfig, reads_margin
 
 if TYPE_CHECKING:

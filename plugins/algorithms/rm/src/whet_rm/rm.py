@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from whet.algorithms.offline_loop import offline_loop, read_data
 from whet.data.metrics import Metric, mean
+from whet_ops.algorithms.offline_loop import offline_loop, read_data
 from whet_rm.config import RmConfig
 
 if TYPE_CHECKING:

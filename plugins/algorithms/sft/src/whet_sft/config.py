@@ -5,8 +5,8 @@ from attrs import field, frozen
 from whet.component import Facts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
-from whet.data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 from whet.data.model_info import ModelInfo
+from whet_ops.algorithms.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 
 
 @frozen

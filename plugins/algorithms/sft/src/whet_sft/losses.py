@@ -8,7 +8,7 @@ import torch
 from whet.data.batch import Batch
 from whet.data.metrics import mean
 from whet.interfaces.loss import LossResult
-from whet.ops.reductions import segment_sum
+from whet_ops.reductions import segment_sum
 from whet_sft.config import NllConfig
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from whet.algorithms.offline_loop import offline_loop, read_data, trained_tokens
-from whet.data.demonstrations import encode
 from whet.data.metrics import Metric, mean
+from whet_ops.algorithms.demonstrations import encode
+from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_tokens
 from whet_sft.config import SftConfig
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from whet.data.batch import Batch
 from whet.errors import WhetError
-from whet.ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 from whet_fsdp2.blocks import AttentionPlan
 from whet_fsdp2.layout import Layout, Rows, Targets, pack, used_lengths
 from whet_fsdp2.narrowed import Narrowed, read_only_at
+from whet_ops.logprobs import distribution_kl, token_logprobs, top_logprobs
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 from whet.data import metrics
 from whet.data.batch import Batch
 from whet.interfaces.loss import LossResult
-from whet.ops.reductions import expand
+from whet_ops.reductions import expand
 
 
 class Likelihood:

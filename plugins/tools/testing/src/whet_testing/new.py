@@ -17,6 +17,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 """This folder has a folder of templates for each kind of component. The folder `every` is for all kinds."""
 
 _TORCH = '"torch>=2.8"'
+_OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
 
 
@@ -40,8 +41,8 @@ STARTS: dict[str, _Start] = {
     ),
     "backend": _Start("backends", "A backend", "plain PyTorch in one process", f'{_TRANSFORMERS}, "safetensors>=0.5"'),
     "generator": _Start("generators", "A generator", "transformers models, a request at a time", _TRANSFORMERS),
-    "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _TORCH),
-    "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _TORCH),
+    "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _OPS),
+    "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _OPS),
     "advantages": _Start(
         "advantages", "An advantage estimator", "a baseline between the means of group and batch"
     ),

@@ -1,1 +1,0 @@
-"""Code shared by several algorithms: the stages of a policy step, and losses with corrections."""

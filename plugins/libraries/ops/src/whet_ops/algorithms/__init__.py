@@ -1,0 +1,1 @@
+"""What algorithms share beyond formulas: loops, the steps between rollouts and loss, config sections, sequences."""

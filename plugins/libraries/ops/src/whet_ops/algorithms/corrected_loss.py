@@ -1,0 +1,58 @@
+"""A loss that corrects for the gap between sampler and trainer within the training pass. Needs torch.
+
+    forward pass -> trainer's logprobs -> weights and masks -> advantages -> the loss itself
+
+If a batch gets one optimizer step, the training pass itself computes the logprobs that the correction compares, so no
+other pass is needed; see `whet_ops.algorithms.policy_steps.place_correction`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from whet.component import Spec
+from whet.config.build import build
+from whet.data.batch import Batch
+from whet.interfaces.loss import Loss, LossResult
+from whet_ops.algorithms.config import CorrectionSection
+from whet_ops.algorithms.policy_steps import correct_gap
+
+
+class Corrected:
+    """Another loss, on advantages that are corrected with the logprobs of its own forward pass.
+
+    The corrections are those of `policy_steps.correct_gap` that leave every token in the mean, so that counts are known
+    before the pass, and that read each sequence by itself. They carry no gradient. The metrics are over the sequences
+    that can move the loss.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._loss: Loss = build(Spec(**config["loss"]))
+        self._section = CorrectionSection(**config["correction"])
+        if self._section.whole:
+            raise ValueError("a correction that must know the whole batch must come before the training pass")
+        self.columns = tuple(dict.fromkeys((*self._loss.columns, "advantages", "sampler_logprobs")))
+        self.outputs = tuple(dict.fromkeys((*self._loss.outputs, "logprobs")))
+        self.weights = self._loss.weights
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the counts of the inner loss."""
+        return self._loss.counts(batch)
+
+    def live(self, batch: Batch) -> Any:
+        """Return which sequences can move the inner loss before any correction."""
+        return self._loss.live(batch)
+
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
+        """Correct the advantages and return the result of the inner loss."""
+        logprobs = outputs["logprobs"]
+        plain = batch.map(_plain).with_columns(old_logprobs=_plain(logprobs.float()))
+        corrected, metrics = correct_gap(plain, self._section)
+        advantages = torch.from_numpy(corrected["advantages"]).to(logprobs.device)
+        result = self._loss(outputs, batch.with_columns(advantages=advantages))
+        return LossResult(result.terms, {**result.metrics, **metrics})
+
+
+def _plain(column: Any) -> Any:
+    return column.detach().cpu().numpy()

@@ -1,0 +1,144 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from whet.config.sections import DataFile, DataSection
+from whet.data.chat import ChatTokenizer
+from whet.data.readers import read
+from whet.errors import DataError
+from whet.plan.prepare import data_problems
+from whet_ops.algorithms.demonstrations import FIELDS, encode, known_fields, record_fields
+
+USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_folder):
+    return ChatTokenizer(tiny_model_folder)
+
+
+def trained(chat, record, **options) -> str:
+    (sequence,) = encode(record, chat, options.pop("fields", {}), **options)
+    assert sequence["prompt_length"] == sequence["loss_mask"].argmax()
+    return chat.decode(sequence["tokens"][sequence["loss_mask"]], skip_special=False)
+
+
+def text(chat, record, **options) -> str:
+    (sequence,) = encode(record, chat, options.pop("fields", {}), **options)
+    return chat.decode(sequence["tokens"], skip_special=False)
+
+
+def test_conversations_are_trained_on_every_turn_or_the_last(chat):
+    record = {"messages": [USER, ONE, MORE, TWO]}
+    assert trained(chat, record) == "42<|im_end|>48<|im_end|>"
+    assert trained(chat, record, train_on="last") == "48<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "6*7?", "completion": "42"},
+        {"prompt": [USER], "completion": [ONE]},
+        {"prompt": [USER], "completion": "42", "messages": None},
+    ],
+)
+def test_prompt_and_completion_are_the_same_as_a_conversation(chat, record):
+    assert text(chat, record) == text(chat, {"messages": [USER, ONE]})
+    assert trained(chat, record) == "42<|im_end|>"
+
+
+def test_answers_in_the_prompt_carry_no_loss(chat):
+    assert trained(chat, {"prompt": [USER, ONE, MORE], "completion": "48"}) == "48<|im_end|>"
+    assert trained(chat, {"prompt": [USER], "completion": [ONE, MORE, TWO]}) == "42<|im_end|>48<|im_end|>"
+
+
+def test_plain_text_is_trained_on_without_a_template(chat):
+    assert text(chat, {"text": "6*7=42"}) == "6*7=42<|im_end|>"
+    assert trained(chat, {"text": "6*7=42"}) == "*7=42<|im_end|>"
+
+
+def test_a_plain_completion_follows_its_prompt_without_a_template(chat):
+    record = {"prompt": "6*7=", "completion": "42"}
+    assert text(chat, record, plain=True) == "6*7=42<|im_end|>"
+    assert trained(chat, record, plain=True) == "42<|im_end|>"
+    (sequence,) = encode(record, chat, {}, plain=True)
+    assert sequence["tokens"][: sequence["prompt_length"]].tolist() == chat.encode("6*7=").tolist()
+
+
+def test_a_template_that_rewrites_history_is_refused_and_the_last_turn_can_still_be_learned(tiny_model_folder):
+    forgets = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if loop.last else m['content'].split('.')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = ChatTokenizer(tiny_model_folder, forgets)
+    thinks = {"role": "assistant", "content": "6*7 is 42.42"}
+    with pytest.raises(DataError, match="the chat template rewrites history"):
+        encode({"messages": [USER, thinks, MORE, TWO]}, chat, {})
+    assert trained(chat, {"messages": [USER, thinks, MORE, TWO]}, train_on="last") == "48<|im_end|>"
+
+
+def test_fields_may_have_other_names(chat):
+    record = {"question": "6*7?", "answer": "42", "prompt": 7}
+    assert trained(chat, record, fields={"prompt": "question", "completion": "answer"}) == "42<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        (
+            {"question": "x"},
+            r"columns 'question'; wanted `messages`, or `prompt` and `completion`, or `text`.*algorithm.fields",
+        ),
+        ({}, r"columns none"),
+        ({"prompt": "x"}, r"columns 'prompt'"),
+        ({"messages": [USER]}, "no message of the assistant"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": 7}, "found 7"),
+        ({"prompt": "x", "completion": []}, "no message of the assistant"),
+        ({"prompt": "x", "completion": 7}, "found 7"),
+        ({"text": ""}, "not empty"),
+        ({"text": ["x"]}, "must be a string"),
+    ],
+)
+def test_records_that_will_not_do_are_refused(chat, record, complaint):
+    with pytest.raises(DataError, match=complaint):
+        encode(record, chat, {})
+
+
+@pytest.mark.parametrize("record", [{"prompt": [USER], "completion": "y"}, {"prompt": "", "completion": "y"}])
+def test_plain_prompts_are_text(chat, record):
+    with pytest.raises(DataError, match="must be a string that is not empty"):
+        encode(record, chat, {}, plain=True)
+
+
+def test_unknown_fields_in_the_config_are_refused():
+    with pytest.raises(ValueError, match="names question, wanted messages, prompt, completion, text"):
+        known_fields(FIELDS)(None, None, {"question": "prompt"})
+
+
+def test_gsm8k_can_be_trained_on(chat, shared_data):
+    names = {"prompt": "question", "completion": "answer"}
+    rows = list(read(DataFile(str(shared_data / "gsm8k_train.jsonl"), limit=50)))
+    for row in rows:
+        (sequence,) = encode(row.record, chat, names)
+        assert chat.decode(sequence["tokens"][sequence["loss_mask"]]) == row.record["answer"]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "lacks"),
+    [
+        ({"text": "a"}, {}, ""),
+        ({"prompt": "a", "completion": "b"}, {}, ""),
+        ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answer"}, ""),
+        ({"question": "a", "answer": "b"}, {}, "`messages`, or `prompt` and `completion`, or `text`"),
+        ({"prompt": "a"}, {}, "`messages`, or `prompt` and `completion`, or `text`"),
+    ],
+)
+def test_the_fields_that_check_looks_for_are_those_that_are_read(tmp_path, record, fields, lacks):
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    section = SimpleNamespace(data=DataSection([DataFile(str(tmp_path / "data.jsonl"))]))
+    found = [str(problem) for problem in data_problems(section, record_fields(fields))]
+    assert [f"wanted {lacks}; `fields` says" in problem for problem in found] == [True] * bool(lacks)

@@ -1,0 +1,263 @@
+"""Each stage from batch to batch, worked by hand."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from whet.data.batch import Batch, from_sequences
+from whet_ops.algorithms.config import (
+    CorrectionSection,
+    KlControlSection,
+    KlRewardSection,
+    OverlongSection,
+    TopEntropySection,
+)
+from whet_ops.algorithms.policy_steps import (
+    advantage_metrics,
+    clip_advantages,
+    correct_gap,
+    keep_uncertain,
+    mask_overlong,
+    penalise_kl,
+    penalise_overlong,
+    place_correction,
+)
+from whet_ops.correction import gap, importance_weights
+from whet_testing.batches import random_batch
+from whet_testing.fakes import FakeBackend
+
+
+def batch(**columns: Any) -> Batch:
+    """Give answers of 1, 2 and 3 tokens; the last two are sequences of one episode."""
+    masks = [[0, 1], [0, 1, 1], [0, 1, 1, 1]]
+    rows = [{"tokens": range(len(m)), "loss_mask": np.array(m, bool)} for m in masks]
+    made = from_sequences(rows, prompt_lengths=[1, 1, 1], group=[0, 0, 0], episode=[0, 1, 1])
+    logprobs = np.where(made["loss_mask"], -1.0, 0.0).astype(np.float32)
+    given = {
+        "reward": np.array([1, 3, 3], np.float32), "stopped": np.array([True, False, True]),
+        "sampler_logprobs": logprobs, "old_logprobs": logprobs, "reference_logprobs": logprobs,
+        "advantages": np.array([1, -2, 4], np.float32),
+    }  # fmt: skip
+    return made.with_columns(**{**given, **columns})
+
+
+def tokens(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def test_cut_sequences_leave_the_loss_and_their_reward_stays() -> None:
+    found, metrics = mask_overlong(batch(), OverlongSection(mask=True))
+    assert found["loss_mask"].tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert found["reward"].tolist() == [1, 3, 3]
+    assert metrics["overlong/masked"].number() == pytest.approx(1 / 3)
+
+
+def test_an_episodes_length_is_that_of_all_its_answers() -> None:
+    section = OverlongSection(penalty=2.0, buffer=4)
+    found, metrics = penalise_overlong(batch(), section, max_tokens=6)
+    # 1 token: nothing; 2 + 3 tokens: (6 - 4 - 5) / 4 of the penalty of 2
+    assert found["reward"].tolist() == [1, 1.5, 1.5]
+    assert found["reward:overlong"].tolist() == [0, -1.5, -1.5]
+    assert metrics["reward/overlong"].number() == pytest.approx(-1)
+    given_length, _ = penalise_overlong(batch(), evolve(section, length=60), max_tokens=6)
+    assert given_length["reward"].tolist() == [1, 3, 3]
+
+
+def test_the_divergence_is_charged_at_each_token_and_summed_over_the_episode() -> None:
+    reference = tokens(0, -2, 0, -1.5, -1, 0, -1, -3, 20)
+    found, metrics = penalise_kl(batch(reference_logprobs=reference), KlRewardSection(weight=0.5))
+    # k1 is 1 | .5, 0 | 0, 2, and -21, which the clamps hold at -10
+    assert found["token_rewards"].tolist() == [0, -0.5, 0, -0.25, 0, 0, 0, -1, 5]
+    assert found["reward"].tolist() == pytest.approx([0.5, 6.75, 6.75])
+    assert found["reward:kl"].tolist() == pytest.approx([-0.5, 3.75, 3.75])
+    assert metrics["kl_reference/reward"].number() == pytest.approx((1 + 0.5 + 2 - 10) / 6)
+
+
+def test_without_old_logprobs_the_sampler_is_the_policy() -> None:
+    whole = batch(sampler_logprobs=np.zeros(9, np.float32), reference_logprobs=np.zeros(9, np.float32))
+    columns = {name: column for name, column in whole.per_token.items() if name != "old_logprobs"}
+    found, _ = penalise_kl(evolve(whole, per_token=columns), KlRewardSection(weight=1.0))
+    assert not found["token_rewards"].any()
+
+
+def test_sections_that_ask_for_nothing_change_nothing() -> None:
+    given = batch()
+    assert mask_overlong(given, OverlongSection())[0] is given
+    assert penalise_overlong(given, OverlongSection(), 1)[0] is given
+    assert penalise_kl(given, KlRewardSection())[0] is given
+    assert correct_gap(given, CorrectionSection())[0] is given
+
+
+def test_clipping_bounds_both_sides() -> None:
+    assert clip_advantages(tokens(-5, 0.5, 5), 2.0).tolist() == [-2, 0.5, 2]
+    assert clip_advantages(tokens(-5, 0.5, 5), 0.0).tolist() == [-5, 0.5, 5]
+
+
+def test_clipping_may_bound_them_otherwise() -> None:
+    assert clip_advantages(tokens(-5, 0.5, 5), 2.0, 3.0).tolist() == [-3, 0.5, 2]
+    assert clip_advantages(tokens(-5, 0.5, 5), 2.0, 0.0).tolist() == [-5, 0.5, 2]
+    assert clip_advantages(tokens(-5, 0.5, 5), 0.0, 1.0).tolist() == [-1, 0.5, 5]
+
+
+LN = math.log
+OLD = tokens(0, -1 + LN(4), 0, -1, -1 + LN(0.1), 0, -1, -1 + LN(2), -1)
+"""Trainer over sampler: 4 | 1, 0.1 | 1, 2, 1."""
+
+
+def test_weights_of_tokens_multiply_advantages() -> None:
+    found, metrics = correct_gap(batch(old_logprobs=OLD), CorrectionSection(weights="token", cap=3.0))
+    assert found["advantages"].tolist() == pytest.approx([1, 3, -2, -2, -0.2, 4, 4, 8, 4])
+    assert metrics["correction/weight/max"].number() == pytest.approx(3)
+    assert metrics["correction/weight/mean"].number() == pytest.approx((3 + 1 + 0.1 + 1 + 2 + 1) / 6)
+    assert found["loss_mask"].tolist() == batch()["loss_mask"].tolist()
+
+
+def test_weights_of_sequences_leave_one_advantage_for_each() -> None:
+    found, _ = correct_gap(batch(old_logprobs=OLD), CorrectionSection(weights="sequence", cap=3.0))
+    assert found["advantages"].tolist() == pytest.approx([3, -0.2, 8])
+
+
+def test_icepop_takes_tokens_out_and_still_counts_them() -> None:
+    section = CorrectionSection(weights="token", cap=9.0, mask="token", low=0.5, high=3.0)
+    found, metrics = correct_gap(batch(old_logprobs=OLD), section)
+    assert found["advantages"].tolist() == pytest.approx([1, 0, -2, -2, 0, 4, 4, 8, 4])
+    assert found["loss_mask"].all() == batch()["loss_mask"].all()
+    assert metrics["correction/masked"].number() == pytest.approx(2 / 6)
+
+
+def test_what_is_masked_need_not_count() -> None:
+    section = CorrectionSection(mask="token", low=0.5, high=3.0, count_masked=False)
+    found, _ = correct_gap(batch(old_logprobs=OLD), section)
+    assert found["advantages"].tolist() == [1, -2, 4]
+    assert found["loss_mask"].tolist() == [0, 0, 0, 1, 0, 0, 1, 1, 1]
+    assert not section.per_token
+
+
+def test_sequences_are_masked_by_their_geometric_mean() -> None:
+    found, _ = correct_gap(batch(old_logprobs=OLD), CorrectionSection(mask="sequence", low=0.5, high=2.0))
+    assert found["advantages"].tolist() == [0, 0, 4]
+
+
+@pytest.mark.parametrize("guard", [{"max_token_gap": 2.0}, {"max_mean_gap": 1.0}])
+def test_the_guard_drops_whole_sequences(guard: dict[str, float]) -> None:
+    found, metrics = correct_gap(batch(old_logprobs=OLD), CorrectionSection(**guard))  # type: ignore[arg-type]
+    # |gaps| in nats: 1.39 | 0, 2.30, mean 1.15 | 0, .69, 0
+    kept = [0, 1] if "max_token_gap" in guard else [0, 0]
+    assert found["loss_mask"].tolist() == [*kept, 0, 0, 0, 0, 1, 1, 1]
+    assert metrics["correction/dropped"].number() == pytest.approx(1 / 3 if kept[1] else 2 / 3)
+
+
+@pytest.mark.parametrize("section", [
+    CorrectionSection(weights="token"),
+    CorrectionSection(weights="sequence", mask="sequence"),
+    CorrectionSection(mask="token", count_masked=False, max_token_gap=1.0, max_mean_gap=0.1),
+    CorrectionSection(weights="token", normalise=True, mask="worst", measure="k3", high=0.4),
+    CorrectionSection(weights="sequence", normalise=True, mask="product", measure="k2", max_mean_error=3.0),
+])  # fmt: skip
+def test_correcting_does_not_depend_on_order_and_stays_finite(section: CorrectionSection) -> None:
+    given = random_batch(3, columns=["advantages", "old_logprobs", "sampler_logprobs"])
+    given = given.with_columns(old_logprobs=np.where(given["tokens"] % 7 == 0, -np.inf, given["old_logprobs"]))
+    order = np.random.default_rng(0).permutation(given.sequences)
+    found, _ = correct_gap(given, section)
+    shuffled, metrics = correct_gap(given.take(order), section)
+    assert np.isfinite(found["advantages"]).all()
+    assert all(np.isfinite(metric.number()) for metric in metrics.values())
+    for name in ("advantages", "loss_mask"):
+        np.testing.assert_allclose(found.take(order)[name].astype(float), shuffled[name].astype(float))
+
+
+def test_what_must_know_the_whole_batch_happens_before_the_training_pass() -> None:
+    alone, together = CorrectionSection(weights="token"), CorrectionSection(weights="token", normalise=True)
+    dropping = CorrectionSection(max_mean_error=2.0)
+    assert place_correction(alone, False, KlRewardSection()) == (CorrectionSection(), alone)
+    kept, cut = (TopEntropySection(share=0.5, count_rest=rest) for rest in (True, False))
+    assert place_correction(alone, False, KlRewardSection(), kept) == (CorrectionSection(), alone)
+    assert place_correction(alone, False, KlRewardSection(), cut) == (alone, CorrectionSection())
+    for section in (together, dropping):
+        assert place_correction(section, False, KlRewardSection()) == (section, CorrectionSection())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_an_empty_mask_normalises_nothing(level: Any) -> None:
+    empty = batch(loss_mask=np.zeros(9, bool))
+    found, _ = correct_gap(empty, CorrectionSection(weights=level, normalise=True))
+    assert np.isfinite(found["advantages"]).all()
+
+
+def test_an_empty_mask_corrects_nothing() -> None:
+    empty = batch(loss_mask=np.zeros(9, bool))
+    found, metrics = correct_gap(empty, CorrectionSection(weights="token", mask="sequence", max_mean_gap=0.1))
+    assert not found["loss_mask"].any()
+    assert all(np.isfinite(metric.number()) for metric in metrics.values())
+    assert advantage_metrics(empty) == {}
+
+
+def test_the_weights_are_those_of_the_formulas() -> None:
+    given = random_batch(1, columns=["advantages", "old_logprobs", "sampler_logprobs"])
+    found, _ = correct_gap(given, CorrectionSection(weights="token"))
+    gaps = gap(given["old_logprobs"], given["sampler_logprobs"], given["loss_mask"])
+    expected = np.repeat(given["advantages"], given["lengths"]) * importance_weights(gaps, given["lengths"], "token")
+    np.testing.assert_allclose(found["advantages"], expected, rtol=1e-6)
+
+
+def test_metrics_of_advantages_are_over_trained_tokens() -> None:
+    found = advantage_metrics(batch())
+    values = np.array([1, -2, -2, 4, 4, 4])
+    assert found["advantages/mean"].number() == pytest.approx(values.mean())
+    assert found["advantages/std"].number() == pytest.approx(values.std())
+    assert (found["advantages/min"].number(), found["advantages/max"].number()) == (-2, 4)
+
+
+def test_the_reward_without_the_penalty_stays() -> None:
+    found, _ = penalise_kl(batch(reference_logprobs=tokens(*[-3.3] * 9)), KlRewardSection(weight=0.1))
+    assert found["task_reward"].tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("per", "divergence"),
+    [
+        ("sequence", (1 + 2.5) / 2),  # of an episode of one token, and of one of 2 + 3
+        ("token", (1 + 0.25 + 2 / 3) / 3),  # of sequences of 1, 2 and 3 tokens
+    ],
+)
+def test_an_adaptive_weight_is_charged_and_then_adapted(per: Any, divergence: float) -> None:
+    reference = tokens(0, -2, 0, -1.5, -1, 0, -1, -3, -1)
+    control = KlControlSection(target=divergence / 1.1, horizon=20.0, per=per)
+    section, carried = KlRewardSection(weight=0.5, adaptive=control), {}
+    for weight in (0.5, 0.5 * (1 + 0.1 * 2 / 20), 0.5 * (1 + 0.1 * 2 / 20) ** 2):
+        found, metrics = penalise_kl(batch(reference_logprobs=reference), section, carried)
+        assert found["token_rewards"].min() == pytest.approx(-2 * weight, rel=1e-6)
+        assert metrics["kl_reward/weight"].number() == pytest.approx(weight, rel=1e-6)
+    assert json.loads(json.dumps(carried)) == carried
+    assert "kl_reward/weight" not in penalise_kl(batch(), KlRewardSection(weight=1.0), {})[1]
+
+
+class Uncertain(FakeBackend):
+    """A backend whose tokens have these entropies."""
+
+    def score(self, batch: Batch, outputs: tuple[str, ...], weights: Any = "policy") -> dict[str, Any]:
+        assert outputs == ("entropy",)
+        return {"entropy": np.where(batch["loss_mask"], tokens(9, 3, 9, 1, 5, 9, 2, 4, 6), np.float32(0))}
+
+
+def test_tokens_of_high_entropy_keep_their_advantage() -> None:
+    found, metrics = keep_uncertain(batch(), Uncertain(), TopEntropySection(share=0.5))
+    # of 1 to 6 the upper half is what is at least 3.5
+    assert found["advantages"].tolist() == [0, 0, 0, 0, -2, 0, 0, 4, 4]
+    assert found["loss_mask"].sum() == 6
+    assert metrics["top_entropy/threshold"].number() == 3.5
+    assert metrics["top_entropy/share"].number() == 0.5
+    found, _ = keep_uncertain(batch(), Uncertain(), TopEntropySection(share=0.5, count_rest=False))
+    assert np.flatnonzero(found["loss_mask"]).tolist() == [4, 7, 8]
+    assert found["advantages"].tolist() == [1, -2, 4]
+
+
+def test_where_all_tokens_teach_nothing_is_scored() -> None:
+    given = batch()
+    assert keep_uncertain(given, None, TopEntropySection())[0] is given  # type: ignore[arg-type]
+    nothing = given.with_columns(loss_mask=np.zeros(9, bool))
+    assert keep_uncertain(nothing, Uncertain(), TopEntropySection(share=0.5))[0] is nothing
