@@ -39,13 +39,13 @@ from whet.data.batch import Batch, from_sequences
 from whet.data.metrics import mean
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Span
-from whet.generation.replicas import Replicas
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RankArguments
 from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
 from whet.runtime.launcher import Cluster, Host
 from whet.runtime.wire import decode, encode
+from whet_generation.replicas import Replicas
 
 SEQUENCES, GROUP, LENGTH, PROMPT = 1024, 8, 256, 64
 HELPERS, REST_SECONDS = 2, 5.0

@@ -156,7 +156,7 @@ def test_the_import_contracts_know_every_plugin() -> None:
     assert set(library["source_modules"].split()) == LIBRARIES
     assert set(library["forbidden_modules"].split()) == packages - LIBRARIES
     light = parser["importlinter:contract:hooks-and-configs-are-light"]["source_modules"].split()
-    assert {module.partition(".")[0] for module in light} == packages
+    assert {module.partition(".")[0] for module in light} - LIBRARIES == packages - LIBRARIES
 
 
 # What a plugin looks like

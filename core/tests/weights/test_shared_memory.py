@@ -119,7 +119,7 @@ def test_memory_lives_as_long_as_its_sender_and_a_successor_takes_its_place(tmp_
 
 def mapped() -> int:
     """Count the memory of senders that this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("/memfd:whet-weights-")
+    return Path("/proc/self/maps").read_text().count("/memfd:whet-tensors-")
 
 
 def test_a_number_that_another_file_has_by_now_is_not_read(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ALIGN: Final = 64
 GROW: Final = 16 << 20
-_TITLE: Final = "whet-weights"
+_TITLE: Final = "whet-tensors"
 _IN_MEMORY: Final = re.compile(r"memory-(\d{1,10})-(\d{1,10})")
 
 

@@ -28,7 +28,6 @@ from whet.data.files import disk_errors, use_umask
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
 from whet.errors import CheckpointError, ConfigError, WhetError
-from whet.generation.offload import Offload
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
@@ -42,6 +41,7 @@ from whet_fsdp2.loading import enable_checkpointing, load_model, prepare, quiet
 from whet_fsdp2.optimizer import MOMENTS, Stepper, is_finite
 from whet_fsdp2.ranks import Ranks, Watch
 from whet_fsdp2.weights import PolicyWeights, full, local, persistent_buffers, reshard, shard
+from whet_weights.offload import Offload
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.generation.replicas import ReplicatedGenerator
+from whet_generation.replicas import ReplicatedGenerator
 from whet_hf.config import HfConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from attrs import define
 
 from whet.data.records import Completion, Request
 from whet.errors import WhetError
-from whet.generation.offload import Offload
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
@@ -26,6 +25,7 @@ from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
+from whet_weights.offload import Offload
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from whet.component import Package
 from whet.data.model_info import DTYPE_BYTES, ModelInfo, has_tokenizer
-from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
-from whet.rollout.limits import context_length
+from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
+from whet_generation.limits import context_length
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from attrs import asdict, define
 
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
-from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
-from whet.rollout.limits import completion_limit
 from whet.weights.manifest import await_manifests
 from whet.weights.whole import failure_among
+from whet_generation.completeness import nothing_yet
+from whet_generation.limits import completion_limit
 from whet_sglang.arguments import KEPT_POSITIONS, LOADER
 from whet_sglang.extension import HOOKS
 from whet_sglang.sampling import LOWEST_TEMPERATURE, completion, sampling_params

@@ -6,7 +6,7 @@ import numpy as np
 
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
-from whet.generation.completeness import checked_logprobs, version_spans
+from whet_generation.completeness import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 1e-5
 """At lower temperatures SGLang takes the likeliest token, with its logprob at temperature 1."""

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from whet.component import Package
 from whet.data.model_info import has_tokenizer
-from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
-from whet.rollout.limits import context_length
+from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
+from whet_generation.limits import context_length
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:

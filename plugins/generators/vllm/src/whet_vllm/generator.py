@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.generation.replicas import ReplicatedGenerator
+from whet_generation.replicas import ReplicatedGenerator
 from whet_vllm.arguments import engine_arguments
 from whet_vllm.config import VllmConfig
 

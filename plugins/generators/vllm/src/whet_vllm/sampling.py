@@ -6,7 +6,7 @@ import numpy as np
 
 from whet.data.records import Completion, Request, Stop
 from whet.errors import WhetError
-from whet.generation.completeness import checked_logprobs, version_spans
+from whet_generation.completeness import checked_logprobs, version_spans
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value, except 0."""

@@ -22,14 +22,14 @@ from attrs import asdict
 
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
-from whet.generation.completeness import nothing_yet
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet.rollout.limits import completion_limit
 from whet.runtime.worker_process import give_up
 from whet.weights.manifest import await_manifests
 from whet.weights.whole import failure_among
+from whet_generation.completeness import nothing_yet
+from whet_generation.limits import completion_limit
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
 from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params

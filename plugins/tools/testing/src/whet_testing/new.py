@@ -19,6 +19,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 _TORCH = '"torch>=2.8"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
 _TRANSFORMERS = f'{_TORCH}, "transformers>=5.0"'
+_REPLICAS = f'"whet-generation>=0.1,<0.2", {_TRANSFORMERS}'
 
 
 class _Start(NamedTuple):
@@ -40,7 +41,7 @@ STARTS: dict[str, _Start] = {
         "environments", "An environment", "questions that are made up, and graded by the last number", "", "env-"
     ),
     "backend": _Start("backends", "A backend", "plain PyTorch in one process", f'{_TRANSFORMERS}, "safetensors>=0.5"'),
-    "generator": _Start("generators", "A generator", "transformers models, a request at a time", _TRANSFORMERS),
+    "generator": _Start("generators", "A generator", "transformers models, a request at a time", _REPLICAS),
     "loss": _Start("losses", "A loss", "REINFORCE with truncated importance weights", _OPS),
     "algorithm": _Start("algorithms", "An algorithm", "REINFORCE with a leave-one-out baseline, on a page", _OPS),
     "advantages": _Start(

@@ -23,9 +23,9 @@ from whet.component import Facts, resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
 from whet.errors import WorkerError, WorkerLost
-from whet.generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet.interfaces.generator import Generator
 from whet.runtime.local import LocalCluster
+from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet_testing.contracts.component import MODEL, ComponentContract
 from whet_testing.processes import descendants
 from whet_testing.site import make_site

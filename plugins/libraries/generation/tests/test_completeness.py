@@ -5,7 +5,7 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet.generation.completeness import checked_logprobs, nothing_yet, version_spans
+from whet_generation.completeness import checked_logprobs, nothing_yet, version_spans
 
 REQUEST = Request("r1", np.full(3, 5, np.int64), Sampling(), 0)
 

@@ -14,11 +14,11 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
-from whet.generation.replicas import Replicas
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Workers
 from whet.runtime.local import LocalCluster
 from whet.weights.probe import Proof
+from whet_generation.replicas import Replicas
 
 LINK = TransferSpec("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)
 SCORED = {(i, (seed,)): np.array([-1.0], np.float32) for i, seed in enumerate((11, 12))}

@@ -9,11 +9,11 @@ from attrs import frozen
 
 from whet.data.records import Completion, Request
 from whet.errors import WhetError, WorkerLost
-from whet.generation.dispatcher import RequestDispatcher
-from whet.generation.replica_set import ReplicaSet
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Pending, PendingEach, Replacing, Workers
 from whet.weights.probe import Proof
+from whet_generation.dispatcher import RequestDispatcher
+from whet_generation.replica_set import ReplicaSet
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import OnWeightUpdate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Replicas:
-    """One replica of the model for each rank. Workers have the methods that `whet.generation.dispatcher` lists, and
+    """One replica of the model for each rank. Workers have the methods that `whet_generation.dispatcher` lists, and
     `receive_weights(link, version, on_weight_update)`.
     """
 

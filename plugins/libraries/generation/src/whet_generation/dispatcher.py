@@ -23,10 +23,10 @@ from attrs import Factory, define, field
 
 from whet.data.records import Completion, Request
 from whet.errors import RequestLost, WhetError, WorkerError, WorkerLost
-from whet.generation.load_balancer import LoadBalancer
-from whet.generation.replica_set import ReplicaSet
 from whet.interfaces.workers import Heard, PendingEach, Workers
 from whet.runtime.inline import close_stream
+from whet_generation.load_balancer import LoadBalancer
+from whet_generation.replica_set import ReplicaSet
 
 PATIENCE = 8
 """Most iterations of the event loop that the outbox waits for further requests."""

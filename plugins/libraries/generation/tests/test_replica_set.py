@@ -11,12 +11,12 @@ import pytest
 
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
-from whet.generation.dispatcher import MOST_LOSSES, RequestDispatcher
-from whet.generation.replica_set import ReplicaSet
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Heard
 from whet.runtime.futures import Answers
 from whet.runtime.inline import merged
+from whet_generation.dispatcher import MOST_LOSSES, RequestDispatcher
+from whet_generation.replica_set import ReplicaSet
 
 LINK = TransferSpec("disk", "somewhere", "3-0", 3)
 

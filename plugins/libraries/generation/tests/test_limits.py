@@ -7,7 +7,7 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.errors import WhetError
-from whet.rollout.limits import completion_limit, context_length
+from whet_generation.limits import completion_limit, context_length
 
 
 def request(length: int = 3, token: int = 5, **sampling: Any) -> Request:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from whet.errors import WhetError
-from whet.generation.offload import Offload, Slabs
+from whet_weights.offload import Offload, Slabs
 
 MIB = 1 << 20
 

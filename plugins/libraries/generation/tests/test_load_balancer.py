@@ -2,7 +2,7 @@
 
 import random
 
-from whet.generation.load_balancer import LoadBalancer
+from whet_generation.load_balancer import LoadBalancer
 
 
 def test_the_least_is_that_of_a_look_at_all_whatever_changes() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError
-from whet.generation.dispatcher import RequestDispatcher
 from whet.interfaces.workers import Heard
 from whet.runtime.futures import Answers
 from whet.runtime.inline import InlineSlice, merged
+from whet_generation.dispatcher import RequestDispatcher
 
 
 class Replicas:

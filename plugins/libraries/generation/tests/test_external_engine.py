@@ -8,7 +8,7 @@ import pytest
 
 from whet.component import Package
 from whet.errors import WhetError
-from whet.generation.external_engine import ForeignEngine
+from whet_generation.external_engine import ForeignEngine
 
 KNOWN = {"dtype", "whistle", "block_size", "max_num_batched_tokens"}
 

@@ -1,0 +1,1 @@
+"""Tensors of workers on their way: between devices and host memory."""
