@@ -212,7 +212,7 @@ def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
 
 def test_every_number_of_every_component_has_a_lower_and_an_upper_bound() -> None:
     from whet.component import KINDS
-    from whet.config.bounds import unbounded
+    from whet.config.explain import unbounded
     from whet.plugins.registry import load_plugins
 
     registry = load_plugins()

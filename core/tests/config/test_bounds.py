@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from attrs import field, frozen, validators
 
-from whet.config.bounds import above, below, between, unbounded
-from whet.config.explain import describe
+from whet.config.bounds import above, below, between
+from whet.config.explain import describe, unbounded
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError

@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -16,7 +17,7 @@ from attrs.validators import and_, deep_iterable, deep_mapping, ge, in_, matches
 
 from whet.component import Kind, Selection
 from whet.config.document import to_line
-from whet.config.messages import a_kind, kind_word, type_words, value_words
+from whet.config.messages import type_words, value_words
 from whet.config.sections import Config
 from whet.config.structure import unstructure
 
@@ -45,7 +46,19 @@ def describe(cls: type) -> list[FieldDoc]:
     """Return the documentation of every key of an attrs class, depth first. Keys of nested classes have dotted
     names.
     """
-    return list(_described(cls, ""))
+    return [_field_doc(*found) for found in _walk(cls)]
+
+
+def unbounded(cls: type) -> list[str]:
+    """Return the fields of a config class, and of classes inside it, whose numbers lack a lower or an upper bound."""
+    found = []
+    for prefix, _, field in _walk(cls):
+        words = allowed(field.validator)
+        bounds = [re.search("at least|more than", words), re.search("at most|less than", words)]
+        number = "kind" not in field.metadata and re.search("(a|an) (number|integer)|numbers|integers", _type(field))
+        if number and bounds.count(None) > int(bool(field.metadata.get("infinite"))):
+            found.append(f"{prefix}{field.alias}")
+    return found
 
 
 def markdown(fields: Sequence[FieldDoc]) -> str:
@@ -61,8 +74,9 @@ def markdown(fields: Sequence[FieldDoc]) -> str:
 def sections() -> dict[str, type]:
     """Return the attrs class of every section of a config file, by its dotted path."""
     found: dict[str, type] = {}
-    for path, inner in _classes(Config, ""):
-        found.setdefault(path, inner)
+    for prefix, _, field in _walk(Config):
+        if (inner := _inner(field.type)) is not None and "kind" not in field.metadata:
+            found.setdefault(f"{prefix}{field.alias}".replace(".NAME.", ".").replace(".N.", "."), inner[0])
     return found
 
 
@@ -99,20 +113,31 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _described(cls: type, prefix: str) -> Iterator[FieldDoc]:
+def _walk(cls: type, prefix: str = "") -> "Iterator[tuple[str, type, attrs.Attribute[Any]]]":
+    """Yield every key of an attrs class, depth first: the path to its class, the class and the field."""
     attrs.resolve_types(cls)
-    docs = field_docs(cls)
     for field in attrs.fields(cls):
-        if not field.init:
-            continue
-        kind = field.metadata.get("kind")
-        name = f"{prefix}{'use' if field.metadata.get('inline') else field.alias}"
-        inner = _inner(field.type)
-        nested = inner is not None and inner[1] == "" and field.default is not None
-        default = "" if nested and field.default is not attrs.NOTHING else _default(field)
-        yield FieldDoc(name, _type(field, kind), default, docs.get(field.name, ""), kind, allowed(field.validator))
-        if inner is not None and kind is None:
-            yield from _described(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+        if field.init:
+            yield prefix, cls, field
+            if "kind" not in field.metadata and (inner := _inner(field.type)) is not None:
+                yield from _walk(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+
+
+def _field_doc(prefix: str, cls: type, field: "attrs.Attribute[Any]") -> FieldDoc:
+    inner = _inner(field.type)
+    nested = inner is not None and inner[1] == "" and field.default is not None
+    return FieldDoc(
+        f"{prefix}{'use' if field.metadata.get('inline') else field.alias}",
+        _type(field),
+        "" if nested and field.default is not attrs.NOTHING else _default(field),
+        field_docs(cls).get(field.name, ""),
+        field.metadata.get("kind"),
+        allowed(field.validator),
+    )
+
+
+def _type(field: "attrs.Attribute[Any]") -> str:
+    return type_words(field.type, field.metadata.get("kind"))
 
 
 def allowed(validator: Any) -> str:
@@ -145,14 +170,6 @@ _ALLOWED: dict[type, Callable[[Any], str]] = {  # attrs does not export the clas
 }
 
 
-def _type(field: "attrs.Attribute[Any]", kind: Kind | None) -> str:
-    if kind is None:
-        return type_words(field.type)
-    if typing.get_origin(field.type) is list:
-        return f"a list of {kind_word(kind)}s"
-    return f"{a_kind(kind)} or null" if type(None) in typing.get_args(field.type) else a_kind(kind)
-
-
 def _default(field: "attrs.Attribute[Any]") -> str:
     if field.metadata.get("default") is not None:
         return str(field.metadata["default"])
@@ -176,11 +193,3 @@ def _inner(wanted: Any) -> tuple[type, str] | None:
     if not arguments or (inner := _inner(arguments[-1] if origin is dict else arguments[0])) is None:
         return None
     return inner[0], f"{'.NAME' if origin is dict else '.N'}{inner[1]}"
-
-
-def _classes(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
-    attrs.resolve_types(cls)
-    for field in attrs.fields(cls):
-        if (inner := _inner(field.type)) is not None and "kind" not in field.metadata:
-            yield f"{prefix}{field.alias}", inner[0]
-            yield from _classes(inner[0], f"{prefix}{field.alias}.")

@@ -33,19 +33,21 @@ def a_kind(kind: Kind) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind_word(kind)}"
 
 
-def type_words(wanted: Any) -> str:
-    """Return what a type requires as text, e.g. `a list of text`."""
+def type_words(wanted: Any, kind: Kind | None = None) -> str:
+    """Return what a type requires as text, e.g. `a list of text`. A selection in it is a component of the kind."""
+    if wanted is Selection:
+        return a_kind(kind) if kind else "a component"
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted in _PLAIN:
         return _PLAIN[wanted]
     if origin is Literal:
         return f"one of {', '.join(map(value_words, arguments))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(type_words(argument) for argument in arguments)
+        return " or ".join(type_words(argument, kind) for argument in arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping of text to {type_words(arguments[1])}"
+        return f"a mapping of text to {type_words(arguments[1], kind)}"
     if isinstance(origin, type) and issubclass(origin, Iterable):
-        items = [type_words(argument) for argument in arguments if argument is not Ellipsis]
+        items = [type_words(argument, kind) for argument in arguments if argument is not Ellipsis]
         if len(items) == len(arguments) > 1 and len(set(items)) == 1:
             return f"a list of {len(items)} {_plural(items[0])}"
         return f"a list of {' and '.join(_plural(item) for item in items)}"
@@ -55,8 +57,6 @@ def type_words(wanted: Any) -> str:
 
 
 def _class_words(wanted: type) -> str:
-    if wanted is Selection:
-        return "a component"
     if issubclass(wanted, Enum):
         return f"one of {', '.join(value_words(member.value) for member in wanted)}"
     if attrs.has(wanted) or issubclass(wanted, Mapping):
@@ -68,7 +68,8 @@ def _plural(words: str) -> str:
     """Return the plural, without an article: `lists of text` for `a list of text`."""
     article, _, rest = words.partition(" ")
     noun, _, tail = rest.partition(" ")
-    return f"{noun}s {tail}".strip() if article in ("a", "an") else words
+    noun += "es" if noun.endswith("ss") else "s"
+    return f"{noun} {tail}".strip() if article in ("a", "an") else words
 
 
 def value_words(value: object) -> str:

@@ -2,39 +2,30 @@
 at once.
 """
 
+import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, Union, cast
 
 import attrs
-import cattrs
-from attrs import frozen
+from attrs import evolve, frozen
+from attrs.validators import deep_iterable, deep_mapping, ge, optional
 
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
-from whet.config.bounds import items_of
 from whet.config.document import to_line
 from whet.config.messages import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
 from whet.config.renamed import key_words, renamed_keys, value_words
-from whet.config.values import (
-    PLAIN,
-    StructureError,
-    enum_member,
-    impossible,
-    is_list,
-    is_literal,
-    is_mapping,
-    is_union,
-    literal,
-    one_line,
-    refused,
-    unusable_paths,
-)  # fmt: skip
+from whet.config.values import PLAIN, fault, fault_of_choice
 from whet.errors import ConfigError, PluginError
 
 T = TypeVar("T")
+_OPTIONAL: Any = type(optional(ge(0)))
+_EACH: Any = type(deep_iterable(ge(0)))
+_EACH_VALUE: Any = type(deep_mapping(ge(0)))
+"""Validator classes of attrs. attrs does not export their names."""
 
 
 class Offered(Protocol):
@@ -70,12 +61,10 @@ def structure(document: object, cls: type[T], components: "Components | None", a
     further known keys, for the hint "did you mean". Raises `ConfigError` with all problems, one per line:
     `path: what was wrong`.
     """
-    problems = list[Problem]()
-    made: Any = None
-    with _under(None, problems):
-        made = _Structurer(components).attrs_class(document, cls, also)
-    if problems:
-        raise ConfigError([str(problem) for problem in problems])
+    structurer = _Structurer(components)
+    made = structurer.attrs_class(document, cls, _At(), also)
+    if structurer.problems:
+        raise ConfigError([str(problem) for problem in structurer.problems])
     return cast(T, made)
 
 
@@ -89,10 +78,20 @@ def unstructure(value: Any, *, portable: bool = False, path: Callable[[Any], Any
     def inside(item: Any) -> Any:
         return unstructure(item, portable=portable, path=path)
 
+    if isinstance(value, Selection) and portable:
+        component = attrs.asdict(value.component) | {"config": import_path(value.component.config)}
+        config = inside(value.config)
+        return {"kind": value.kind, "component": component, "config": config, "distribution": value.distribution}
     if isinstance(value, Selection):
-        return _portable(value) if portable else {"use": value.name, **inside(value.config)}
+        return {"use": value.name, **inside(value.config)}
     if attrs.has(type(value)):
-        return _unstructure_fields(value, portable, path)
+        fields: dict[str, Any] = {}
+        for field in attrs.fields(type(value)):
+            if field.init:
+                plain = inside(getattr(value, field.name))
+                plain = path(plain) if path is not None and field.metadata.get("path") else plain
+                fields.update(plain if field.metadata.get("inline") and not portable else {field.alias: plain})
+        return fields
     if isinstance(value, Mapping):
         return {key: inside(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -110,292 +109,241 @@ def absolute(value: Any) -> Any:
     return str(Path(value).expanduser().absolute()) if found else value
 
 
-def _unstructure_fields(value: Any, portable: bool, path: Callable[[Any], Any] | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for field in attrs.fields(type(value)):
-        if field.init:
-            plain = unstructure(getattr(value, field.name), portable=portable, path=path)
-            if path is not None and field.metadata.get("path"):
-                plain = path(plain)
-            fields.update(plain if _is_inline(field) and not portable else {_key(field): plain})
-    return fields
-
-
-def _portable(selection: Selection) -> dict[str, Any]:
-    return {
-        "kind": selection.kind,
-        "component": attrs.asdict(selection.component) | {"config": import_path(selection.component.config)},
-        "config": unstructure(selection.config, portable=True),
-        "distribution": selection.distribution,
-    }
-
-
 @frozen
-class _Use:
-    """The component kind of a field, and its default component."""
+class _At:
+    """Where a value stands: its path, and the metadata of the field that holds it."""
 
-    kind: Kind
-    default: str | None
+    path: str = ""
+    metadata: Mapping[str, Any] = attrs.Factory(dict)
+
+    def under(self, key: object) -> "_At":
+        return evolve(self, path=f"{self.path}.{path_segment(key)}".removeprefix("."))
 
 
 class _Structurer:
+    """Converts a document and collects its problems. What cannot be converted becomes None, and is a problem."""
+
     def __init__(self, components: "Components | None") -> None:
         self.components = components
-        self.converter = cattrs.Converter(detailed_validation=False)
-        register = self.converter.register_structure_hook_factory
-        for plain, hook in PLAIN.items():
-            self.converter.register_structure_hook(plain, hook)
-        self.converter.register_structure_hook_func(lambda wanted: wanted is object, lambda value, _: value)
-        register(lambda wanted: isinstance(wanted, type) and issubclass(wanted, Enum), lambda wanted: enum_member)
-        register(is_literal, lambda wanted: literal)
-        register(is_union, lambda wanted: self._union)
-        register(is_list, lambda wanted: self._list)
-        register(is_mapping, lambda wanted: self._mapping)
-        register(attrs.has, lambda wanted: self.attrs_class)
-        register(lambda wanted: wanted is Selection, lambda wanted: self._from_portable)
+        self.problems: list[Problem] = []
 
-    def structure(self, value: object, wanted: Any) -> Any:
-        return self.converter.structure(value, wanted)
+    def refuse(self, at: _At, message: str) -> Any:
+        self.problems.append(Problem(at.path, message))
 
-    def _union(self, value: object, wanted: Any) -> Any:
+    def convert(self, value: Any, wanted: Any, at: _At) -> Any:
+        if wanted in (Any, object) and (wanted := type(value)) not in (dict, list, *PLAIN):
+            return value
+        origin, arguments = typing.get_origin(wanted) or wanted, typing.get_args(wanted)
+        if origin in (Union, types.UnionType):
+            return self._union(value, wanted, at)
+        if origin in PLAIN:
+            words = fault(value, origin, at.metadata)
+            return self.refuse(at, words) if words else value if value is None else origin(value)
+        if origin is Literal:
+            words = fault_of_choice(value, arguments)
+            return self.refuse(at, words) if words else value
+        if wanted is Selection:
+            return self._component(value, at)
+        if not isinstance(origin, type):
+            return self.refuse(at, f"no config can hold a value of the type {wanted!r:.80}")
+        if issubclass(origin, Enum):
+            words = fault_of_choice(value, [member.value for member in origin])
+            return self.refuse(at, words) if words else origin(value)
+        if attrs.has(origin):
+            return self.attrs_class(value, wanted, at)
+        if issubclass(origin, Mapping):
+            return self._mapping(value, wanted, at)
+        if issubclass(origin, (list, tuple, set, frozenset, Sequence)):
+            return self._list(value, wanted, at)
+        return self.refuse(at, f"no config can hold a value of the type {wanted!r:.80}")
+
+    def _unfit(self, value: object, wanted: Any, at: _At) -> Any:
+        return self.refuse(at, f"wanted {type_words(wanted, at.metadata.get('kind'))}, found {found_words(value)}")
+
+    def _union(self, value: object, wanted: Any, at: _At) -> Any:
         arms = typing.get_args(wanted)
         if value is None and type(None) in arms:
             return None
-        arms = tuple(arm for arm in arms if arm is not type(None))
         wrongs = []
         for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 becomes an integer, not a number
-            try:
-                return self.structure(value, arm)
-            except StructureError as wrong:
-                wrongs.append(wrong)
-        inside = [wrong for wrong in wrongs if any(problem.path for problem in wrong.problems)]
+            trial = _Structurer(self.components)
+            made = trial.convert(value, arm, at)
+            if not trial.problems:
+                return made
+            if arm is not type(None):
+                wrongs.append(trial.problems)
+        inside = [problems for problems in wrongs if any(problem.path != at.path for problem in problems)]
         if len(wrongs) == 1 or len(inside) == 1:
-            raise (inside or wrongs)[0]
-        raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
+            return self.problems.extend((inside or wrongs)[0])
+        return self._unfit(value, wanted, at)
 
-    def _list(self, value: object, wanted: Any) -> Any:
+    def _list(self, value: object, wanted: Any, at: _At) -> Any:
         origin, arguments = typing.get_origin(wanted) or wanted, typing.get_args(wanted)
         if not isinstance(value, (list, tuple)):
-            raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
+            return self._unfit(value, wanted, at)
         items: Sequence[Any] = [arguments[0] if arguments else Any] * len(value)
         if origin is tuple and arguments and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
-                raise refused(f"wanted {len(arguments)} items, found {len(value)}")
+                return self.refuse(at, f"wanted {len(arguments)} items, found {len(value)}")
             items = arguments
-        made, problems = [], list[Problem]()
-        for index, (item, type_) in enumerate(zip(value, items, strict=True)):
-            with _under(index, problems):
-                made.append(self.structure(item, type_))
-        _raise(problems)
-        return origin(made) if origin in (tuple, set, frozenset) else made
+        before = len(self.problems)
+        made = [
+            self.convert(item, type_, at.under(i)) for i, (item, type_) in enumerate(zip(value, items, strict=True))
+        ]
+        is_list = origin not in (tuple, set, frozenset)
+        return made if is_list or len(self.problems) > before else origin(made)
 
-    def _mapping(self, value: object, wanted: Any) -> Any:
+    def _mapping(self, value: object, wanted: Any, at: _At) -> Any:
         if not isinstance(value, Mapping):
-            raise refused(f"wanted {type_words(wanted)}, found {found_words(value)}")
+            return self._unfit(value, wanted, at)
         key_type, item_type = typing.get_args(wanted) or (Any, Any)
-        made, problems = {}, list[Problem]()
-        for key, item in value.items():
-            with _under(key, problems):
-                made[self.structure(key, key_type)] = self.structure(item, item_type)
-        _raise(problems)
-        return made
+        return {
+            self.convert(key, key_type, _At(at.under(key).path)): self.convert(item, item_type, at.under(key))
+            for key, item in value.items()
+        }
 
-    def attrs_class(self, value: object, cls: Any, also: Sequence[str] = ()) -> Any:
+    def attrs_class(self, value: Any, cls: Any, at: _At, also: Sequence[str] = ()) -> Any:
         """Return a mapping as an attrs class. `also` are keys of the class around it, for the hint "did you mean"."""
-        fields = _fields(cls)
-        inline = next((field for field in fields if _is_inline(field)), None) if self.components else None
-        if inline is not None and isinstance(value, str):
+        try:
+            fields = _fields(cls)
+        except PluginError as error:
+            return self.refuse(at, str(error))
+        inline = [key for key, field in fields.items() if self.components and field.metadata.get("inline")]
+        if inline and isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            raise refused(f"wanted a mapping, found {found_words(value)}{_off_words(value, fields)}")
-        if inline is not None:
-            own = [_key(field) for field in fields if field is not inline]
+            return self.refuse(at, f"wanted a mapping, found {found_words(value)}{_off_words(value, fields)}")
+        own = [key for key in fields if key not in inline]
+        if inline:  # takes all keys that the class does not have
             rest = {key: item for key, item in value.items() if key not in own}
-            value = {key: item for key, item in value.items() if key in own} | {_key(inline): rest}
-        problems, arguments = list[Problem](), dict[str, Any]()
-        known, before = [_key(field) for field in fields], renamed_keys(fields)
-        missing = [_key(f) for f in fields if _key(f) not in value and f.default is attrs.NOTHING and not _default(f)]
+            value = {key: item for key, item in value.items() if key in own} | {inline[0]: rest}
+        before, arguments = len(self.problems), dict[str, Any]()
+        missing = self._refuse_unknown(value, fields, at, also)
+        for key, field in fields.items():
+            place = _At(at.path if key in inline else at.under(key).path, field.metadata)
+            found, item = len(self.problems), value.get(key, {})
+            if words := value_words(field, item):
+                self.refuse(place, words)
+            elif key in inline:
+                arguments[key] = self._component(item, place, own)
+            elif key in value or (field.metadata.get("kind") and field.metadata.get("default")):
+                arguments[key] = self.convert(item, field.type, place)
+            elif key in missing:
+                self.refuse(place, f"missing; wanted {type_words(field.type, field.metadata.get('kind'))}")
+            if len(self.problems) > found:
+                arguments.pop(key, None)
+        return self._make(cls, arguments, at, whole=len(self.problems) == before)
+
+    def _refuse_unknown(
+        self, value: Mapping[Any, Any], fields: "Mapping[str, attrs.Attribute[Any]]", at: _At, also: Sequence[str]
+    ) -> set[str]:
+        """Refuse unknown and old keys. Return the missing keys, without those that a refused one stands for."""
+        missing = {key for key, field in fields.items() if key not in value and field.default is attrs.NOTHING}
+        known, renamed = [*fields, *also], renamed_keys(list(fields.values()))
         for key in value:
-            if key in before and key not in known:
-                missing = [name for name in missing if name != _key(before[key])]
-                problems.append(Problem(path_segment(key), key_words(before[key], value[key])))
-            elif key not in known:
-                meant = nearest(key, [*known, *also])
-                missing = [name for name in missing if name != meant]  # report one mistake on one line
-                problems.append(Problem(path_segment(key), f"unknown key{choice_words(key, [*known, *also])}"))
-        for field in fields:
-            if _key(field) in value or _default(field):
-                with _under(None if field is inline else _key(field), problems):
-                    arguments[_key(field)] = self._field(value.get(_key(field), _ABSENT), field, known)
-            elif _key(field) in missing:
-                problems.append(Problem(_key(field), f"missing; wanted {type_words(field.type)}"))
-        if problems:
-            raise StructureError(*problems, *_objections(cls, arguments))
-        return _make(cls, arguments)
+            if key in fields:
+                continue
+            if key in renamed:
+                meant = renamed[key].alias
+                self.refuse(at.under(key), key_words(renamed[key], value[key]))
+            else:
+                meant = nearest(key, known)
+                self.refuse(at.under(key), f"unknown key{choice_words(key, known)}")
+            missing.discard(meant or "")  # report one mistake on one line
+        return missing
 
-    def _field(self, value: object, field: "attrs.Attribute[Any]", known: Sequence[str]) -> Any:
-        kind = field.metadata.get("kind")
-        if words := value_words(field, value):
-            raise refused(words)
-        if kind is None or self.components is None:
-            made = self.structure(value, field.type)
-            _raise(list(impossible(made, infinite=bool(field.metadata.get("infinite")))))
-            if any(field.metadata.get(word) for word in ("path", "names_path", "writes")):
-                _raise(list(unusable_paths(made)))
-            return made
-        reserved = [name for name in known if name != _key(field)] if _is_inline(field) else []
-        return self._selected(value, field.type, _Use(kind, _default(field)), reserved)
-
-    def _selected(self, value: object, wanted: Any, use: _Use, reserved: Sequence[str] = ()) -> Any:
-        """Return the value of a field of components: one component, None, or a list or mapping of components."""
-        arguments = typing.get_args(wanted)
-        if wanted is Selection or value is _ABSENT:
-            return self._component({} if value is _ABSENT else value, use, reserved)
-        if is_union(wanted):
-            arms = [arm for arm in arguments if arm is not type(None)]
-            return None if value is None and len(arms) < len(arguments) else self._selected(value, arms[0], use)
-        problems = list[Problem]()
-        if is_list(wanted):
-            if not isinstance(value, (list, tuple)):
-                raise refused(f"wanted a list of {kind_word(use.kind)}s, found {found_words(value)}")
-            made = []
-            for index, item in enumerate(value):
-                with _under(index, problems):
-                    made.append(self._selected(item, arguments[0], use))
-            _raise(problems)
-            return tuple(made) if typing.get_origin(wanted) is tuple else made
-        if not isinstance(value, Mapping):
-            raise refused(f"wanted a mapping of names to {kind_word(use.kind)}s, found {found_words(value)}")
-        named = {}
-        for key, item in value.items():
-            with _under(key, problems):
-                named[self.structure(key, str)] = self._selected(item, arguments[-1], use)
-        _raise(problems)
-        return named
-
-    def _component(self, value: object, use: _Use, reserved: Sequence[str]) -> Selection:
-        assert self.components is not None
+    def _component(self, value: Any, at: _At, reserved: Sequence[str] = ()) -> Any:
+        if self.components is None:
+            return self._portable(value, at)
+        kind = at.metadata.get("kind")
+        if kind is None:
+            return self.refuse(at, "its class must declare it with whet.config.sections.selection(kind)")
         if isinstance(value, str):
             value = {"use": value}
         if not isinstance(value, Mapping):
-            raise refused(f"wanted the name of {a_kind(use.kind)} or `use:` and its keys, found {found_words(value)}")
-        name = value.get("use", use.default)
+            words = f"wanted the name of {a_kind(kind)} or `use:` and its keys, found {found_words(value)}"
+            return self.refuse(at, words)
+        name = value.get("use", at.metadata.get("default"))
         if name is None:
-            names = ", ".join(self.components.offers(use.kind)) or "none is installed"
-            raise refused(f"missing `use:`, the name of the {kind_word(use.kind)}; known: {names}")
+            names = ", ".join(self.components.offers(kind)) or "none is installed"
+            return self.refuse(at, f"missing `use:`, the name of the {kind_word(kind)}; known: {names}")
         if not isinstance(name, str):
-            raise StructureError(Problem("use", f"wanted text, found {found_words(name)}"))
+            return self.refuse(at.under("use"), f"wanted text, found {found_words(name)}")
         try:
-            offer = self.components.find(use.kind, name)
-            taken = [_key(field) for field in _fields(offer.component.config) if _key(field) in reserved]
+            offer = self.components.find(kind, name)
+            taken = [key for key in _fields(offer.component.config) if key in reserved]
         except PluginError as error:
-            raise StructureError(Problem("use" if "use" in value else "", str(error))) from None
+            return self.refuse(at.under("use") if "use" in value else at, str(error))
         if taken:
-            raise refused(f"{name!r} of {offer.distribution} has its own key {taken[0]!r}, which every"
-                         f" {kind_word(use.kind)} has already; its author must rename it")  # fmt: skip
+            words = f"{name!r} of {offer.distribution} has its own key {taken[0]!r}, which every {kind_word(kind)} has"
+            return self.refuse(at, f"{words} already; its author must rename it")
         rest = {key: item for key, item in value.items() if key != "use"}
-        config = self.attrs_class(rest, offer.component.config, reserved)
-        return Selection(use.kind, offer.component, config, offer.distribution)
+        config = self.attrs_class(rest, offer.component.config, at, reserved)
+        return Selection(kind, offer.component, config, offer.distribution)
 
-    def _from_portable(self, value: Any, _: Any) -> Selection:
-        if self.components is not None:
-            raise refused("its class must declare it with whet.config.sections.selection(kind)")
+    def _portable(self, value: Any, at: _At) -> Selection:
         component = Component(**value["component"] | {"config": resolve(value["component"]["config"])})
-        config = self.structure(value["config"], component.config)
+        config = self.attrs_class(value["config"], component.config, at)
         return Selection(value["kind"], component, config, value["distribution"])
 
+    def _make(self, cls: Any, arguments: Mapping[str, Any], at: _At, *, whole: bool) -> Any:
+        """Construct the class. Refuse with every validator that objects rather than the first."""
+        before, words = len(self.problems), ""
+        try:
+            if whole:
+                return cls(**arguments)
+        except (ValueError, TypeError) as error:
+            words = _one_line(error)
+        with suppress(ValueError, TypeError):
+            with attrs.validators.disabled():
+                made = cls(**arguments)
+            for field in attrs.fields(cls):
+                if field.validator is not None and field.alias in arguments:
+                    self._ask(field.validator, made, field, getattr(made, field.name), at.under(field.alias))
+        if words and len(self.problems) == before:
+            self.refuse(at, words)
+        return None
 
-_ABSENT = object()
+    def _ask(self, validator: Any, made: Any, field: "attrs.Attribute[Any]", value: Any, at: _At) -> None:
+        """Call a validator. If it checks items, refuse each item that it objects to."""
+        items = _items_of(validator, value)
+        for key, item, inner in items or ():
+            self._ask(inner, made, field, item, at.under(key))
+        if items is None:
+            try:
+                validator(made, field, value)
+            except (ValueError, TypeError) as error:
+                self.refuse(at, _one_line(error).removeprefix(f"{field.name!r} "))
 
 
-def _key(field: "attrs.Attribute[Any]") -> str:
-    return field.alias or field.name
-
-
-def _is_inline(field: "attrs.Attribute[Any]") -> bool:
-    return bool(field.metadata.get("inline"))
-
-
-def _default(field: "attrs.Attribute[Any]") -> str | None:
-    """Return the component that is used where the key is left out."""
-    name: str | None = field.metadata.get("default") if "kind" in field.metadata else None
-    return name
-
-
-def _off_words(value: object, fields: "Sequence[attrs.Attribute[Any]]") -> str:
+def _off_words(value: object, fields: "Mapping[str, attrs.Attribute[Any]]") -> str:
     """Return a hint how to switch a section off, if the value looks meant so and the section can be switched off."""
-    off = {_key(field): field.metadata["off"] for field in fields if "off" in field.metadata}
+    off = {key: field.metadata["off"] for key, field in fields.items() if "off" in field.metadata}
     meant = value in (False, None, 0) or str(value).lower() in ("off", "no", "none", "false")
     return f"; to switch it off: {to_line(off)}" if meant and off else ""
 
 
-def _fields(cls: Any) -> "list[attrs.Attribute[Any]]":
-    """Return the fields that a config can set, with their types resolved."""
+def _fields(cls: Any) -> "dict[str, attrs.Attribute[Any]]":
+    """Return the fields that a config can set, by key, with their types resolved."""
     try:
         attrs.resolve_types(cls)
     except Exception as error:  # any type: annotations are a plugin's code
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}") from error
-    return [field for field in attrs.fields(cls) if field.init]
+    return {field.alias: field for field in attrs.fields(cls) if field.init}
 
 
-@contextmanager
-def _under(key: object, problems: list[Problem]) -> Iterator[None]:
-    """Collect the problems raised in the body, with paths under a key. None: inline, without a key of its own."""
-    segment = "" if key is None else path_segment(key)
-    try:
-        yield
-    except StructureError as wrong:
-        problems.extend(
-            Problem(".".join(filter(None, (segment, problem.path))), problem.message) for problem in wrong.problems
-        )
-    except PluginError as error:
-        problems.append(Problem(segment, str(error)))
-    except cattrs.StructureHandlerNotFoundError as error:
-        problems.append(Problem(segment, f"no config can hold a value of the type {error.type_!r:.80}"))
-    except (ValueError, TypeError) as error:  # from cattrs' hooks for further types, such as dates
-        problems.append(Problem(segment, one_line(error)))
+def _one_line(error: Exception) -> str:
+    """Return the message of an error on one line. Validators of attrs have further arguments, which are left out."""
+    words = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
+    return " ".join(words.split()) or type(error).__name__
 
 
-def _raise(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise StructureError(*problems)
-
-
-def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
-    """Construct the class. Report every validator that objects rather than the first."""
-    try:
-        return cls(**arguments)
-    except (ValueError, TypeError) as error:
-        objections = _objections(cls, arguments) or [Problem("", one_line(error))]
-        raise StructureError(*objections) from error
-
-
-def _objections(cls: Any, arguments: Mapping[str, Any]) -> list[Problem]:
-    """Return the objections of the validators of all given keys."""
-    try:
-        with attrs.validators.disabled():
-            made = cls(**arguments)
-    except (ValueError, TypeError):
-        return []
-    problems = list[Problem]()
-    for field in attrs.fields(cls):
-        if field.validator is not None and _key(field) in arguments:
-            with _under(_key(field), problems):
-                _ask(field.validator, made, field, getattr(made, field.name))
-    return problems
-
-
-def _ask(validator: Any, made: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
-    """Call a validator. If it checks items, report each item that it refuses."""
-    found = items_of(validator, value)
-    if found is None:
-        try:
-            validator(made, field, value)
-        except (ValueError, TypeError) as error:
-            raise refused(one_line(error).removeprefix(f"{field.name!r} ")) from error
-        return
-    problems = list[Problem]()
-    for key, item, inner in found:
-        with _under(key, problems):
-            _ask(inner, made, field, item)
-    _raise(problems)
+def _items_of(validator: Any, value: Any) -> list[tuple[object, Any, Any]] | None:
+    """Return key, item and validator of each item that a validator checks. None: it checks the value itself."""
+    if isinstance(validator, _OPTIONAL):
+        return None if value is None else _items_of(validator.validator, value)
+    if isinstance(validator, _EACH) and isinstance(value, Sequence):
+        return [(index, item, validator.member_validator) for index, item in enumerate(value)]
+    if isinstance(validator, _EACH_VALUE) and isinstance(value, Mapping) and validator.key_validator is None:
+        return [(key, item, validator.value_validator) for key, item in value.items()]
+    return None

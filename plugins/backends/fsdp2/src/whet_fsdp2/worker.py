@@ -16,12 +16,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import cattrs
 import numpy as np
 import torch
 from torch import Tensor
 
 from whet.component import Spec
+from whet.config.structure import structure
 from whet.data import metrics
 from whet.data.batch import Batch
 from whet.data.files import disk_errors, use_umask
@@ -78,7 +78,7 @@ class Worker:
         scratch: str,
     ) -> None:
         torch.set_num_threads(rank.threads)
-        self._config = cattrs.structure(config, Fsdp2Config)
+        self._config = structure(config, Fsdp2Config, None)
         self._info, self._longest = model, longest
         self._ranks = Ranks(rank)
         self._device = self._ranks.device
