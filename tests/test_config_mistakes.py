@@ -1,4 +1,4 @@
-"""Mistakes in a config are all reported at once, a line each: where, what, and the nearest word."""
+"""Mistakes in a config are all reported at once, a line each: file and line, key, what is wrong, the nearest word."""
 
 import json
 from pathlib import Path
@@ -29,20 +29,20 @@ def test_every_mistake_is_a_line_with_its_path_and_the_nearest_word(tmp_path, ti
     (tmp_path / "it.yaml").write_text(MISTAKES.replace("MODEL", str(tiny_model_folder)))
     found = problems_of(whet(command, "it.yaml", folder=tmp_path).error)
     wanted = [
-        "clustr: unknown key (did you mean 'cluster'?)",
-        "run.stepz: unknown key (did you mean 'steps'?)",
-        "run.seed: wanted an integer, found the text 'one'",
-        "run.resume: wanted one of 'auto', 'never', 'must', found the text 'sometimes'",
-        "model.dtype: wanted one of 'float32', 'bfloat16', found the text 'float16' (did you mean 'bfloat16'?)",
-        "algorithm.use: there is no algorithm 'grpoo' (did you mean 'grpo'?)",
-        "backend.optimizer.beta: unknown key (did you mean 'betas'?)",
-        "backend.optimizer.lr: wanted a number, found the text 'fast'",
-        "generator.max_batch: must be >= 1: 0",
-        "rollout.max_token: unknown key (did you mean 'max_tokens'?)",
-        "rollout.stop: wanted a list of text, found the text 'x'",
-        "environments.0.use: there is no environment 'arithmetik' (did you mean 'arithmetic'?)",
-        "environments.1: missing `use:`, the name of the environment; known: ",
-        "loggers.0.use: there is no logger 'consle' (did you mean 'console'?)",
+        "it.yaml:9: clustr: unknown key (did you mean 'cluster'?)",
+        "it.yaml:2: run.stepz: unknown key (did you mean 'steps'?)",
+        "it.yaml:2: run.seed: wanted an integer, found the text 'one'",
+        "it.yaml:2: run.resume: wanted one of 'auto', 'never', 'must', found the text 'sometimes'",
+        "it.yaml:3: model.dtype: wanted one of 'float32', 'bfloat16', found the text 'float16' (did you mean",
+        "it.yaml:4: algorithm.use: there is no algorithm 'grpoo' (did you mean 'grpo'?)",
+        "it.yaml:5: backend.optimizer.beta: unknown key (did you mean 'betas'?)",
+        "it.yaml:5: backend.optimizer.lr: wanted a number, found the text 'fast'",
+        "it.yaml:6: generator.max_batch: must be >= 1: 0",
+        "it.yaml:7: rollout.max_token: unknown key (did you mean 'max_tokens'?)",
+        "it.yaml:7: rollout.stop: wanted a list of text, found the text 'x'",
+        "it.yaml:8: environments.0.use: there is no environment 'arithmetik' (did you mean 'arithmetic'?)",
+        "it.yaml:8: environments.1: missing `use:`, the name of the environment; known: ",
+        "it.yaml:10: loggers.0.use: there is no logger 'consle' (did you mean 'console'?)",
     ]
     assert len(found) == len(wanted)
     assert all(line.startswith(begin) for line, begin in zip(found, wanted, strict=True)), found
@@ -61,21 +61,21 @@ environments: [arithmetic]
 cluster: {share: [[backend, generator]], sleep: always, deadlines: {refit: 60}}
 """
 NEW = {
-    "algorithm.advantages.alone": "was renamed; write singleton: reward",
-    "algorithm.advantages.deviation_of": "was renamed; write std_over: others",
-    "cluster.deadlines.refit": "was renamed; write weight_sync: 60",
-    "cluster.share": "was renamed; write colocate: [[backend, generator]]",
-    "cluster.sleep": "was renamed; write offload: always",
-    "refit": "was renamed; write weight_sync",
-    "rollout.order": "the value completion was renamed; write as_completed",
-    "rollout.running": "was renamed; write on_weight_update: continue",
+    "it.yaml:4: algorithm.advantages.alone": "was renamed; write singleton: reward",
+    "it.yaml:4: algorithm.advantages.deviation_of": "was renamed; write std_over: others",
+    "it.yaml:10: cluster.deadlines.refit": "was renamed; write weight_sync: 60",
+    "it.yaml:10: cluster.share": "was renamed; write colocate: [[backend, generator]]",
+    "it.yaml:10: cluster.sleep": "was renamed; write offload: always",
+    "it.yaml:8: refit": "was renamed; write weight_sync",
+    "it.yaml:7: rollout.order": "the value completion was renamed; write as_completed",
+    "it.yaml:7: rollout.running": "was renamed; write on_weight_update: continue",
 }
 
 
 def test_whoever_writes_an_old_key_or_value_is_told_the_new_one(tmp_path, tiny_model_folder, whet):
     (tmp_path / "it.yaml").write_text(OLD.replace("MODEL", str(tiny_model_folder)))
     found = problems_of(whet("check", "it.yaml", folder=tmp_path).error)
-    assert sorted(found) == [f"{path}: {words}" for path, words in NEW.items()]
+    assert sorted(found) == sorted(f"{path}: {words}" for path, words in NEW.items())
 
 
 def test_whoever_writes_an_old_key_on_the_command_line_is_told_the_new_one(tmp_path, tiny_model_folder, whet):
@@ -86,25 +86,25 @@ def test_whoever_writes_an_old_key_on_the_command_line_is_told_the_new_one(tmp_p
     overrides = ["refit.probe.every=2", "rollout.running=abort", "rollout.order=admission", "cluster.share=[]"]
     found = problems_of(whet("check", "it.yaml", *overrides, folder=tmp_path).error)
     assert sorted(found) == [
-        "cluster.share: was renamed; write colocate: []",
-        "refit: was renamed; write weight_sync",
-        "rollout.order: the value admission was renamed; write fifo",
-        "rollout.running: was renamed; write on_weight_update: abort",
+        "command line: cluster.share: was renamed; write colocate: []",
+        "command line: refit: was renamed; write weight_sync",
+        "command line: rollout.order: the value admission was renamed; write fifo",
+        "command line: rollout.running: was renamed; write on_weight_update: abort",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run: {folder: run\nmodel: x\n", "it.yaml, line 2, column 6: expected ',' or '}', but got ':'"),
-        ("run: {steps: 1}\nrun: {steps: 2}\n", "it.yaml, line 2: the key 'run' is given twice, first in line 1"),
+        ("run: {folder: run\nmodel: x\n", "it.yaml:2:6: expected ',' or '}', but got ':'"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "it.yaml:2: the key 'run' is given twice, first in line 1"),
         ("- a\n- b\n", "it.yaml: wanted a mapping of sections such as `run:`, found a list"),
         ("run: !!python/object/apply:os.system [echo]", "python/object/apply:os.system' is not allowed"),
-        ("a: &a [*a]\n", "it.yaml, line 1, column 4: "),
-        (b"\xff\xfe\x00", "it.yaml, line 1: the file is not UTF-8 text"),
-        ("", "4 problems in the config\n  run: missing; wanted a mapping"),
+        ("a: &a [*a]\n", "it.yaml:1:4: "),
+        (b"\xff\xfe\x00", "it.yaml:1: the file is not UTF-8 text"),
+        ("", "4 problems in the config\n  it.yaml: run: missing; wanted a mapping"),
         ("extends: it.yaml\n", "extends: the files extend each other in a circle: it.yaml -> it.yaml"),
-        ("extends: that.yaml\n", "extends: there is no file 'that.yaml' (named in it.yaml)"),
+        ("extends: that.yaml\n", "it.yaml:1: extends: there is no file 'that.yaml'"),
         (None, "there is no file 'it.yaml'"),
     ],
     ids=["unclosed", "twice", "list", "code", "endless", "bytes", "empty", "circle", "extends nothing", "no file"],
@@ -139,7 +139,7 @@ SFT = ["algorithm={use: sft}", "environments=[]", "generator=null"]
     ("overrides", "message"),
     [
         (["run.steps"], "the override 'run.steps' is not of the form key.path=value"),
-        (["run.steps=[1"], "the override 'run.steps=[1', line 1, column 3: expected ',' or ']'"),
+        (["run.steps=[1"], "the override 'run.steps=[1':1:3: expected ',' or ']'"),
         (["run.steps="], "run: states neither `steps` nor `epochs`: how long to train"),
         (["run.steps.more=3"], "run.steps: wanted an integer|run.steps is the number 1 and has no keys"),
         (["environments.7.terms=3"], "environments is a list; wanted an index from 0 to 0 (0: arithmetic), found '7'"),
@@ -173,9 +173,9 @@ def test_a_single_mistake_is_explained(good, whet, overrides, message):
 def test_what_a_component_cannot_do_is_found_before_anything_starts(good, whet):
     error = whet("run", good, "algorithm.group_size=0", "backend.layout=3", "rollout.temperature=0").error
     assert problems_of(error) == [
-        "algorithm.group_size: must be >= 1: 0",
-        "backend.layout: wanted one of 'auto', 'shared', 'packed', 'padded', found the number 3",
-        "rollout.temperature: must be > 0: 0.0",
+        "command line: algorithm.group_size: must be >= 1: 0",
+        "command line: backend.layout: wanted one of 'auto', 'shared', 'packed', 'padded', found the number 3",
+        "command line: rollout.temperature: must be > 0: 0.0",
     ]
     assert not (good.parent / "run").exists()
 

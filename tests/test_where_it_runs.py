@@ -99,7 +99,7 @@ def test_a_python_that_lacks_what_a_role_needs_is_refused_before_anything_starts
     config = small_run(tmp_path, cluster={"python": {"backend": str(generator_python)}})
     lines = whet("check", config).error.splitlines()
     where = f"cluster.python.backend: {generator_python}"
-    assert [line.strip() for line in lines[1:]] == [
+    assert [line.strip().partition(": ")[2] for line in lines[1:]] == [
         *(
             f"{where} has no {name}, and the driver {name} 0.1.0; install the same in both"
             for name in ("whet-grpo", "whet-fsdp2")

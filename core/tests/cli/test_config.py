@@ -16,14 +16,14 @@ def test_a_key_is_explained(command: Any, config: Path) -> None:
         "rollout.max_tokens = 8",
         "    Longest completion of one turn, in tokens.",
         "    an integer, at least 1, at most 100000000; a key of the section `rollout`",
-        f"from it.yaml, line {line}",
+        f"from it.yaml:{line}",
         "replaces 256 (default)",
-        f"to change it: it.yaml, line {line}, or rollout.max_tokens=VALUE on the command line",
+        f"to change it: it.yaml:{line}, or rollout.max_tokens=VALUE on the command line",
     ]
     done = command("config", "explain", "it.yaml", "rollout.max_tokens", "rollout.max_tokens=9")
     assert done.stdout.splitlines()[3:5] == [
         "from the override 'rollout.max_tokens=9'",
-        f"replaces 8 (it.yaml, line {line})",
+        f"replaces 8 (it.yaml:{line})",
     ]
 
 
@@ -33,7 +33,7 @@ def test_without_a_key_every_value_has_its_source(command: Any, config: Path) ->
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert ["run.seed", "3", "the override 'run.seed=3'"] in rows
     assert ["run.keep", "2", "default"] in rows
-    assert any(row[:2] == ["algorithm.use", "loop"] and row[2].startswith("it.yaml, line ") for row in rows)
+    assert any(row[:2] == ["algorithm.use", "loop"] and row[2].startswith("it.yaml:") for row in rows)
     found = json.loads(command("config", "explain", "it.yaml", "--json").stdout)
     assert [setting["key"] for setting in found] == [row[0] for row in rows]
     assert found[0]["origins"][0]["kind"] == "file"

@@ -49,8 +49,8 @@ def test_keys_that_are_merged_in_may_be_overridden() -> None:
 def test_a_key_that_is_given_twice_is_named_with_both_lines() -> None:
     document = read_text("run:\n  steps: 1\n  seed: 2\n  steps: 3\nmodel: {}\nrun: {}\n", "it.yaml")
     assert sorted(document.problems) == [
-        "it.yaml, line 4: the key 'steps' is given twice, first in line 2",
-        "it.yaml, line 6: the key 'run' is given twice, first in line 1",
+        "it.yaml:4: the key 'steps' is given twice, first in line 2",
+        "it.yaml:6: the key 'run' is given twice, first in line 1",
     ]
 
 
@@ -61,20 +61,20 @@ def test_a_key_that_is_given_twice_in_one_line_is_found() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("a: [1, 2\nb: 3", "it.yaml, line 2, column "),
-        ("a: b: c", "it.yaml, line 1, column 5: mapping values are not allowed here"),
-        ("a: 1\n\tb: 2", "it.yaml, line 2, column 1: "),
-        ("a: *b", "it.yaml, line 1, column 4: found undefined alias 'b'"),
-        ("a: 'x", "it.yaml, line 1, column 6: "),
+        ("a: [1, 2\nb: 3", "it.yaml:2:"),
+        ("a: b: c", "it.yaml:1:5: mapping values are not allowed here"),
+        ("a: 1\n\tb: 2", "it.yaml:2:1: "),
+        ("a: *b", "it.yaml:1:4: found undefined alias 'b'"),
+        ("a: 'x", "it.yaml:1:6: "),
         ("a: !!python/object:os.system {}", "the tag 'tag:yaml.org,2002:python/object:os.system' is not allowed"),
-        ("a: !mine 3", "it.yaml, line 1, column 4: the tag '!mine' is not allowed"),
+        ("a: !mine 3", "it.yaml:1:4: the tag '!mine' is not allowed"),
         ("&a [*a]", "recursive"),
         ("{[1]: 2}", "unhashable key"),
-        ("a: 1\n---\nb: 2", "it.yaml, line 2, column 1: "),
+        ("a: 1\n---\nb: 2", "it.yaml:2:1: "),
         ("a: " + "9" * 5000, "so many digits"),
-        ("a: !!int x", "it.yaml, line 1, column 4: "),
-        ("a: !!bool x", "it.yaml, line 1, column 4: "),
-        ("a: !!float x", "it.yaml, line 1, column 4: "),
+        ("a: !!int x", "it.yaml:1:4: "),
+        ("a: !!bool x", "it.yaml:1:4: "),
+        ("a: !!float x", "it.yaml:1:4: "),
         ("a: \x07", "a character that YAML does not allow"),
         ("[" * 5000, "nested too deeply"),
     ],
@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe9\n")
     for name, reason in [
         ("none.yaml", "there is no file"),
-        ("latin.yaml", "line 2: the file is not UTF-8"),
+        ("latin.yaml", ":2: the file is not UTF-8"),
         (".", "cannot be read"),
     ]:
         with pytest.raises(ConfigError, match=reason):

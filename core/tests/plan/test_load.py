@@ -96,10 +96,10 @@ def test_another_component_starts_afresh_and_the_same_one_is_extended(load: Any,
         ({"extends": "it.yaml"}, "extends: the files extend each other in a circle: "),
         ({"extends": "circle.yaml"}, "extends: the files extend each other in a circle: "),
         ({"extends": "list.yaml"}, "wanted a mapping of sections"),
-        ({"extends": "bad.yaml"}, "bad.yaml, line 1, column "),
+        ({"extends": "bad.yaml"}, "bad.yaml:1:"),
         ({"extends": "a\0b"}, "extends: "),
         ([1], "wanted a mapping of sections such as `run:`, found a list"),
-        ("a: [", "it.yaml, line 1, column 5"),
+        ("a: [", "it.yaml:1:5"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_problem(problems: Any, tmp_path: Path, document: Any, problem: str) -> None:
@@ -112,7 +112,10 @@ def test_a_file_that_cannot_be_used_is_one_problem(problems: Any, tmp_path: Path
 
 
 def test_an_empty_file_lacks_four_sections(problems: Any) -> None:
-    assert [line.partition(":")[0] for line in problems("")] == ["run", "model", "algorithm", "backend"]
+    named = [line.split(": ")[:2] for line in problems("")]
+    assert [(Path(file).name, key) for file, key in named] == [
+        ("it.yaml", key) for key in ("run", "model", "algorithm", "backend")
+    ]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -143,14 +146,13 @@ def test_overrides_are_yaml_at_a_path(load: Any) -> None:
         ("algorithm.loss.lo=3", "algorithm.loss.lo: unknown key (did you mean 'low'?)"),
         ("rum.steps=3", "rum: unknown key (did you mean 'run'?)"),
         ("run.steps=x", "run.steps: wanted an integer, found the text 'x'"),
-        ("run.steps=", "run: states neither `steps` nor `epochs`"),
         ("run.epochs=3", "run.epochs: is 3, and run.steps is 1; state one of the two"),
         ("run.steps.x=3", "run.steps.x: run.steps is the number 1 and has no keys"),
         ("run.steps", "the override 'run.steps' is not of the form key.path=value"),
         ("=3", "the override '=3' is not of the form key.path=value"),
         ("run..steps=3", "the override 'run..steps=3' is not of the form key.path=value"),
-        ("run.steps=[", "the override 'run.steps=[', line 1, column 2: "),
-        ("run.steps={a: 1, a: 2}", "the override 'run.steps={a: 1, a: 2}', line 1: the key 'a' is given twice"),
+        ("run.steps=[", "the override 'run.steps=[':1:2: "),
+        ("run.steps={a: 1, a: 2}", "the override 'run.steps={a: 1, a: 2}':1: the key 'a' is given twice"),
         ("loggers.1.use=3", "loggers.1: loggers is a list; wanted an index from 0 to 0 (0: screen), found '1'"),
         ("loggers.x=3", "loggers.x: loggers is a list; wanted an index from 0 to 0 (0: screen), found 'x'"),
         ("plugins.0=3", "plugins.0: plugins is a list; wanted none, for it is empty, found '0'"),
@@ -160,7 +162,7 @@ def test_overrides_are_yaml_at_a_path(load: Any) -> None:
 def test_a_wrong_override_is_named_like_a_wrong_key(problems: Any, override: str, problem: str) -> None:
     found = problems(merged({"loggers": ["screen"], "plugins": []}), override)
     assert len(found) == 1
-    assert found[0].startswith(problem)
+    assert found[0].startswith(problem if problem.startswith("the override") else f"command line: {problem}")
 
 
 TEN = """
@@ -220,7 +222,7 @@ def test_a_single_file_is_a_plugin_relative_to_the_file_that_names_it(load: Any,
 def test_problems_that_only_a_plugin_sees_come_last(problems: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN)
     document = merged({"plugins": ["mine.py"]})
-    assert problems(document, "run.steps=9") == ["run.steps: must be at most 5 with mine"]
+    assert problems(document, "run.steps=9") == ["command line: run.steps: must be at most 5 with mine"]
     assert len(problems(document, "run.steps=9", "run.seed=x")) == 1
 
 
@@ -229,8 +231,8 @@ def test_a_file_that_is_no_working_plugin_is_a_problem(problems: Any, tmp_path: 
     found = problems(merged({"plugins": ["bad.py", "none.py", 3]}))
     assert len(found) == 3
     assert "ZeroDivisionError" in found[0]
-    assert found[1].startswith("plugins.1: there is no file")
-    assert found[2] == "plugins.2: wanted text, found the number 3"
+    assert "it.yaml:12: plugins.1: there is no file" in found[1]
+    assert found[2].endswith("it.yaml:13: plugins.2: wanted text, found the number 3")
 
 
 WORDS = ["run", "steps", "use", "loop", "loss", "algorithm", "0", "extends", "plugins", "x", "environments", "loggers"]
@@ -282,4 +284,74 @@ def test_garbage_raises_nothing_but_config_errors(load: Any, document: Any, over
 )
 def test_values_that_no_run_can_have_are_refused(problems: Any, override: str, problem: str) -> None:
     (found,) = problems(merged({"evaluation": {"environments": [{"use": "sums"}]}}), override)
-    assert found.startswith(problem)
+    assert found.startswith(f"command line: {problem}")
+
+
+BASE = """\
+run: {folder: f, steps: 1}
+model:
+  path: m
+  dtype: float16
+shared: &shared
+  low: -1
+"""
+PLACES = """\
+extends: base.yaml
+algorithm:
+  use: loop
+  size: x
+  loss:
+    <<: {low: -1}
+backend:
+  use: trainer
+  optimizer:
+    lr: fast
+loggers:
+  - screen
+  - use: paper
+
+    colour: red
+environments: [{use: sums,
+  terms: many}]
+"a.b": 1
+"""
+
+
+def test_a_problem_has_the_file_and_line_of_its_key(problems: Any, tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", BASE)
+    found = problems(PLACES, "run.seed=x", "algorithm.filters=[no]")
+    found = [problem.replace(f"{tmp_path}/", "") for problem in found]
+    wanted = [
+        "base.yaml:5: shared: unknown key",
+        "it.yaml:18: 'a.b': unknown key",
+        "command line: run.seed: wanted an integer, found the text 'x'",
+        "base.yaml:4: model.dtype: wanted one of",
+        "it.yaml:4: algorithm.size: wanted an integer, found the text 'x'",
+        "command line: algorithm.filters.0.use: there is no filter 'no'",
+        "it.yaml:6: algorithm.loss.low: must be >= 0: -1.0",
+        "it.yaml:10: backend.optimizer.lr: wanted a number, found the text 'fast'",
+        "it.yaml:15: loggers.1.colour: unknown key",
+        "it.yaml:17: environments.0.terms: wanted an integer, found the text 'many'",
+    ]
+    assert len(found) == len(wanted)
+    assert all(any(line.startswith(begin) for line in found) for begin in wanted), found
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "problem"),
+    [
+        ({"data": {}}, (), "it.yaml:10: data.train: missing"),
+        ({"rollout": {"stop": ["a"]}}, ("rollout.stop.0=3",), "command line: rollout.stop.0: wanted text"),
+        ({"run": {"folder": "f"}}, (), "it.yaml:1: run: states neither `steps` nor `epochs`"),
+        ({}, ("rollout={max_token: 3}",), "command line: rollout.max_token: unknown key"),
+        ({"rollout": {"max_token": 3}}, ("rollout.order=fifo",), "it.yaml:11: rollout.max_token: unknown key"),
+        ({"algorithm": {"use": "loop", "loss": {"low": -1}}}, ("algorithm.loss=clap",), "command line: algorithm.loss"),
+        ({"roles": {"critic": {"like": "backend", "optimiser": 1}}}, (), "it.yaml:13: roles.critic.optimiser: unknown"),
+        ({"run": {"folder": "f", "epochs": 1, "steps": 1}}, (), "it.yaml:3: run.epochs: is 1, and run.steps is 1"),
+    ],
+)
+def test_a_problem_of_a_key_that_nobody_wrote_has_the_line_of_its_section(
+    problems: Any, change: dict[str, Any], overrides: tuple[str, ...], problem: str
+) -> None:
+    (found,) = problems(merged(change), *overrides)
+    assert found.rpartition("/")[2].startswith(problem) or found.startswith(problem)

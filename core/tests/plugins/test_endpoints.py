@@ -69,7 +69,7 @@ endpoint: {serve: true}
 """)
     with pytest.raises(ConfigError) as caught:
         load_config(file, registry=offers)
-    assert str(caught.value) == "endpoint.serve: is true; pip install whet-door"
+    assert str(caught.value) == f"{file}:6: endpoint.serve: is true; pip install whet-door"
     assert not load_config(file, ["endpoint.serve=false"], offers).config.endpoint.serve
 
 

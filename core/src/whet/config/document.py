@@ -59,7 +59,7 @@ def read_file(path: Path) -> Document:
         raise ConfigError(f"there is no file {str(path)!r}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: the file is not UTF-8 text ({error.reason})") from None
+        raise ConfigError(f"{path}:{line}: the file is not UTF-8 text ({error.reason})") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{str(path)!r} cannot be read: {reason}") from None
@@ -82,7 +82,7 @@ def read_text(text: str, source: str) -> Document:
     finally:
         if loader is not None:
             loader.dispose()
-    return Document(value, tuple(f"{source}, {twice}" for twice in loader.twice), node)
+    return Document(value, tuple(f"{source}:{twice}" for twice in loader.twice), node)
 
 
 def to_text(value: object) -> str:
@@ -102,12 +102,16 @@ def to_line(value: object) -> str:
 
 def _place(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
-    return f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f":{mark.line + 1}:{mark.column + 1}" if mark else ""
 
 
 def _what(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "no YAML"
-    return f"{problem} ({error.context})" if error.context else problem
+    if not error.context:
+        return problem
+    began, found = error.context_mark, error.problem_mark
+    since = f" that begins in line {began.line + 1}" if began and found and began.line < found.line else ""
+    return f"{problem} ({error.context}{since})"
 
 
 class _Loader(yaml.SafeLoader):
@@ -127,7 +131,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # construct_mapping below refuses it with its line
             if key in lines:
-                self.twice.append(f"line {line}: the key {key!r} is given twice, first in line {lines[key]}")
+                self.twice.append(f"{line}: the key {key!r} is given twice, first in line {lines[key]}")
             lines.setdefault(key, line)
         return dict(self.construct_mapping(node, deep=True))
 

@@ -14,6 +14,7 @@ from whet.data.model_info import ModelInfo, check_weights, locate, read_model
 from whet.data.spans import Span
 from whet.errors import ConfigError, DataError
 from whet.plan.evaluation import evaluation_notes, with_answers
+from whet.plan.layers import placing
 from whet.plan.load import Loaded, load_config
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
@@ -87,9 +88,17 @@ def prepare(
     registry the installed plugins are loaded. `began`, in seconds since the epoch, is when all this was asked for.
     """
     now = time.time()
-    began = now if began is None else began
     loaded, target = load_config(path, overrides, registry), target or machine()
     loaded = evolve(loaded, config=_on_nodes(loaded.config, target))
+    with placing(loaded.layers):
+        prepared = _plan(loaded, target, config_only, trains)
+    began = now if began is None else began
+    spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
+    return evolve(prepared, spans=spans)
+
+
+def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> Prepared:
+    """Return a config with its plan. Raises `ConfigError` with all problems of both."""
     model, models = _models(loaded.config, config_only=True)
     facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
     roles = make_roles(loaded.config, facts)
@@ -108,8 +117,7 @@ def prepare(
     plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = _models(loaded.config, config_only=False)
-    spans = (Span("run", "load plugins", began, now - began), Span("run", "config", now, time.time() - now))
-    return Prepared(loaded, model, plan, roles, models, target, interpreters, spans)
+    return Prepared(loaded, model, plan, roles, models, target, interpreters)
 
 
 def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str, ModelInfo]]:

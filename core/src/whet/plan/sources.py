@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 from attrs import frozen
@@ -12,31 +12,8 @@ from whet.config.explain import REQUIRED, describe
 from whet.config.messages import a_kind, choice_words, nearest
 from whet.config.structure import unstructure
 from whet.errors import ConfigError
-from whet.plan.load import Layer, Loaded, stages
-
-KeyPath = tuple[str, ...]
-_MISSING = object()
-
-
-@frozen
-class Origin:
-    """One place that says what a key's value is."""
-
-    kind: Literal["default", "extends", "file", "override"]
-    value: Any
-    """What stands there."""
-    name: str = ""
-    """The path of the file, or the override as it was written."""
-    line: int | None = None
-    """Of a file."""
-
-    def __str__(self) -> str:
-        match self.kind:
-            case "default":
-                return "default"
-            case "override":
-                return f"the override {self.name!r:.80}"
-        return f"{self.name}, line {self.line}" if self.line else self.name
+from whet.plan.layers import KeyPath, Layer, Origin, origins_of, stages
+from whet.plan.load import Loaded
 
 
 @frozen
@@ -170,42 +147,7 @@ def _setting(leaf: _Leaf, history: Sequence[tuple[Layer, dict[str, Any]]]) -> Se
     doc = next(doc for doc in describe(leaf.cls) if doc.name == key)
     if doc.kind and doc.type.startswith("a list of ") and leaf.path[-1] == "use":  # one of its items
         doc = attrs.evolve(doc, type=a_kind(doc.kind), default=REQUIRED)
-    origins = list(_origins(leaf.path, history))[::-1]
+    origins = list(origins_of(leaf.path, history))[::-1]
     if doc.default != REQUIRED:
         origins.append(Origin("default", doc.default))
     return Setting(".".join(leaf.path), leaf.value, doc.type, doc.allowed, doc.doc, leaf.owner, tuple(origins))
-
-
-def _origins(path: KeyPath, history: Sequence[tuple[Layer, dict[str, Any]]]) -> list[Origin]:
-    """Return the layers that set a path, the weakest first, without those whose component another one replaced."""
-    found: list[Origin] = []
-    for layer, document in history:
-        if _at(document, path) is _MISSING:
-            found.clear()
-            continue
-        value = _given(layer, path)
-        if value is not _MISSING:
-            line = None if layer.kind == "override" else layer.document.line(path)
-            found.append(Origin(layer.kind, value, layer.name, line))
-    return found
-
-
-def _given(layer: Layer, path: KeyPath) -> Any:
-    """Find what a layer itself says of a path."""
-    shared = min(len(layer.under), len(path))
-    if layer.under[:shared] != path[:shared] or len(path) < len(layer.under):
-        return _MISSING
-    return _at(layer.document.value, path[len(layer.under) :])
-
-
-def _at(value: Any, path: KeyPath) -> Any:
-    for key in path:
-        if isinstance(value, str):  # the short form of `use:`
-            value = {"use": value}
-        if isinstance(value, Mapping):
-            value = next((item for name, item in value.items() if str(name) == key), _MISSING)
-        elif isinstance(value, list) and key.isdecimal() and int(key[:9]) < len(value):
-            value = value[int(key)]
-        else:
-            return _MISSING
-    return value
