@@ -88,7 +88,7 @@ def install_engine(session: nox.Session, engine: str, *extra: str) -> dict[str, 
 @nox.session
 @ENGINES
 def engines(session: nox.Session, engine: str) -> None:
-    """Run the generators' contract, hand-overs of weights, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
+    """Run the generators' contract, weight syncs, failures and GRPO on engines, on a CPU; `-- -k numerics`."""
     environment = install_engine(session, engine, "pytest-timeout", "pytest-xdist")
     tests = (f"plugins/generators/{engine}", f"tests/engines/test_{engine}.py", "tests/engines/test_check.py")
     session.run("pytest", "-n", "2", *tests, *session.posargs, env=environment)
@@ -110,7 +110,7 @@ def two_torches(session: nox.Session) -> None:
 @nox.session(name="bench-engines")
 @ENGINES
 def bench_engines(session: nox.Session, engine: str) -> None:
-    """Measure an engine by hand against it through whet, hand-overs against copies, steps against TRL's, on a CPU."""
+    """Measure an engine by hand against it through whet, weight syncs against copies, steps against TRL's, on a CPU."""
     environment = install_engine(session, engine, "trl==1.16.0", "datasets")
     session.run("python", "benchmarks/engines.py", engine, *session.posargs, env=environment)
 

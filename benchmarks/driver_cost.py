@@ -3,7 +3,7 @@
     python benchmarks/driver_cost.py                      1, 10, 100 and 1000 workers
 
 The work of a step is the same for any N, and all N have a part in all of it: a batch of 1024 sequences is sharded and
-trained on, a hand-over of weights is sent by all ranks and received by all replicas, and 128 groups of 8 requests are
+trained on, a weight sync is sent by all ranks and received by all replicas, and 128 groups of 8 requests are
 spread over the replicas as a run does it, which answer group by group. The sockets and messages are those of a run on
 one machine; helper processes play the workers, and answer after `--work` seconds: 0 has them compete with the driver
 for its cores while it is still asking, as no cluster would.

@@ -1,6 +1,6 @@
 """What an engine loses on the way through whet, as ratios of one run on one machine.
 
-    nox -s 'bench-engines(vllm)'                          by hand against whet, a hand-over against a copy, a step
+    nox -s 'bench-engines(vllm)'                          by hand against whet, a weight sync against a copy, a step
     nox -s 'bench-engines(sglang)' -- --rounds 8          fewer: single rounds differ by a quarter, and more
     python benchmarks/engines.py vllm --hidden 512 --layers 8 --no-step
 
@@ -8,7 +8,7 @@ By hand: the engine's own asynchronous interface in this process, with the same 
 Through whet: the generator as in a run, its worker in a process of its own. Both stand beside each other and take
 turns, so that a busy machine slows both; ratios are within a round. Processor seconds are of all processes together.
 
-A hand-over is from the beginning of the sending, in this process, to the moment at which the engine may go on: bytes
+A weight sync is from the beginning of the sending, in this process, to the moment at which the engine may go on: bytes
 into shared memory, checksums, the engine's own loading. The copy is of the same tensors, in this process.
 
 A step is one of GRPO against TRL's GRPOTrainer on the same model, problems and sizes; TRL samples with vLLM if that
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def engine(options: argparse.Namespace, folder: Path) -> None:
-    """Measure requests and hand-overs."""
+    """Measure requests and weight syncs."""
     model = make_model(
         folder / "model", make_tokenizer(["Compute 7+8-3."]), hidden=options.hidden, layers=options.layers,
         heads=options.hidden // 64, kv_heads=options.hidden // 64, head_dim=64, max_positions=1024,
@@ -102,7 +102,7 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
             return sum(len(completion.tokens) for completion in completions)
 
         requests(options, runner, {"by hand": generate, "whet": through})
-        hand_over(options, generator, model, folder)
+        sync(options, generator, model, folder)
         close()
         generator.close()
 
@@ -223,7 +223,7 @@ def processor_seconds_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def hand_over(options: argparse.Namespace, generator: Any, model: Path, folder: Path) -> None:
+def sync(options: argparse.Namespace, generator: Any, model: Path, folder: Path) -> None:
     """Hand weights over and copy them in turn, and print seconds."""
     sender = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     weights = [(name, parameter.detach()) for name, parameter in sender.named_parameters()]
@@ -242,7 +242,7 @@ def hand_over(options: argparse.Namespace, generator: Any, model: Path, folder: 
         del copies
     ratios = [a / b for a, b in zip(handed[2:], copied[2:], strict=True)]
     print(
-        f"hand-over of {size / 2**20:.1f} MiB: {1000 * statistics.median(handed[2:]):.1f} ms, a copy of them "
+        f"weight sync of {size / 2**20:.1f} MiB: {1000 * statistics.median(handed[2:]):.1f} ms, a copy of them "
         f"{1000 * statistics.median(copied[2:]):.1f} ms: {spread(ratios)} times as long",
         flush=True,
     )

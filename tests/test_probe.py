@@ -42,14 +42,14 @@ def test_a_generator_that_keeps_weights_is_refused_after_the_first_step(run_of, 
     with pytest.raises(WeightSyncError) as caught:
         compose.run(config)
     said = str(caught.value)
-    assert said.startswith("after the hand-over of version 1 replica 0 of the generator does not compute what the")
+    assert said.startswith("after the weight sync of version 1 replica 0 of the generator does not compute what the")
     assert "wanted an average of at most 0.001 for a generator in float32, a trainer in float32" in said
     assert rows(config) == [], "no step was finished on what it samples"
 
 
 def test_of_several_replicas_the_one_that_is_wrong_is_named(run_of):
     config = run_of(generator={"use": "deaf-hf", "replica": 1}, cluster=APART)
-    with pytest.raises(WeightSyncError, match=r"^after the hand-over of version 1 replica 1 of the generator"):
+    with pytest.raises(WeightSyncError, match=r"^after the weight sync of version 1 replica 1 of the generator"):
         compose.run(config)
 
 

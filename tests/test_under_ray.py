@@ -109,7 +109,7 @@ def test_a_replica_that_keeps_its_weights_is_named_by_the_probe(written):
     config = written("deaf", cluster=RAY, generator={"use": "deaf-hf", "replica": 1}, endpoint={})
     with (
         pytest.raises(
-            WeightSyncError, match=r"^after the hand-over of version 1 replica 1 of the generator does not compute"
+            WeightSyncError, match=r"^after the weight sync of version 1 replica 1 of the generator does not compute"
         ),
         whet.open(config) as parts,
     ):

@@ -138,7 +138,7 @@ class Sitting:
         return [line.split() for line in self.moments.read_text().splitlines()]
 
     def phase(self) -> str:
-        """What it is doing: the phase that began last and has not ended. Its first hand-over is `first.weight_sync`."""
+        """Return the phase that began last and has not ended. The first weight sync is `first.weight_sync`."""
         doing, rolled_out = ["starting"], False
         for _, what, phase in self.lines():
             rolled_out = rolled_out or phase == "rollout.take"

@@ -66,7 +66,7 @@ def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path,
         plugins=[str(TESTS / "deaf.py"), str(TESTS / "even_digits.py")],
     )
     error = whet("run", config, seconds=600).error
-    assert error.startswith("after the hand-over of version 1 replica 0 of the generator does not compute"), error
+    assert error.startswith("after the weight sync of version 1 replica 0 of the generator does not compute"), error
     assert metrics(tmp_path / "run") == []
 
 

@@ -41,7 +41,7 @@ def test_an_engine_that_says_it_has_new_weights_and_has_not_is_refused(tmp_path,
         generator={**GENERATOR, "use": "deaf-vllm"},
         plugins=[str(TESTS / "deaf.py"), str(TESTS / "even_digits.py")],
     )
-    with pytest.raises(WeightSyncError, match="hand-over of version 1 replica 0 of the generator does not compute"):
+    with pytest.raises(WeightSyncError, match="weight sync of version 1 replica 0 of the generator does not compute"):
         compose.run(config)
     assert metrics(tmp_path / "run") == []
 

@@ -95,7 +95,7 @@ def test_stale_rollouts_set_the_roles_apart_and_share_the_cores_out():
     assert plan.way.transport == "shared-memory"
 
 
-def test_roles_of_different_pythons_are_apart_and_hand_over_by_memory_that_they_share():
+def test_roles_of_different_pythons_are_apart_and_sync_weights_by_memory_that_they_share():
     plan, found = plan_of(make_config(cluster=ClusterSection(python={"generator": "x"})), FACTS, Machine(8))
     assert not found
     assert plan.role("backend").processes != plan.role("generator").processes
@@ -114,7 +114,7 @@ def test_a_path_to_a_python_does_not_depend_on_where_it_is_read(tmp_path, monkey
     assert list(section.python.values()) == ["vllm", f"{tmp_path}/venv/bin/python", "/home/me/venv", "/opt/venv"]
 
 
-def test_several_ranks_do_not_hand_over_by_reference():
+def test_several_ranks_do_not_sync_weights_by_reference():
     config = make_config(cluster=ClusterSection(ranks={"backend": 2, "generator": 2}))
     plan, _ = plan_of(config, FACTS, Machine(8))
     assert plan.way.transport == "shared-memory"

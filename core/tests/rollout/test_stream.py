@@ -68,7 +68,7 @@ def stream(generator: Any = None, routes: Any = None, **changes: Any) -> Iterato
 
 
 def drive(made: RolloutStream, generator: FakeGenerator, steps: int, size: int, first: int = 0) -> list[Batch]:
-    """Take, train a moment, hand over: the driver's part."""
+    """Take, train a moment, sync: the driver's part."""
     batches = []
     for step in range(first + 1, first + steps + 1):
         batches.append(made.take(size))
@@ -556,7 +556,7 @@ def test_weights_that_change_too_often_between_takes_are_noticed() -> None:
         made.take(1)
         time.sleep(0.1)
         made.set_version(2)
-        with pytest.raises(WhetError, match="2 versions old at its hand-over, wanted at most 1"):
+        with pytest.raises(WhetError, match="2 versions old when it is taken, wanted at most 1"):
             made.take(1)
 
 

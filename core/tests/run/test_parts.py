@@ -33,7 +33,7 @@ def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options:
     return WeightSync(backend, generator, TransferSpec("disk", "nowhere", "", 0), spans, **options)
 
 
-def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
+def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
     generator, spans, versions = Noting(), Spans(), list[int]()
     backend = FakeBackend()
     sync = weight_sync(
@@ -51,7 +51,7 @@ def test_a_hand_over_says_what_requests_under_way_are_to_do() -> None:
     assert [span.phase for span in spans.drain()] == ["weight_sync", "weight_sync"]
 
 
-def test_receivers_are_told_where_senders_were_at_the_hand_over_before() -> None:
+def test_receivers_are_told_where_senders_were_at_the_weight_sync_before() -> None:
     spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
     generator = GeneratorHandle(Noting(), busy(spans))
     sync = weight_sync(

@@ -21,7 +21,7 @@ try:
 except OSError:
     pass
 try:
-    Door("127.0.0.1", b"token", print, purpose="hand-overs of weights")
+    Door("127.0.0.1", b"token", print, purpose="weight syncs")
 except WhetError as error:
     print(error)
 print(shortage())
@@ -38,7 +38,7 @@ def test_where_the_system_has_no_port_left_the_error_says_what_for_and_what_to_d
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"a network with few ports of its own needs unshare and ip, and the right to use them: {error}")
     door, short, fine = done.stdout.splitlines()
-    assert door.startswith("cannot listen at 127.0.0.1 for hand-overs of weights: ")
+    assert door.startswith("cannot listen at 127.0.0.1 for weight syncs: ")
     assert door.endswith(short)
     assert "(40000-40003): end what holds them" in short
     assert fine == "['']"

@@ -41,7 +41,7 @@ def make_weights(seed: int = 0, count: int = 12) -> Weights:
     return [(f"layer.{n}", torch.randn(n + 1, 37, generator=draw).to(kinds[n % 2])) for n in range(count)]
 
 
-def hand_over(link: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
+def sync(link: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
     """All senders and receivers at once -> what each receiver took."""
 
     def taken(receiver: int) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
 ) -> None:
     names = set()
     for version in (1, 2, 3):
-        for found in hand_over(make_link(exchange, version), make_weights(version)):
+        for found in sync(make_link(exchange, version), make_weights(version)):
             assert_same(found, make_weights(version))
         names |= {group.name for key, group in broadcast._groups.items() if key[1] == exchange.address}
     assert len(names) == 1
@@ -79,20 +79,20 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
 
 def test_senders_are_heard_one_after_another(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:
     weights = make_weights()
-    for found in hand_over(make_link(exchange, senders=2), weights[:5], weights[5:]):
+    for found in sync(make_link(exchange, senders=2), weights[:5], weights[5:]):
         assert_same(found, weights)
     assert warnings() == []
 
 
 def test_the_group_is_made_anew_for_other_receivers(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:
     for version, receivers in enumerate((2, 3, 1), start=1):
-        for found in hand_over(make_link(exchange, version, receivers=receivers), make_weights(version)):
+        for found in sync(make_link(exchange, version, receivers=receivers), make_weights(version)):
             assert_same(found, make_weights(version))
     assert warnings() == []
 
 
 def test_tensors_are_cast_before_they_leave(exchange: Exchange) -> None:
-    for found in hand_over(make_link(exchange, dtype="bfloat16"), make_weights()):
+    for found in sync(make_link(exchange, dtype="bfloat16"), make_weights()):
         assert_same(found, [(name, tensor.bfloat16()) for name, tensor in make_weights()])
 
 
@@ -101,7 +101,7 @@ def test_who_comes_too_late_takes_the_copy(
 ) -> None:
     monkeypatch.setattr(bucket_stream, "GATHER_SECONDS", 0.5)
     link = make_link(exchange)
-    (alone,) = hand_over(attrs.evolve(link, receivers=1), make_weights())
+    (alone,) = sync(attrs.evolve(link, receivers=1), make_weights())
     late = {name: tensor.clone() for name, tensor in receive(link, 1)}
     assert_same(alone, make_weights())
     assert_same(late, make_weights())
@@ -110,7 +110,7 @@ def test_who_comes_too_late_takes_the_copy(
 
 def test_where_no_copy_is_kept_who_comes_too_late_is_told_why(exchange: Exchange) -> None:
     link = make_link(exchange, receivers=1, kept=False)
-    hand_over(link, make_weights())
+    sync(link, make_weights())
     with pytest.raises(WeightSyncError, match=r"keeps no copy .*cluster\.recovery"):
         list(receive(link, 1))
 
@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_found(exchange: Exchange, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(broadcast._Receiving, "take", flipped)
     with pytest.raises(WeightSyncError, match=r"layer\.0 is damaged: checksum"):
-        hand_over(make_link(exchange, receivers=1), make_weights())
+        sync(make_link(exchange, receivers=1), make_weights())
 
 
 RECEIVER = """
@@ -182,7 +182,7 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
         sent.result(30)
         assert_same(found.result(30), make_weights())
     assert warnings()
-    for again in hand_over(make_link(exchange, 2), make_weights(2)):
+    for again in sync(make_link(exchange, 2), make_weights(2)):
         assert_same(again, make_weights(2))
 
 

@@ -1,4 +1,4 @@
-"""Hand-overs from a GPU to another process, which sees the same bytes."""
+"""Weight syncs from a GPU to another process, which sees the same bytes."""
 
 import subprocess
 import sys

@@ -80,7 +80,7 @@ def move(sender: int) -> None:
     staged_copy._copies.pop(key).door.close()
 
 
-def test_they_come_to_the_exchange_at_the_first_hand_over_alone(exchange: Noted) -> None:
+def test_they_come_to_the_exchange_at_the_first_weight_sync_alone(exchange: Noted) -> None:
     assert exchange.places() == ()
     with ThreadPoolExecutor() as pool:
         for version in (1, 2, 3):
@@ -127,7 +127,7 @@ def test_a_session_that_is_over_is_refused_at_once(exchange: Noted) -> None:
 
 @pytest.mark.parametrize("moved", [0, 1])
 def test_senders_that_are_elsewhere_are_asked_for_at_the_exchange(exchange: Noted, moved: int) -> None:
-    def hand_over(link: TransferSpec, version: int) -> None:
+    def sync(link: TransferSpec, version: int) -> None:
         with ThreadPoolExecutor() as pool:
             receivers = begin(pool, link)
             parts = enumerate([weights(version)[:2], weights(version)[2:]])
@@ -135,15 +135,15 @@ def test_senders_that_are_elsewhere_are_asked_for_at_the_exchange(exchange: Note
                 sent.result(30)
             check(receivers, version)
 
-    hand_over(make_link(exchange, 1, senders=2), 1)
+    sync(make_link(exchange, 1, senders=2), 1)
     places = exchange.places()
     assert [place["sender"] for place in places] == [0, 1]
-    hand_over(make_link(exchange, 2, places, senders=2), 2)
+    sync(make_link(exchange, 2, places, senders=2), 2)
     assert exchange.came.count("receiver") == 2
     move(moved)
-    hand_over(make_link(exchange, 3, places, senders=2), 3)
+    sync(make_link(exchange, 3, places, senders=2), 3)
     assert exchange.came.count("receiver") == 4
-    hand_over(make_link(exchange, 4, places[:1], senders=2), 4)  # not all are known
+    sync(make_link(exchange, 4, places[:1], senders=2), 4)  # not all are known
     assert exchange.came.count("receiver") == 6
 
 

@@ -53,7 +53,7 @@ def test_what_the_trainer_has_not_scored_counts_up_to_where_it_differs() -> None
 def test_what_is_wrong_is_said(made: list[Completion], said: str) -> None:
     with pytest.raises(WeightSyncError) as caught:
         PROOF.check(2, made)
-    assert str(caught.value).startswith("after the hand-over of version 4 replica 2 of the generator ")
+    assert str(caught.value).startswith("after the weight sync of version 4 replica 2 of the generator ")
     assert said in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What is special about a hand-over over connections: strangers, a sender that dies, bytes that are written over."""
+"""What is special about a weight sync over connections: strangers, a sender that dies, bytes that are written over."""
 
 import subprocess
 import sys

@@ -104,7 +104,7 @@ def test_the_receiver_may_come_first(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_several_senders_make_one_hand_over(transport: str, tmp_path: Path) -> None:
+def test_several_senders_make_one_weight_sync(transport: str, tmp_path: Path) -> None:
     link, weights = make_link(transport, tmp_path, senders=2), make_weights()
     send(link, weights[3:], sender=1)
     send(link, weights[:3], sender=0)

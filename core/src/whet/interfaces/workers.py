@@ -258,7 +258,7 @@ class Replacing(Protocol):
         """Return whether a replica may be restarted after this error. Record the decision and show it to the user."""
         ...
 
-    def hand_over(self, give: Give) -> None:
+    def sync(self, give: Give) -> None:
         """Call `give` once, with the link and proof that bring the replica to the current weights.
 
         StallMonitor until the weights can be sent. No other weight sync begins meanwhile.

@@ -256,7 +256,7 @@ def _gpus(plan: Prepared | None) -> Iterator[Check]:
 
 
 def _shared_memory() -> Iterator[Check]:
-    """Look at /dev/shm, where Ray and engines share memory. Hand-overs of weights take none of its room."""
+    """Look at /dev/shm, where Ray and engines share memory. Weight syncs take none of its room."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield Check("shared memory", "warn", "there is no /dev/shm", "engines and Ray want it; mount a tmpfs there")

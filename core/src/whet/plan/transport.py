@@ -1,4 +1,4 @@
-"""How weights are to be handed over: what both ends can, and what the placement allows."""
+"""How weights are sent: what both ends can, and what the placement allows."""
 
 from collections.abc import Sequence
 

@@ -332,8 +332,8 @@ class RolloutStream:
         ages = [self._version - oldest for group in consumed.trained for oldest in oldest_versions(group)]
         if max(ages) > self._section.max_staleness:
             raise WhetError(
-                f"a group is {max(ages)} versions old at its hand-over, wanted at most {self._section.max_staleness} "
-                f"(rollout.max_staleness); weights may be handed over once between two takes"
+                f"a group is {max(ages)} versions old when it is taken, wanted at most {self._section.max_staleness} "
+                f"(rollout.max_staleness); weights may be synced once between two takes"
             )
         tally = Counter(self._tally)
         self._tally.clear()

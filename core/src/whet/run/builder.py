@@ -401,7 +401,7 @@ class Builder:
         return sync_weights
 
     def _link(self) -> "tuple[TransferSpec, Callable[[], Places]]":
-        """Return the spec that all hand-overs share, and a function that returns the last known places of senders."""
+        """Return the spec that all weight syncs share, and a function that returns the last known places of senders."""
         way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
         assert way is not None  # a run with a generator has one
         if way.transport not in MEETING:

@@ -2,7 +2,7 @@
 
     take, evaluate, probe       generation's turn    the backend sleeps; the generator is awake, and requests pass
     train, score, save, ...     training's turn      no request passes, the generator sleeps; the backend is awake
-    a hand-over                 training's turn      the generator takes back what weights need, the rest at its turn
+    a weight sync                 training's turn      the generator takes back what weights need, the rest at its turn
 
 Turns are asked for by the one thread that drives a run. Whoever comes from elsewhere waits for its turn: a request at
 a gate, an environment that asks a further model on the thread that it asks from. A turn ends when they are answered.

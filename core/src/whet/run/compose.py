@@ -183,7 +183,7 @@ class _Sittings:
             self.interrupts.moment = "start-up"
             builder = Builder(self.prepared, self.folder, closers, self.observers, self.recovery, self.interrupts)
             self.steps = None
-            self.recovery.resync = None  # an earlier sitting's hand-over ended with its senders
+            self.recovery.resync = None  # an earlier sitting's weight sync ended with its senders
             with self.interrupts.then_closing():
                 try:
                     parts = builder.parts(again=self.built)

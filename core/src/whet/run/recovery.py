@@ -51,7 +51,7 @@ class Recovery:
         self._lock = threading.Lock()
         self._furthest = 0
         self.resync: Again | None = None
-        """Gives one receiver the weights of the last hand-over; None before there can be any."""
+        """Gives one receiver the weights of the last weight sync; None before there can be any."""
         self.losses = Counter[str]()
         """See `whet.interfaces.workers.Replacing`."""
 
@@ -63,7 +63,7 @@ class Recovery:
         """Return whether a replica may be restarted after this; see `whet.interfaces.workers.Replacing`."""
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
-    def hand_over(self, give: "Give") -> None:
+    def sync(self, give: "Give") -> None:
         """See `whet.interfaces.workers.Replacing`."""
         if self.resync is None:
             give(None)

@@ -34,7 +34,7 @@ class WeightSync:
         after: Callable[[int], None], on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
-        """Take a link without session, version and `places`, which each hand-over sets.
+        """Take a link without session, version and `places`, which each weight sync sets.
 
         `places` returns the last known places of senders. `after` is called with each version that was sent.
         """
@@ -51,25 +51,25 @@ class WeightSync:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
                 self._last, self._proof = self._link(version), None
-                self._hand_over(self._last)
+                self._sync(self._last)
             if self._probe is not None and self._probe.due(version):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version)
         self._after(version)
 
     def resync(self, give: "Give") -> None:
-        """Send the weights of the last hand-over to one receiver again: call `give` with its link and its proof.
+        """Send the weights of the last sync to one receiver again: call `give` with its transfer and its proof.
 
-        The link is None if there was no hand-over yet. The senders take no part: what they sent remains available until
-        the next hand-over begins. The trainer takes no part either: the proof holds its scores from that time. If there
-        is no proof, the next hand-over is probed.
+        The transfer is None if there was no sync yet. The senders take no part: what they sent remains available until
+        the next sync begins. The trainer takes no part either: the proof holds its scores from that time. If there is
+        no proof, the next sync is probed.
         """
         with self._changing:
             if self._probe is not None and self._proof is None:
                 self._probe.overdue = True
             give(self._last, self._proof)
 
-    def _hand_over(self, link: TransferSpec) -> None:
+    def _sync(self, link: TransferSpec) -> None:
         ends = [
             self._backend.send_weights(link),
             self._generator.receive_weights(link, link.version, self._on_weight_update),

@@ -127,7 +127,7 @@ class _Sending:
 
         _forget(self._key)
         host, seconds = own_address(self._link), self._link.timeout_seconds
-        listener = listen(host, "hand-overs of weights")  # torch would listen on every interface
+        listener = listen(host, "weight syncs")  # torch would listen on every interface
         port = listener.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,

@@ -46,9 +46,7 @@ class _Sending:
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
         """Check that the tensors are on a GPU. Nothing has to be prepared."""
         if device.type != "cuda":
-            raise WeightSyncError(
-                f"{title(self._link)}: cuda-ipc hands over what is on a GPU, found tensors on {device}"
-            )
+            raise WeightSyncError(f"{title(self._link)}: cuda-ipc sends what is on a GPU, found tensors on {device}")
         self._guests, self._device = [guest.connection for guest in guests], device
 
     def room(self, size: int) -> "torch.Tensor":

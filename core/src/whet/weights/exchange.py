@@ -31,7 +31,7 @@ class Exchange:
         self.token = secrets.token_hex(32)
         self._senders: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._door = Door(address, bytes.fromhex(self.token), self._take, purpose="hand-overs of weights")
+        self._door = Door(address, bytes.fromhex(self.token), self._take, purpose="weight syncs")
 
     @property
     def address(self) -> str:

@@ -107,7 +107,7 @@ def read(link: TransferSpec, sender: int) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightSyncError(f"{path} is no manifest of a weight hand-over: {error}") from error
+        raise WeightSyncError(f"{path} is no manifest of a weight sync: {error}") from error
 
 
 def await_manifests(link: TransferSpec) -> list[Manifest]:
@@ -179,7 +179,7 @@ def _overdue(link: TransferSpec, missing: list[int]) -> str:
 
 def title(link: TransferSpec) -> str:
     """Return the name of a transfer in errors."""
-    return f"hand-over {link.session} of version {link.version}"
+    return f"weight sync {link.session} of version {link.version}"
 
 
 def dtype_name(dtype: Any) -> str:

@@ -97,7 +97,7 @@ class Proof:
 
     def _refused(self, replica: int, what: str) -> WeightSyncError:
         return WeightSyncError(
-            f"after the hand-over of version {self.version} replica {replica} of the generator {what}. Either it has "
+            f"after the weight sync of version {self.version} replica {replica} of the generator {what}. Either it has "
             "wrong or old weights (a tensor that the engine did not take, a part of a fused module, a packed copy), or "
             "it computes the model in another way (temperature, attention, positions, quantisation). Take another "
             "version of the engine, or another generator. Where the difference is known and wanted, raise "

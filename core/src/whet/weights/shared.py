@@ -48,13 +48,13 @@ def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch
         offer = _await(link)
         if offer.version != link.version:
             raise WeightSyncError(
-                f"hand-over {link.session}: the sender sent version {offer.version}, wanted {link.version}"
+                f"weight sync {link.session}: the sender sent version {offer.version}, wanted {link.version}"
             )
         seen: set[str] = set()
         tensors = [item for sender in sorted(offer.weights) for item in offer.weights[sender]]
     for name, tensor in tensors:
         if name in seen:
-            raise WeightSyncError(f"hand-over {link.session}: {name} came twice")
+            raise WeightSyncError(f"weight sync {link.session}: {name} came twice")
         seen.add(name)
         yield name, tensor
     with _changed:
@@ -73,7 +73,7 @@ def _await(link: TransferSpec) -> _Offer:
         if left <= 0:
             found = f"session {offer.session} of version {offer.version}" if offer else "nothing"
             raise WeightSyncError(
-                f"hand-over {link.session} of version {link.version}: after {link.timeout_seconds:g} s this process "
+                f"weight sync {link.session} of version {link.version}: after {link.timeout_seconds:g} s this process "
                 f"holds {found} at {link.address!r}; the sender must run before the receiver and in its process"
             )
         _changed.wait(left)

@@ -55,7 +55,7 @@ class KeptCopy:
         self._guests: list[Guest] | None = None
         """Receivers of the running session; None: it admits no more."""
         self._changed = threading.Condition()
-        self.door = Door(address, bytes.fromhex(token), self._serve, purpose="hand-overs of weights")
+        self.door = Door(address, bytes.fromhex(token), self._serve, purpose="weight syncs")
 
     def begin(self, link: TransferSpec, *, lane: bool = False) -> None:
         """Begin a session: discard the published manifest. `lane`: admit receivers while this session is sent."""

@@ -40,7 +40,7 @@ def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
     time, so an iterator may gather them as it goes.
     """
     if not 0 <= sender < link.senders:
-        raise WeightSyncError(f"hand-over {link.session}: sender {sender} of {link.senders} senders")
+        raise WeightSyncError(f"weight sync {link.session}: sender {sender} of {link.senders} senders")
     _transport(link).send(link, _once_each(link, weights), sender)
 
 
@@ -56,7 +56,7 @@ def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch
 def _transport(link: TransferSpec) -> ModuleType:
     if link.transport not in TRANSPORTS:
         raise WeightSyncError(
-            f"hand-over {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}"
+            f"weight sync {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}"
         )
     return import_module(f"whet.weights.{TRANSPORTS[link.transport]}")
 
@@ -67,6 +67,6 @@ def _once_each(
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
-            raise WeightSyncError(f"hand-over {link.session}: {name} was sent twice")
+            raise WeightSyncError(f"weight sync {link.session}: {name} was sent twice")
         seen.add(name)
         yield name, tensor

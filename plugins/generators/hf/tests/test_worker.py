@@ -201,7 +201,7 @@ def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of
     assert [len(c.tokens) for c in served] == [5, 5]
 
 
-def hand_over(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> TransferSpec:
+def sync(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> TransferSpec:
     """Send scaled weights; give the link to receive them by."""
     link = TransferSpec("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
     send(link, [(name, factor * p) for name, p in worker._model.named_parameters()][leave_out:])
@@ -227,7 +227,7 @@ def test_drained_a_batch_ends_with_the_old_weights(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     (expected,) = run(ask(own_worker, requests_of(4, max_tokens=20)))
-    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5)
+    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
     before, after = run(during(own_worker, gate, requests_of(4, max_tokens=20), requests_of(3, seed=1), link, "drain"))
     assert {c.versions for c in before} == {((0, 0),)}
     assert [c.tokens.tolist() for c in before] == [c.tokens.tolist() for c in expected]
@@ -244,7 +244,7 @@ def test_kept_a_batch_goes_on_with_the_new_weights_at_its_next_token(
     try:
         requests = requests_of(40, max_tokens=20)
         (expected,) = run(ask(worker, requests))
-        gate, link = Gate(worker, monkeypatch), hand_over(worker, tmp_path, 5, factor=-1.0)
+        gate, link = Gate(worker, monkeypatch), sync(worker, tmp_path, 5, factor=-1.0)
         kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), link, "continue"))
     finally:
         worker.close()
@@ -267,7 +267,7 @@ def test_the_same_weights_between_two_tokens_change_nothing(
 ) -> None:
     requests = requests_of(6, max_tokens=20)
     (expected,) = run(ask(own_worker, requests))
-    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 1, factor=1.0)
+    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 1, factor=1.0)
     kept, _ = run(during(own_worker, gate, requests, requests_of(1), link, "continue"))
     for completion, whole in zip(kept, expected, strict=True):
         assert len(completion.versions) == 2
@@ -279,7 +279,7 @@ def test_aborted_a_batch_comes_back_with_what_it_has(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     (expected,) = run(ask(own_worker, requests_of(4, max_tokens=30)))
-    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5)
+    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
     aborted, after = run(during(own_worker, gate, requests_of(4, max_tokens=30), requests_of(3, seed=1), link, "abort"))
     for completion, whole in zip(aborted, expected, strict=True):
         assert (completion.stop, completion.versions) == ("abort", ((0, 0),))
@@ -293,16 +293,16 @@ def test_aborted_a_batch_comes_back_with_what_it_has(
 def test_where_nothing_runs_weights_are_taken_at_once(
     own_worker: Worker, tmp_path: Path, requests_of: Any, how: Any
 ) -> None:
-    run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 3), 3, how))
+    run(own_worker.receive_weights(sync(own_worker, tmp_path, 3), 3, how))
     (outcomes,) = run(ask(own_worker, requests_of(2)))
     assert {c.versions for c in outcomes} == {((0, 3),)}
     assert {c.stop for c in outcomes} <= {"stop", "length"}
 
 
-def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reason(
+def test_a_weight_sync_that_fails_between_two_tokens_ends_the_batch_with_its_reason(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
-    gate, link = Gate(own_worker, monkeypatch), hand_over(own_worker, tmp_path, 5, leave_out=1)
+    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5, leave_out=1)
 
     async def failing() -> None:
         running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=20)))
@@ -312,20 +312,20 @@ def test_a_hand_over_that_fails_between_two_tokens_ends_the_batch_with_its_reaso
         gate.opened.set()
         with pytest.raises(WeightSyncError, match="1 parameters were not sent"):
             await taking
-        with pytest.raises(WeightSyncError, match="the last hand-over failed: 1 parameters were not sent"):
+        with pytest.raises(WeightSyncError, match="the last weight sync failed: 1 parameters were not sent"):
             await running
 
     run(failing())
 
 
-def test_after_a_refused_hand_over_nothing_is_generated_until_a_whole_one(
+def test_after_a_refused_weight_sync_nothing_is_generated_until_a_whole_one(
     own_worker: Worker, requests_of: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightSyncError, match="1 parameters were not sent"):
-        run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 2, leave_out=1), 2, "drain"))
-    with pytest.raises(WeightSyncError, match="the last hand-over failed: 1 parameters were not sent"):
+        run(own_worker.receive_weights(sync(own_worker, tmp_path, 2, leave_out=1), 2, "drain"))
+    with pytest.raises(WeightSyncError, match="the last weight sync failed: 1 parameters were not sent"):
         run(ask(own_worker, requests_of(2)))
-    run(own_worker.receive_weights(hand_over(own_worker, tmp_path, 3, factor=1.0), 3, "drain"))
+    run(own_worker.receive_weights(sync(own_worker, tmp_path, 3, factor=1.0), 3, "drain"))
     (outcomes,) = run(ask(own_worker, requests_of(2)))
     assert {c.versions for c in outcomes} == {((0, 3),)}
 

@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens are those of a full forward in `transformers`, whatever was handed over before."""
+"""Logprobs of sampled tokens are those of a full forward in `transformers`, whatever weights were synced before."""
 
 import asyncio
 from pathlib import Path
@@ -38,7 +38,7 @@ def largest_gap(runner: asyncio.Runner, generator: SglangGenerator, model: Refer
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_before_after_and_after_twenty_hand_overs(tiny_models: Any, tmp_path: Path, family: str, tied: bool) -> None:
+def test_before_after_and_after_twenty_weight_syncs(tiny_models: Any, tmp_path: Path, family: str, tied: bool) -> None:
     first, other = (Reference(tiny_models(family, tied=tied, seed=seed)) for seed in (0, 7))
     site = make_site(tmp_path, "generator", tiny_models(family, tied=tied))
     generator = SglangGenerator(SglangConfig(cache_gib=0.0625), site)

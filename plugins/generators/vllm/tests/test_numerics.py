@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens are those of a full forward in `transformers`, whatever was handed over before.
+"""Logprobs of sampled tokens are those of a full forward in `transformers`, whatever weights were synced before.
 
 The engine runs in this process: it is there in two seconds, and takes weights by the code that its processes run.
 """
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Served:
-    """An engine in this process with the weights of a folder, and hand-overs to it."""
+    """An engine in this process with the weights of a folder, and weight syncs to it."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         from vllm import LLM
@@ -42,7 +42,7 @@ class Served:
             weight_transfer_config=WeightTransferConfig(backend=BACKEND), skip_tokenizer_init=True, seed=0,
         )  # fmt: skip
 
-    def hand_over(self, weights: list[tuple[str, Any]], transport: str = "shared-memory") -> dict[str, Any]:
+    def sync(self, weights: list[tuple[str, Any]], transport: str = "shared-memory") -> dict[str, Any]:
         """Send weights and take them; give the engine's report."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -95,7 +95,7 @@ def served(models: Any, tmp_path: Path, in_this_process: None) -> Iterator[Serve
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_before_after_and_after_twenty_hand_overs(
+def test_before_after_and_after_twenty_weight_syncs(
     models: Any, tmp_path: Path, in_this_process: None, family: str, tied: bool
 ) -> None:
     first, other = (Reference(models(family, tied=tied, seed=seed)) for seed in (0, 7))
@@ -105,7 +105,7 @@ def test_before_after_and_after_twenty_hand_overs(
             assert served.gap(first, temperature) < TOLERANCE
         assert served.gap(other) > 0.1, "the two models are told apart"
         for number in range(21):
-            report = served.hand_over((other if number % 2 == 0 else first).weights())
+            report = served.sync((other if number % 2 == 0 else first).weights())
             assert report["failure"] == ""
             if number in (0, 20):
                 assert served.gap(other) < TOLERANCE
@@ -125,11 +125,11 @@ def test_a_part_of_a_fused_module_or_of_the_model_is_refused_and_the_old_weights
     served: Served, models: Any, left_out: tuple[str, ...]
 ) -> None:
     old, new = Reference(models()), Reference(models(seed=7))
-    report = served.hand_over(without(new.weights(), *left_out))
+    report = served.sync(without(new.weights(), *left_out))
     assert "parameters were not sent" in report["failure"]
     assert not report["spoilt"]
     assert served.gap(old) < TOLERANCE
-    assert served.hand_over(new.weights())["failure"] == ""
+    assert served.sync(new.weights())["failure"] == ""
     assert served.gap(new) < TOLERANCE
 
 
@@ -137,7 +137,7 @@ def test_the_output_layer_alone_is_refused(models: Any, tmp_path: Path, in_this_
     old, new = (Reference(models("qwen3", tied=False, seed=seed)) for seed in (0, 7))
     served = Served(models("qwen3", tied=False), tmp_path)
     try:
-        report = served.hand_over([(name, tensor) for name, tensor in new.weights() if name == "lm_head.weight"])
+        report = served.sync([(name, tensor) for name, tensor in new.weights() if name == "lm_head.weight"])
         assert "parameters were not sent: model.embed_tokens.weight" in report["failure"]
         assert served.gap(old) < TOLERANCE
     finally:
@@ -157,28 +157,28 @@ def test_linears_that_vllm_has_packed_get_new_weights(served: Served, models: An
 
     (said,) = served.llm.collective_rpc(load)
     assert said, "it packs them no more: the transfer may become simpler"
-    assert served.hand_over(new.weights())["failure"] == ""
+    assert served.sync(new.weights())["failure"] == ""
     assert served.gap(new) < TOLERANCE
 
 
 def test_a_tensor_of_another_shape_or_name_is_refused(served: Served, models: Any) -> None:
     old, new = Reference(models()), Reference(models(seed=7))
     turned = [(name, tensor.T if "k_proj" in name else tensor) for name, tensor in new.weights()]
-    assert "was sent with shape" in served.hand_over(turned)["failure"]
+    assert "was sent with shape" in served.sync(turned)["failure"]
     renamed = [(name.replace("mlp", "moe"), tensor) for name, tensor in new.weights()]
-    assert "the model folder has no model.layers.0.moe" in served.hand_over(renamed)["failure"]
+    assert "the model folder has no model.layers.0.moe" in served.sync(renamed)["failure"]
     assert served.gap(old) < TOLERANCE
 
 
 def test_files_and_other_dtypes_are_taken_too(served: Served, models: Any) -> None:
     new = Reference(models(seed=7))
-    assert served.hand_over([(n, t.double()) for n, t in new.weights()], "disk") == {
+    assert served.sync([(n, t.double()) for n, t in new.weights()], "disk") == {
         "session": "session-1", "tensors": len(new.weights()), "failure": "", "spoilt": False,
     }  # fmt: skip
     assert served.gap(new) < TOLERANCE
 
 
-def test_an_error_half_way_is_said_and_a_whole_hand_over_mends_it(
+def test_an_error_half_way_is_said_and_a_whole_weight_sync_mends_it(
     served: Served, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = Reference(models(seed=7))
@@ -191,9 +191,9 @@ def test_an_error_half_way_is_said_and_a_whole_hand_over_mends_it(
         raise RuntimeError("the fuse has blown")
 
     monkeypatch.setattr(model, "load_weights", half)
-    report = served.hand_over(new.weights())
+    report = served.sync(new.weights())
     assert report["failure"].startswith("RuntimeError: the fuse has blown")
     assert report["spoilt"]
     monkeypatch.undo()
-    assert served.hand_over(new.weights())["failure"] == ""
+    assert served.sync(new.weights())["failure"] == ""
     assert served.gap(new) < TOLERANCE

@@ -13,7 +13,7 @@ from whet.interfaces.workers import WorkerRank
 
 
 class Replica:
-    """Writes a line for each hand-over: its rank, its process, and the version."""
+    """Writes a line for each weight sync: its rank, its process, and the version."""
 
     def __init__(self, rank: WorkerRank, notes: str) -> None:
         self.rank, self.notes = rank.rank, Path(notes)

@@ -65,7 +65,7 @@ class Granting:
         self.left -= 1
         return self.left >= 0
 
-    def hand_over(self, give: Give) -> None:
+    def sync(self, give: Give) -> None:
         give(LINK)
 
 

@@ -1,4 +1,4 @@
-"""Replicas in real processes, of which one is replaced while weights are handed over."""
+"""Replicas in real processes, of which one is replaced while weights are synced."""
 
 import asyncio
 import os
@@ -50,7 +50,7 @@ class Losing:
 
 
 class Replacing:
-    """Grants all; what comes back gets the weights of now once the hand-over under way has ended."""
+    """Grants all; what comes back gets the weights of now once the weight sync under way has ended."""
 
     def __init__(self) -> None:
         self.over, self.back, self.losses = threading.Event(), threading.Event(), Counter[str]()
@@ -58,7 +58,7 @@ class Replacing:
     def grant(self, error: WorkerLost) -> bool:
         return True
 
-    def hand_over(self, give: Give) -> None:
+    def sync(self, give: Give) -> None:
         assert self.over.wait(20.0)
         give(LINK, PROOF)
         self.back.set()
@@ -91,7 +91,9 @@ def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Pa
         replicas = Replicas(workers, replacing)
         (tmp_path / "off").write_text("-1.5")
         replicas._replica_set.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
-        with pytest.raises(WorkerError, match="after the hand-over of version 7 replica 0 of the generator") as caught:
+        with pytest.raises(
+            WorkerError, match="after the weight sync of version 7 replica 0 of the generator"
+        ) as caught:
             asyncio.run(replicas.generate(Request("r", np.arange(3), Sampling(1), 5)))
         replicas.close()
     assert "its logprobs of 2 tokens are 0.5 nats off on average" in str(caught.value)

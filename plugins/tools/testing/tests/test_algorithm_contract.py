@@ -119,12 +119,12 @@ MUTANTS = {
     "counts for itself": (
         "parts.sync_weights(version=step.number)",
         "parts.sync_weights(version=self.carried); self.carried += 1",
-        "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
+        "test_weights_are_synced_after_each_step_that_rollouts_feed",
     ),
-    "hands over too soon": (
+    "syncs weights too soon": (
         "batch = parts.rollouts",
         "parts.sync_weights(version=step.number); batch = parts.rollouts",
-        "test_weights_are_handed_over_after_each_step_that_rollouts_feed",
+        "test_weights_are_synced_after_each_step_that_rollouts_feed",
     ),
     "carries state": (
         'advantages=batch["reward"]',

@@ -407,7 +407,7 @@ class Worker:
         self._offload.wake()
 
     def let_go(self) -> None:
-        """Keep no memory of the GPU for later, where others take turns in it: they could not have it at a hand-over."""
+        """Release cached GPU memory where roles take turns on the GPU: the other role needs it during a weight sync."""
         if self._offload.used and self._device.type == "cuda":
             for root in (self._root, *self._frozen.values()):
                 reshard(root)

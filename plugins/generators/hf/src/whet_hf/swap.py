@@ -59,7 +59,7 @@ class Weights:
             with self._changed:
                 self._meet()
         if self.broken:
-            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self.broken}")
+            raise WeightSyncError(f"the generator has no weights to use, as the last weight sync failed: {self.broken}")
         return self.version
 
     def in_running_batch(self, work: Callable[[], None]) -> "Future[None] | None":

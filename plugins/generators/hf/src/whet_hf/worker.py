@@ -142,7 +142,7 @@ class Worker:
         with self._busy:
             self._take(link, version)
 
-    @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later hand-overs
+    @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
     def _take(self, link: TransferSpec, version: int) -> None:
         self._offload.wake(contents=False)
         try:

@@ -98,7 +98,7 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     try:
         _take(model, order, get_parallel().tp_rank, report)
     except Exception as error:
-        log.exception("a hand-over of weights failed")
+        log.exception("a weight sync failed")
         report["failure"] = in_words(error)
     file = Path(order["reports"]) / f"{get_parallel().tp_rank}.json"
     file.with_suffix(".tmp").write_text(json.dumps(report), encoding="utf-8")
@@ -108,7 +108,7 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
 def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
     """Receive and load a whole weight sync."""
     tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["link"])
-    with torch.inference_mode(False):  # what is mapped now is read by later hand-overs
+    with torch.inference_mode(False):  # what is mapped now is read by later weight syncs
         arriving = receive_whole(link, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
     report["spoilt"] = True
     model.load_weights(arriving)

@@ -171,7 +171,9 @@ class Process:
         while not self._gate.is_set():
             await self._gate.wait()
         if self._broken:
-            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+            raise WeightSyncError(
+                f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
+            )
         self._asked[request.id].inside = True
         output = await self._engine.async_generate(
             input_ids=request.tokens.tolist(),
@@ -216,7 +218,7 @@ class Process:
             self._broken = failure if spoilt else broken
             raise WeightSyncError(failure)
         if len(reports) != self._processes or {report["session"] for report in reports} != {link.session}:
-            raise WeightSyncError(f"hand-over {link.session}: SGLang's {self._processes} processes took {reports}")
+            raise WeightSyncError(f"weight sync {link.session}: SGLang's {self._processes} processes took {reports}")
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
@@ -260,7 +262,7 @@ def _tags() -> set[str]:
 def _must(link: TransferSpec, done: bool, *said: str) -> None:
     """Raise `WeightSyncError` if SGLang reports that it failed. SGLang raises no error itself."""
     if not done:
-        raise WeightSyncError(f"hand-over {link.session}: SGLang {': '.join(said)}")
+        raise WeightSyncError(f"weight sync {link.session}: SGLang {': '.join(said)}")
 
 
 def _name(id_: str) -> str:

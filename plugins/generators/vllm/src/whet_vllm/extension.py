@@ -67,7 +67,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
             count = self._take(link, update_info.receiver + share)
             self.report.update(session=update_info.link["session"], tensors=count, failure="")
         except Exception as error:
-            log.exception("a hand-over of weights failed")
+            log.exception("a weight sync failed")
             self.report["failure"] = in_words(error)
 
     def finish_weight_update(self) -> None:
@@ -100,7 +100,7 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
                 pass
             if tied:
                 taken |= self._load_tied_head(wanted - taken, embeddings)
-        finally:  # also after an error: else the next hand-over would find half of this one
+        finally:  # also after an error: else the next weight sync would find half of this one
             finalize_layerwise_reload(self.model, config)
         if left := sorted(wanted - taken):
             raise WeightSyncError(f"vLLM's model took nothing for {', '.join(left[:5])}")

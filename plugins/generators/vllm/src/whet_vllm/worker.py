@@ -171,7 +171,9 @@ class Worker:
         finally:
             self._waiting.discard(request.id)
         if self._broken:
-            raise WeightSyncError(f"the generator has no weights to use, as the last hand-over failed: {self._broken}")
+            raise WeightSyncError(
+                f"the generator has no weights to use, as the last weight sync failed: {self._broken}"
+            )
         prompt = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
         last = None
         async for output in self._engine.llm.generate(prompt, sampling_params(request, limit), request.id):
@@ -260,11 +262,13 @@ class Worker:
             self._broken = failure if spoilt else broken
             raise WeightSyncError(failure)
         if {report["session"] for report in reports} != {link.session}:
-            raise WeightSyncError(f"hand-over {link.session}: vLLM's workers took {reports}")
+            raise WeightSyncError(f"weight sync {link.session}: vLLM's workers took {reports}")
         await llm.update_weight_version(str(version))
         found = await llm.get_weight_version()
         if found != str(version):
-            raise WeightSyncError(f"hand-over {link.session}: vLLM says that it has version {found}, wanted {version}")
+            raise WeightSyncError(
+                f"weight sync {link.session}: vLLM says that it has version {found}, wanted {version}"
+            )
         self._broken = ""
 
 

@@ -117,7 +117,7 @@ class ReplicaSet:
         while True:
             try:
                 self.workers.restart(rank)
-                self.replacing.hand_over(lambda link, proof=None: self._arrive(rank, link, proof))
+                self.replacing.sync(lambda link, proof=None: self._arrive(rank, link, proof))
             except ClusterLost as error:
                 self._fail(error)
             except WorkerLost as error:

@@ -152,7 +152,7 @@ class AlgorithmContract:
             assert event.batch is not None
             assert len(event.batch.units()) == facts.records_per_step, "run.epochs would take another number of steps"
 
-    def test_weights_are_handed_over_after_each_step_that_rollouts_feed(
+    def test_weights_are_synced_after_each_step_that_rollouts_feed(
         self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         if "rollouts" not in facts.inputs:

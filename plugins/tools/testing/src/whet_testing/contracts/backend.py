@@ -248,7 +248,7 @@ class BackendContract(SleepRules):
         np.testing.assert_allclose(held, before, atol=1e-6)
         assert np.abs(backend.score(batch, ("logprobs",))["logprobs"] - before).max() > 1e-3
 
-    # Folders and hand-over
+    # Folders and weight sync
 
     def test_a_loaded_backend_takes_the_same_next_step_bitwise(self, fresh: Fresh, tmp_path: Path) -> None:
         first, again = fresh(), fresh()
@@ -311,7 +311,7 @@ class BackendContract(SleepRules):
         assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
         assert ChatTokenizer(tmp_path / "export").template.source == template
 
-    def test_weights_handed_over_are_the_whole_policy(self, backend: Backend, tmp_path: Path) -> None:
+    def test_synced_weights_are_the_whole_policy(self, backend: Backend, tmp_path: Path) -> None:
         backend.train(_batch(), LIKELIHOOD)
         backend.export(tmp_path / "export")
         expected = dict(Reference(tmp_path / "export").weights())

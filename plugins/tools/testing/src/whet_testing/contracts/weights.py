@@ -30,12 +30,12 @@ class WeightRules:
     receivers: int = 0
     """Number of processes that receive weights; 0: the same number as `processes`."""
 
-    def test_weights_handed_over_are_used_from_then_on(
+    def test_synced_weights_are_used_from_then_on(
         self, subject: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
             for version, model in ((10 * number, other), (10 * number + 1, reference)):
-                self._hand_over(subject, self._link(subject, transport, version), model.weights())
+                self._sync(subject, self._link(subject, transport, version), model.weights())
                 request = subject.request(seed=version, max_tokens=16)
                 (completion,) = subject.ask(request)
                 assert completion.versions == ((0, version),)
@@ -46,7 +46,7 @@ class WeightRules:
     ) -> None:
         for version, model, again in ((501, other, False), (502, reference, True)):
             subject.generator.sleep()
-            self._hand_over(subject, self._link(subject, self.transports[0], version), model.weights())
+            self._sync(subject, self._link(subject, self.transports[0], version), model.weights())
             if again:
                 subject.generator.sleep()
             with pytest.raises(WhetError, match="sleep"):
@@ -66,19 +66,19 @@ class WeightRules:
         seen = 0
         for attempt in range(20):
             version = 1000 * (1 + self.on_weight_update.index(how)) + 2 * attempt
-            self._hand_over(subject, self._link(subject, self.transports[0], version), reference.weights())
+            self._sync(subject, self._link(subject, self.transports[0], version), reference.weights())
             link = self._link(subject, self.transports[0], version + 1)
             requests = [subject.request(PROMPTS[i], i, max_tokens=60 * (i + 1)) for i in range(4)]
-            completions, later = self._hand_over_meanwhile(subject, link, other, requests, how)
+            completions, later = self._sync_meanwhile(subject, link, other, requests, how)
             for request, completion in zip(requests, completions, strict=True):
                 seen += self._kept_its_word(request, completion, how, (version, reference), (version + 1, other))
             assert later.versions == ((0, version + 1),), "a later request got old weights"
             if seen:
                 break
-        self._hand_over(subject, self._link(subject, self.transports[0], 4000), reference.weights())
+        self._sync(subject, self._link(subject, self.transports[0], 4000), reference.weights())
         assert seen, "in twenty attempts no request was under way when weights arrived"
 
-    def _hand_over_meanwhile(
+    def _sync_meanwhile(
         self, subject: Subject, link: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
     ) -> tuple[list[Completion], Completion]:
         """Hand weights over while requests run. Return their completions, and the completion of a later request."""
@@ -119,15 +119,15 @@ class WeightRules:
         assert apart < TOLERANCE, f"tokens that name version {first} were not made by it"
         return {"drain": first == old[0], "continue": bool(rest), "abort": completion.stop == "abort"}[how]
 
-    def test_a_hand_over_that_lacks_a_weight_is_refused(
+    def test_a_weight_sync_that_lacks_a_weight_is_refused(
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
             with pytest.raises((WeightSyncError, WorkerError)):
-                self._hand_over(own, self._link(own, transport, number), other.weights()[:-1])
+                self._sync(own, self._link(own, transport, number), other.weights()[:-1])
             self._serves_old_weights_or_none(own, reference)
 
-    def test_a_hand_over_of_another_version_is_refused(
+    def test_a_weight_sync_of_another_version_is_refused(
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
@@ -137,15 +137,15 @@ class WeightRules:
                 self._receive(own, evolve(sent, version=number + 1))
             self._serves_old_weights_or_none(own, reference)
 
-    def test_after_a_refused_hand_over_a_whole_one_is_taken(
+    def test_after_a_refused_weight_sync_a_whole_one_is_taken(
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         if self.processes > 1:
             pytest.skip("after a rank has failed the others are in an unknown state: the run ends")
         for number, transport in enumerate(self.transports, start=1):
             with pytest.raises((WeightSyncError, WorkerError)):
-                self._hand_over(own, self._link(own, transport, 10 * number), reference.weights()[:-1])
-            self._hand_over(own, self._link(own, transport, 10 * number + 1), other.weights())
+                self._sync(own, self._link(own, transport, 10 * number), reference.weights()[:-1])
+            self._sync(own, self._link(own, transport, 10 * number + 1), other.weights())
             request = own.request(seed=9)
             assert gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
 
@@ -162,7 +162,7 @@ class WeightRules:
             address = str(folder)
         return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
 
-    def _hand_over(self, subject: Subject, link: TransferSpec, weights: list[tuple[str, Any]]) -> None:
+    def _sync(self, subject: Subject, link: TransferSpec, weights: list[tuple[str, Any]]) -> None:
         """Send and receive weights: at the same time if the transport streams, else one after the other."""
         if link.transport not in transfer.STREAMED:
             transfer.send(link, weights)
@@ -174,7 +174,7 @@ class WeightRules:
             sent.result()
 
     def _receive(self, subject: Subject, link: TransferSpec) -> None:
-        with deadline(subject.deadline_seconds, "a hand-over of weights"):
+        with deadline(subject.deadline_seconds, "a weight sync"):
             subject.generator.receive_weights(link, link.version).result()
 
     def _serves_old_weights_or_none(self, subject: Subject, reference: Reference) -> None:
