@@ -230,10 +230,10 @@ def sync(options: argparse.Namespace, generator: Any, model: Path, folder: Path)
     size = sum(tensor.nbytes for _, tensor in weights)
     handed, copied = [], []
     for version in range(1, options.rounds + 3):
-        link = TransferSpec("shared-memory", str(folder / "weights"), f"{version}-0", version)
+        spec = TransferSpec("shared-memory", str(folder / "weights"), f"{version}-0", version)
         begin = time.perf_counter()
-        pending = generator.receive_weights(link, version)
-        send(link, weights)
+        pending = generator.receive_weights(spec, version)
+        send(spec, weights)
         pending.result()
         middle = time.perf_counter()
         copies = [tensor.clone() for _, tensor in weights]

@@ -56,7 +56,7 @@ class Deaf(Around):
 
     _version = 0
 
-    async def receive_weights(self, link, version, running):
+    async def receive_weights(self, spec, version, running):
         self._version = version
 
     async def generate(self, requests):
@@ -74,10 +74,10 @@ class PartlyDeaf(Around):
         super().__init__(rank, **arguments)
         self._keeps = keeps if replica in (None, rank.rank) else ""
 
-    async def receive_weights(self, link, version, running):
+    async def receive_weights(self, spec, version, running):
         model = self._worker._model
         kept = {n: p.data.clone() for n, p in model.named_parameters() if fnmatch(n, self._keeps)}
-        await self._worker.receive_weights(link, version, running)
+        await self._worker.receive_weights(spec, version, running)
         for name, value in kept.items():
             model.get_parameter(name).data = value
         self._worker._decoder.refresh()

@@ -26,7 +26,7 @@ def judge(monkeypatch):
     import judge
 
     yield judge
-    for name in ("judge", "sitting", "strikes", "victims"):
+    for name in ("judge", "run_attempt", "strikes", "victims"):
         sys.modules.pop(name, None)
 
 

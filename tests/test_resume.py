@@ -59,7 +59,7 @@ def uninterrupted(tmp_path_factory, tiny_model_folder):
 
 
 def same(run: Path, whole: Path) -> None:
-    assert numbers(run, "probe/") == numbers(whole, "probe/")  # every sitting begins with two probes
+    assert numbers(run, "probe/") == numbers(whole, "probe/")  # every run attempt begins with two probes
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     for step in range(1, STEPS + 1):
         name = f"rollouts/step-{step:06d}.jsonl"
@@ -78,7 +78,7 @@ def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, unin
     run, kills = tmp_path / "run", 0
     while kills < 10:
         process = start(config)
-        # A third of the kills hit the start; the others wait for a step of this sitting, and then some.
+        # A third of the kills hit the start; the others wait for a step of this run attempt, and then some.
         before = len(list(run.glob("rollouts/*"))) if draw.random() > 0.3 else None
         deadline = time.time() + 60
         while before is not None and process.poll() is None and time.time() < deadline:
@@ -234,10 +234,10 @@ CARRIED = (
 
 def test_what_an_algorithm_carries_from_step_to_step_survives_to_the_last_bit(tmp_path, tiny_model_folder):
     runs = {}
-    for name, sittings in (("whole", [4]), ("again", [2, 4])):
+    for name, attempts in (("whole", [4]), ("again", [2, 4])):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, tiny_model_folder)
-        for steps in sittings:
+        for steps in attempts:
             finish(start(config, *CARRIED, f"run.steps={steps}"))
         runs[name] = tmp_path / name / "run"
     whole, again = (numbers(run, "probe/") for run in runs.values())

@@ -59,7 +59,7 @@ def awake(tmp_path_factory, sleeping_run) -> Path:
 
 
 LEFT_OUT = "probe/", "given_back_mib/"
-"""Metrics of probes, with which a sitting begins, and of what was given back."""
+"""Metrics of probes, with which a run attempt begins, and of what was given back."""
 
 
 def rows(file: Path) -> list[dict]:

@@ -135,7 +135,7 @@ def test_kills_at_any_moment_lose_no_group_and_train_none_twice(
             assert check(run) == []
     runs.start(config)
     assert runs.ended() == 0, runs.log.read_text()
-    assert sittings(run / "journal.jsonl") > 3
+    assert attempts(run / "journal.jsonl") > 3
     assert check(run) == []
     found = trained(run)
     states = [json.loads(f.read_text())["rollouts"] for f in run.glob("checkpoints/*/state.json")]
@@ -148,13 +148,13 @@ def test_kills_at_any_moment_lose_no_group_and_train_none_twice(
 def ended_by(runs: Runs, config: Path, draw: random.Random) -> int:
     """Start a run, kill or end it at a random moment, and give how it ended."""
     journal = config.parent / "run/journal.jsonl"
-    before = sittings(journal)
+    before = attempts(journal)
     process, over = runs.start(config), threading.Event()
     number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
     starting, seconds = draw.random() < 0.2, draw.uniform(0.0, 0.4)
 
     def send() -> None:
-        while not starting and sittings(journal) == before and not over.wait(0.002):
+        while not starting and attempts(journal) == before and not over.wait(0.002):
             pass
         if not over.wait(seconds):
             with suppress(ProcessLookupError):
@@ -168,7 +168,7 @@ def ended_by(runs: Runs, config: Path, draw: random.Random) -> int:
     return code
 
 
-def sittings(journal: Path) -> int:
+def attempts(journal: Path) -> int:
     return journal.read_text().count('"opened"') if journal.exists() else 0
 
 

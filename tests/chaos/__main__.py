@@ -21,16 +21,16 @@ from pathlib import Path
 
 import attrs
 from judge import ended_faults, judge
+from run_attempt import LAYOUTS, SLOWNESS, RunAttempt, Subject
 from scenarios import SCENARIOS
-from sitting import LAYOUTS, SLOWNESS, Sitting, Subject
 from strikes import Struck, carry_out, draw
 from victims import FORK_SERVER
 
 from whet.data.small_models import make_model, make_tokenizer
 from whet_testing.processes import adopting_orphans, end, survivors
 
-MOST_OF_A_RUN, MOST_OF_A_SITTING = 8, 3
-"""Strikes at one run, and at one sitting that goes on all the same; then it is left alone."""
+MOST_OF_A_RUN, MOST_OF_AN_ATTEMPT = 8, 3
+"""Strikes at one run, and at one run attempt that goes on all the same; then it is left alone."""
 NAMES = {
     "shared": ["driver", "backend-0", "driver", "backend-0", "grader", "backend-0", "watchdog"],
     "apart": ["driver", "backend-0", "generator-0", "driver", "backend-0", "generator-0", "grader", "watchdog"],
@@ -67,12 +67,12 @@ class Chaos:
         """Give the folder of an undisturbed run, and the usual seconds of its phases."""
         if (layout, staleness) not in self.undisturbed:
             subject = self.subject(f"undisturbed-{layout}-{staleness}", layout, staleness)
-            sitting = Sitting(subject)
-            if sitting.wait(300.0 * SLOWNESS) != 0:
-                raise SystemExit(f"the undisturbed run of layout {layout} failed:\n{sitting.said()}")
+            attempt = RunAttempt(subject)
+            if attempt.wait(300.0 * SLOWNESS) != 0:
+                raise SystemExit(f"the undisturbed run of layout {layout} failed:\n{attempt.said()}")
             begun: dict[str, float] = {}
             seconds: dict[str, list[float]] = {}
-            for at, what, phase in sitting.lines():
+            for at, what, phase in attempt.lines():
                 if what == "begin":
                     begun[phase] = float(at)
                 elif phase in begun:
@@ -93,11 +93,11 @@ class Chaos:
             subject = attrs.evolve(subject, rollout=drawn, filters=random_.choice(([], ["unequal-rewards"])))
         names = NAMES[layout] + FORKED.get(layout, []) + (RAY_NAMES if self.args.launcher == "ray" else [])
         faults: list[str] = []
-        finished, sitting, guarded, blows = False, None, True, 0
+        finished, attempt, guarded, blows = False, None, True, 0
         workers: list[tuple[str, str]] = []
         for strike_number in range(MOST_OF_A_RUN):
-            sitting = sitting or Sitting(subject, strike_number)
-            struck = carry_out(draw(random_, names, durations), sitting, again=blows < MOST_OF_A_SITTING)
+            attempt = attempt or RunAttempt(subject, strike_number)
+            struck = carry_out(draw(random_, names, durations), attempt, again=blows < MOST_OF_AN_ATTEMPT)
             blows += 1
             if struck.hit[-1:].isdigit() or struck.hit in (*RAY_NAMES, FORK_SERVER):
                 workers.append((struck.hit, struck.phase))
@@ -108,7 +108,7 @@ class Chaos:
                 subject.tidy()
             if struck.outcome != "under way":
                 judge(struck, subject)
-                sitting, guarded, blows, workers = None, True, 0, []
+                attempt, guarded, blows, workers = None, True, 0, []
                 struck.faults += self._orphans(subject)
                 faults += struck.faults
             self._print(number, layout, staleness, struck)
@@ -116,7 +116,7 @@ class Chaos:
             if finished or faults:
                 break
         if not finished:
-            last = sitting or Sitting(subject, MOST_OF_A_RUN)
+            last = attempt or RunAttempt(subject, MOST_OF_A_RUN)
             code = last.wait(200.0 * SLOWNESS)
             if code != 0:
                 faults.append(f"left alone, it ended with {code}:\n{last.said()[-2000:]}")
@@ -152,7 +152,7 @@ class Chaos:
         )
 
     def _orphans(self, subject: Subject) -> list[str]:
-        """Check that no process outlived a sitting, nor a temporary file; end what did."""
+        """Check that no process outlived a run attempt, nor a temporary file; end what did."""
         left = survivors(self.before, patience_seconds=8.0)
         end(left)
         faults = [f"outlived the run: {', '.join(map(str, sorted(left)))}"] if left else []

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sitting import GROUPS, SAMPLES, STEPS, Subject
+from run_attempt import GROUPS, SAMPLES, STEPS, Subject
 from strikes import Struck
 from victims import FORK_SERVER
 
@@ -29,7 +29,7 @@ NOISE = re.compile(r"Traceback|Exception ignored|never retrieved|was never await
 
 
 def judge(struck: Struck, subject: Subject) -> None:
-    """Judge how a sitting ended: set `outcome`, and add faults."""
+    """Judge how a run attempt ended: set `outcome`, and add faults."""
     if noise := NOISE.search(struck.said):
         line = next(line for line in struck.said.splitlines() if noise[0] in line)
         struck.faults.append(f"noise on the terminal: {line[:200]}")
@@ -97,7 +97,7 @@ def folder_faults(run: Path) -> list[str]:
 
 
 def journal_faults(rows: list[dict[str, Any]]) -> list[str]:
-    """Follow the journal: each sitting goes on after a checkpoint, and takes its steps one by one."""
+    """Follow the journal: each run attempt goes on after a checkpoint, and takes its steps one by one."""
     faults, saved, at = [], {0}, 0
     for row in rows:
         match row["event"]:
@@ -199,6 +199,6 @@ def _rollouts(file: Path) -> list[dict[str, Any]]:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """Read the metrics of a run, but for times, and for probes, of which every sitting begins with two."""
+    """Read the metrics of a run, but for times, and for probes, of which every run attempt begins with two."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(("seconds/", "probe/"))} for row in rows]

@@ -13,60 +13,60 @@ from pathlib import Path
 
 import attrs
 from judge import NOISE, ended_faults
-from sitting import DEADLINE, SLOWNESS, STEPS, Sitting, Subject
+from run_attempt import DEADLINE, SLOWNESS, STEPS, RunAttempt, Subject
 from strikes import PATIENCE
 from victims import Victim, victims
 
 
 def two_drivers(subject: Subject, undisturbed: Path) -> list[str]:
     """A second driver on the same folder is refused, and the first never notices."""
-    first = Sitting(subject)
+    first = RunAttempt(subject)
     wait_for(first, "after.step")
-    second = Sitting(subject, 1)
+    second = RunAttempt(subject, 1)
     faults = ends(second, 1, r"is in use by another run")
     return faults + ends(first, 0) + ended_faults(subject, undisturbed)
 
 
 def terminated_with_all(subject: Subject, undisturbed: Path) -> list[str]:
     """A job manager sends SIGTERM to every process: the run saves, says so, and goes on later."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "backend.train", 3)
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "backend.train", 3)
     with looked() as found:
         for victim in found:
             victim.strike(signal.SIGTERM)
     # Ray's own processes end by SIGTERM, and take the workers along.
     codes = (143, 1) if subject.launcher == "ray" else 143
-    return ends(sitting, codes, "continues") + resumes(subject, undisturbed)
+    return ends(attempt, codes, "continues") + resumes(subject, undisturbed)
 
 
 def terminated_while_saving(subject: Subject, undisturbed: Path) -> list[str]:
     """SIGTERM, twice, while a checkpoint is written."""
-    sitting = Sitting(subject, 0, "run.save_every=1")
-    wait_for(sitting, "run.save", 2)
+    attempt = RunAttempt(subject, 0, "run.save_every=1")
+    wait_for(attempt, "run.save", 2)
     for _ in range(2):
-        sitting.process.send_signal(signal.SIGTERM)
-    return ends(sitting, 143, "continues") + resumes(subject, undisturbed)
+        attempt.process.send_signal(signal.SIGTERM)
+    return ends(attempt, 143, "continues") + resumes(subject, undisturbed)
 
 
 def interrupted_twice(subject: Subject, undisturbed: Path) -> list[str]:
     """Ctrl-C twice ends a run at once; it goes on after its last checkpoint."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "backend.train", 4)
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "backend.train", 4)
     for _ in range(2):
-        sitting.process.send_signal(signal.SIGINT)
+        attempt.process.send_signal(signal.SIGINT)
         time.sleep(0.001)
-    return ends(sitting, 130) + resumes(subject, undisturbed)
+    return ends(attempt, 130) + resumes(subject, undisturbed)
 
 
 def interrupted_with_reader(subject: Subject, undisturbed: Path) -> list[str]:
     """Ctrl-C reaches all of `whet run it.yaml 2>&1 | tee log`: what reads is gone before the run has ended."""
-    sitting = Sitting(subject, 0, through="tee /dev/null")
-    wait_for(sitting, "backend.train", 3)
-    os.killpg(sitting.process.pid, signal.SIGINT)
-    faults = ends(sitting, (130, -signal.SIGINT))
+    attempt = RunAttempt(subject, 0, through="tee /dev/null")
+    wait_for(attempt, "backend.train", 3)
+    os.killpg(attempt.process.pid, signal.SIGINT)
+    faults = ends(attempt, (130, -signal.SIGINT))
     while left := [victim.name for victim in _all()]:  # bash, which started both, may have ended first
         time.sleep(0.05)
-        if time.monotonic() - sitting.began > 100:
+        if time.monotonic() - attempt.began > 100:
             return [f"{left} go on"]
     if not any(subject.run.glob("checkpoints/step-*")):
         faults.append("nothing was saved")
@@ -75,64 +75,64 @@ def interrupted_with_reader(subject: Subject, undisturbed: Path) -> list[str]:
 
 def hung_up(subject: Subject, undisturbed: Path) -> list[str]:
     """The terminal is closed."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "backend.train", 2)
-    sitting.process.send_signal(signal.SIGHUP)
-    return ends(sitting, (-signal.SIGHUP, 128 + signal.SIGHUP)) + resumes(subject, undisturbed)
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "backend.train", 2)
+    attempt.process.send_signal(signal.SIGHUP)
+    return ends(attempt, (-signal.SIGHUP, 128 + signal.SIGHUP)) + resumes(subject, undisturbed)
 
 
 def hung_up_under_nohup(subject: Subject, undisturbed: Path) -> list[str]:
     """The terminal is closed, and the run was started so that it does not mind."""
-    sitting = Sitting(subject, deaf_to=[signal.SIGHUP])
-    wait_for(sitting, "backend.train", 2)
-    sitting.process.send_signal(signal.SIGHUP)
-    return ends(sitting, 0) or ended_faults(subject, undisturbed)
+    attempt = RunAttempt(subject, deaf_to=[signal.SIGHUP])
+    wait_for(attempt, "backend.train", 2)
+    attempt.process.send_signal(signal.SIGHUP)
+    return ends(attempt, 0) or ended_faults(subject, undisturbed)
 
 
 def nobody_reads(subject: Subject, undisturbed: Path) -> list[str]:
     """What reads the output goes away, as `head` does."""
-    faults = ends(Sitting(subject, 0, through="head -n 1"), 0) or ended_faults(subject, undisturbed)
+    faults = ends(RunAttempt(subject, 0, through="head -n 1"), 0) or ended_faults(subject, undisturbed)
     return [fault for fault in faults if "logger console" not in fault]  # it is dropped, and the journal says so
 
 
 def no_terminal(subject: Subject, undisturbed: Path) -> list[str]:
     """Standard output and error are closed before the start."""
-    sitting = Sitting(subject, 0, prefix=("sh", "-c", 'exec "$0" "$@" >&- 2>&-'))
-    return ends(sitting, 0) or ended_faults(subject, undisturbed)
+    attempt = RunAttempt(subject, 0, prefix=("sh", "-c", 'exec "$0" "$@" >&- 2>&-'))
+    return ends(attempt, 0) or ended_faults(subject, undisturbed)
 
 
 def killed_in_shutdown(subject: Subject, undisturbed: Path) -> list[str]:
     """The driver is killed when all is done but the end: the next start finds nothing left to do."""
     for number in range(3):
-        sitting = Sitting(subject, number)
-        wait_for(sitting, "after.exported" if number == 0 else "after.opened")
+        attempt = RunAttempt(subject, number)
+        wait_for(attempt, "after.exported" if number == 0 else "after.opened")
         time.sleep(0.01 * number)
-        sitting.process.kill()
-        sitting.process.wait()
+        attempt.process.kill()
+        attempt.process.wait()
     return resumes(subject, undisturbed)
 
 
 def killed_in_export(subject: Subject, undisturbed: Path) -> list[str]:
     """The driver is killed while it writes the final model."""
     for number in range(2):
-        sitting = Sitting(subject, number)
+        attempt = RunAttempt(subject, number)
         if number == 0:
-            wait_for(sitting, "after.saved", STEPS // 2)
+            wait_for(attempt, "after.saved", STEPS // 2)
         deadline = time.monotonic() + 60
         while not (subject.run / "model.partial").exists() and time.monotonic() < deadline:
             time.sleep(0.0005)
-        sitting.process.kill()
-        sitting.process.wait()
+        attempt.process.kill()
+        attempt.process.wait()
     return resumes(subject, undisturbed)
 
 
 def stopped_watchdog(subject: Subject, undisturbed: Path) -> list[str]:
     """The watchdog stands still: the run ends all the same."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "after.step")
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "after.step")
     with looked() as found:
         stopped = [victim for victim in found if victim.name == "watchdog" and victim.strike(signal.SIGSTOP)]
-        faults = ends(sitting, 0) + ended_faults(subject, undisturbed)
+        faults = ends(attempt, 0) + ended_faults(subject, undisturbed)
         for victim in stopped:
             victim.strike(signal.SIGCONT)
     return faults + ([] if stopped else ["there was no watchdog"])
@@ -140,14 +140,14 @@ def stopped_watchdog(subject: Subject, undisturbed: Path) -> list[str]:
 
 def killed_watchdog_and_driver(subject: Subject, undisturbed: Path) -> list[str]:
     """First the watchdog is killed, then the driver: workers and graders are gone all the same."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "after.step")
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "after.step")
     with looked() as found:
         for victim in found:
             if victim.name == "watchdog":
                 victim.strike(signal.SIGKILL)
-    sitting.process.kill()
-    sitting.process.wait()
+    attempt.process.kill()
+    attempt.process.wait()
     time.sleep(1.0)
     with looked() as found:
         left = [f"{victim.name} outlived the driver" for victim in found]
@@ -158,32 +158,32 @@ def killed_watchdog_and_driver(subject: Subject, undisturbed: Path) -> list[str]
 def worker_hangs_while_starting(subject: Subject, undisturbed: Path) -> list[str]:
     """A worker stands still before it has answered once."""
     seconds = 20 * SLOWNESS if subject.launcher == "ray" else 6  # Ray starts meanwhile
-    sitting = Sitting(subject, 0, f"cluster.deadlines.start={seconds:g}")
-    wait_for(sitting, "backend.start")
+    attempt = RunAttempt(subject, 0, f"cluster.deadlines.start={seconds:g}")
+    wait_for(attempt, "backend.start")
     stopped = False
-    while not stopped and sitting.process.poll() is None:
+    while not stopped and attempt.process.poll() is None:
         with looked() as found:
             stopped = any(victim.name == "backend-0" and victim.strike(signal.SIGSTOP) for victim in found)
     error = rf"backend rank 0 failed in start: no answer within {seconds:g} s; its process is stopped"
-    return ends(sitting, 1, error) + resumes(subject, undisturbed)
+    return ends(attempt, 1, error) + resumes(subject, undisturbed)
 
 
 def worker_hangs(subject: Subject, undisturbed: Path) -> list[str]:
     """A worker stands still in the middle: it is missed at its deadline, and the run begins again."""
-    sitting = Sitting(subject)
-    wait_for(sitting, "backend.train", 4)
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "backend.train", 4)
     with looked() as found:
         stopped = [victim for victim in found if victim.name == "backend-0" and victim.strike(signal.SIGSTOP)]
-    faults = ends(sitting, 0) or ended_faults(subject, undisturbed)
-    if not re.search(r"rank 0 was lost in \w+: .*no answer within .*; the run goes on after step", sitting.said()):
-        faults.append(f"said {sitting.said()[-500:]!r}, wanted who was lost")
+    faults = ends(attempt, 0) or ended_faults(subject, undisturbed)
+    if not re.search(r"rank 0 was lost in \w+: .*no answer within .*; the run goes on after step", attempt.said()):
+        faults.append(f"said {attempt.said()[-500:]!r}, wanted who was lost")
     return faults + ([] if stopped else ["there was no worker"])
 
 
 def taken_ports(subject: Subject, undisturbed: Path) -> list[str]:
     """Others listen on the ports that Ray and torch are known for: whet takes other ones."""
     with listening(*KNOWN_PORTS):
-        return ends(Sitting(subject), 0) or ended_faults(subject, undisturbed)
+        return ends(RunAttempt(subject), 0) or ended_faults(subject, undisturbed)
 
 
 def chosen_port_is_taken(subject: Subject, undisturbed: Path) -> list[str]:
@@ -191,8 +191,8 @@ def chosen_port_is_taken(subject: Subject, undisturbed: Path) -> list[str]:
     if subject.launcher != "ray":
         return skipped("no port is chosen")
     with listening(0) as (port,):
-        sitting = Sitting(subject, prefix=("env", f"RAY_GCS_SERVER_PORT={port}"))
-        faults = ends(sitting, 1, rf"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or")
+        attempt = RunAttempt(subject, prefix=("env", f"RAY_GCS_SERVER_PORT={port}"))
+        faults = ends(attempt, 1, rf"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or")
     return faults or resumes(subject, undisturbed)
 
 
@@ -202,7 +202,7 @@ def stranger_at_the_address(subject: Subject, undisturbed: Path) -> list[str]:
         return skipped("there is no address")
     with listening(0) as (port,):
         faults = ends(
-            Sitting(subject, 0, f"cluster.address=127.0.0.1:{port}", "cluster.deadlines.start=10"), 1,
+            RunAttempt(subject, 0, f"cluster.address=127.0.0.1:{port}", "cluster.deadlines.start=10"), 1,
             rf"rank 0 failed in start: .* 9 s to connect to Ray at 127\.0\.0\.1:{port}; somebody listens there: is it",
         )  # fmt: skip
     return faults or resumes(subject, undisturbed)
@@ -217,9 +217,9 @@ def no_port_is_left(subject: Subject, undisturbed: Path) -> list[str]:
         return skipped("a network of few ports needs unshare and ip, and the right to use them")
     hold = f"coproc {{ exec \"$0\" -c '{HOLD_PORTS}'; }}; read -u ${{COPROC[0]}} _ || exit 99"
     hold = f'{narrow}; {hold}; "$@"; code=$?; kill $COPROC_PID; exit $code'
-    sitting = Sitting(subject, prefix=("unshare", "--net", "bash", "-c", hold, sys.executable))
+    attempt = RunAttempt(subject, prefix=("unshare", "--net", "bash", "-c", hold, sys.executable))
     error = r"backend rank \d failed in start: .*the system has no port left of those that it gives \(40000-40003\)"
-    return ends(sitting, 1, error) or ends(Sitting(subject, 99), 0) or ended_faults(subject, None)
+    return ends(attempt, 1, error) or ends(RunAttempt(subject, 99), 0) or ended_faults(subject, None)
 
 
 def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
@@ -234,9 +234,9 @@ def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
     try:
         able = [nodes.add_node(num_cpus=2, resources={"gen": 8}, **small) for _ in range(2)]
         where = (f"cluster.address={nodes.address}", "cluster.resources={generator: {gen: 1}}")
-        sitting = Sitting(subject, 0, *where)
-        wait_for(sitting, "backend.train", 3)
-        sitting.process.send_signal(signal.SIGSTOP)  # else it may be over before the node is gone
+        attempt = RunAttempt(subject, 0, *where)
+        wait_for(attempt, "backend.train", 3)
+        attempt.process.send_signal(signal.SIGSTOP)  # else it may be over before the node is gone
         with looked() as found:
             (struck,) = (victim.pid for victim in found if victim.name == "generator-0")
         for node in able:
@@ -246,10 +246,10 @@ def node_leaves(subject: Subject, undisturbed: Path) -> list[str]:
         deadline = time.monotonic() + DEADLINE
         while Path(f"/proc/{struck}/root").exists() and time.monotonic() < deadline:  # not of a process that has ended
             time.sleep(0.05)
-        sitting.process.send_signal(signal.SIGCONT)
-        faults = ends(sitting, 0) or ended_faults(subject, None)
-        if not re.search(r"generator rank 0 was lost in \w+: .*node \S+ \(\w+\) was lost", sitting.said()):
-            faults.append(f"said {sitting.said()[-500:]!r}, wanted which node was lost")
+        attempt.process.send_signal(signal.SIGCONT)
+        faults = ends(attempt, 0) or ended_faults(subject, None)
+        if not re.search(r"generator rank 0 was lost in \w+: .*node \S+ \(\w+\) was lost", attempt.said()):
+            faults.append(f"said {attempt.said()[-500:]!r}, wanted which node was lost")
         return faults
     finally:
         nodes.shutdown()
@@ -259,13 +259,13 @@ def ray_loses_its_head(subject: Subject, undisturbed: Path) -> list[str]:
     """Of the launcher `ray`: the process that keeps Ray's records is gone; the run goes on with a Ray of its own."""
     if subject.launcher != "ray":
         return skipped("it is not used")
-    sitting = Sitting(subject)
-    wait_for(sitting, "after.step")
+    attempt = RunAttempt(subject)
+    wait_for(attempt, "after.step")
     with looked() as found:
         struck = [victim for victim in found if victim.name == "gcs_server" and victim.strike(signal.SIGKILL)]
-    faults = ends(sitting, 0) or ended_faults(subject, undisturbed)
-    if not re.search(r"rank 0 was lost in \w+: Ray's gcs_server .* SIGKILL.*; the run goes on", sitting.said()):
-        faults.append(f"said {sitting.said()[-500:]!r}, wanted who was lost")
+    faults = ends(attempt, 0) or ended_faults(subject, undisturbed)
+    if not re.search(r"rank 0 was lost in \w+: Ray's gcs_server .* SIGKILL.*; the run goes on", attempt.said()):
+        faults.append(f"said {attempt.said()[-500:]!r}, wanted who was lost")
     return faults + ([] if struck else ["there was no gcs_server"])
 
 
@@ -297,16 +297,16 @@ def full_run_disk(subject: Subject, undisturbed: Path) -> list[str]:
 
 def small_files_alone(subject: Subject, undisturbed: Path) -> list[str]:
     """No file may grow beyond a few blocks, as a quota would have it."""
-    sitting = Sitting(subject, 0, prefix=("bash", "-c", 'ulimit -f 100; exec "$0" "$@"'))
-    return ends(sitting, 1, r"cannot write .*: .*(too large|full)|cannot grow to .*too large") + resumes(
+    attempt = RunAttempt(subject, 0, prefix=("bash", "-c", 'ulimit -f 100; exec "$0" "$@"'))
+    return ends(attempt, 1, r"cannot write .*: .*(too large|full)|cannot grow to .*too large") + resumes(
         subject, undisturbed
     )
 
 
 def few_descriptors(subject: Subject, undisturbed: Path) -> list[str]:
     """The process may open only a few files."""
-    sitting = Sitting(subject, 0, prefix=("bash", "-c", 'ulimit -n 16; exec "$0" "$@"'))
-    return ends(sitting, (0, 1), "Too many open files") + resumes(subject, undisturbed)
+    attempt = RunAttempt(subject, 0, prefix=("bash", "-c", 'ulimit -n 16; exec "$0" "$@"'))
+    return ends(attempt, (0, 1), "Too many open files") + resumes(subject, undisturbed)
 
 
 KNOWN_PORTS = (6379, 6380, 8076, 8077, 8265, 8266, 8076, 10001, 52365, 44217, 44227, 29400, 29500)
@@ -329,21 +329,21 @@ SCENARIOS: Mapping[str, Callable[[Subject, Path], list[str]]] = {
 }  # fmt: skip
 
 
-def wait_for(sitting: Sitting, phase: str, count: int = 1) -> None:
-    """Wait until a phase has begun so often, or the sitting is over."""
-    while sitting.process.poll() is None and sitting.moments.read_text().count(f" begin {phase}\n") < count:
+def wait_for(attempt: RunAttempt, phase: str, count: int = 1) -> None:
+    """Wait until a phase has begun so often, or the run attempt is over."""
+    while attempt.process.poll() is None and attempt.moments.read_text().count(f" begin {phase}\n") < count:
         time.sleep(0.001)
 
 
 def ends(
-    sitting: Sitting, codes: int | tuple[int, ...], said: str = "", seconds: float = 120.0 * SLOWNESS
+    attempt: RunAttempt, codes: int | tuple[int, ...], said: str = "", seconds: float = 120.0 * SLOWNESS
 ) -> list[str]:
-    """Wait for the end of a sitting; check exit code and, of a failure, the words."""
+    """Wait for the end of a run attempt; check exit code and, of a failure, the words."""
     codes = (codes,) if isinstance(codes, int) else codes
-    code = sitting.wait(seconds + PATIENCE)
-    output = sitting.said()
+    code = attempt.wait(seconds + PATIENCE)
+    output = attempt.said()
     if code is None:
-        sitting.process.kill()
+        attempt.process.kill()
         return [f"still running after {seconds + PATIENCE:.0f} s; it said {output[-500:]!r}"]
     faults = [] if code in codes else [f"ended with {code}, wanted {codes}; it said {output[-500:]!r}"]
     if code and said and not re.search(said, output):
@@ -355,7 +355,7 @@ def ends(
 
 def resumes(subject: Subject, undisturbed: Path) -> list[str]:
     """Check that the same command ends the run, with nothing lost."""
-    return ends(Sitting(subject, 99), 0) or ended_faults(subject, undisturbed)
+    return ends(RunAttempt(subject, 99), 0) or ended_faults(subject, undisturbed)
 
 
 def skipped(why: str) -> list[str]:
@@ -398,9 +398,9 @@ def looked() -> Iterator[list[Victim]]:
 
 
 def _mounted(subject: Subject, before: str, codes: int | tuple[int, ...], said: str, after: str = "") -> list[str]:
-    """Run a sitting with a small disk somewhere; nothing to be found where this machine does not let us mount."""
+    """Run a run attempt with a small disk somewhere; nothing to be found where this machine does not let us mount."""
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         return skipped("mounting a small disk needs unshare, and the right to use it")
     subject.write()
     script = f'{before} "$0" "$@"; code=$?; {after} exit $code'
-    return ends(Sitting(subject, 0, prefix=("unshare", "-m", "bash", "-c", script)), codes, said)
+    return ends(RunAttempt(subject, 0, prefix=("unshare", "-m", "bash", "-c", script)), codes, said)

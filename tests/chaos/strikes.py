@@ -1,4 +1,4 @@
-"""One disturbance of a sitting: draw what, when and whom, wait for the moment, do it, and say what came of it."""
+"""One disturbance of a run attempt: draw what, when and whom, wait for the moment, do it, and say what came of it."""
 
 import os
 import random
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from attrs import define, field, frozen
-from sitting import DEADLINE, SLOWNESS, START_DEADLINE, Sitting
+from run_attempt import DEADLINE, SLOWNESS, START_DEADLINE, RunAttempt
 from victims import Victim, victims
 
 ACTS = {"kill": 14, "stop": 2, "pause": 1, "terminate": 2, "terminate all": 1, "interrupt": 1}
@@ -20,7 +20,7 @@ MOMENTS = {
 }  # fmt: skip
 """Phases at whose beginning a delay starts, after which it is done."""
 ONCE = ("starting", "backend.start", "generator.start", "after.opened", "after.exported", "after.closed")
-"""Those that come once in a sitting."""
+"""Those that come once in a run attempt."""
 PATIENCE = 25.0 * SLOWNESS
 """Seconds for everything that an ending run has to do, on a busy machine."""
 PAUSE = 2.0
@@ -43,7 +43,7 @@ class Strike:
 
     @property
     def survived(self) -> bool:
-        """Whether a run should go on, so that its sitting can be struck again."""
+        """Whether a run should go on, so that its run attempt can be struck again."""
         return self.act == "pause" or (self.act in ("kill", "stop") and self.victim != "driver")
 
     @property
@@ -69,7 +69,7 @@ class Struck:
     faults: list[str] = field(factory=list)
     outcome: str = ""
     workers: list[tuple[str, str]] = field(factory=list)
-    """Workers that were hit in this sitting, with the phase of the driver."""
+    """Workers that were hit in this run attempt, with the phase of the driver."""
 
 
 def draw(random_: random.Random, names: list[str], durations: Mapping[str, float]) -> Strike:
@@ -86,34 +86,34 @@ def draw(random_: random.Random, names: list[str], durations: Mapping[str, float
     return Strike(act, victim, moment, count, delay)
 
 
-def carry_out(strike: Strike, sitting: Sitting, again: bool) -> Struck:
+def carry_out(strike: Strike, attempt: RunAttempt, again: bool) -> Struck:
     """Wait for the moment of a strike, do it, and wait for what comes of it.
 
-    `again`: the sitting will be struck again, so where the run should go on, nothing is waited for.
+    `again`: the run attempt will be struck again, so where the run should go on, nothing is waited for.
     """
     struck = Struck(strike)
     with ExitStack() as stack:
-        found = _await_moment(strike, sitting, stack)
+        found = _await_moment(strike, attempt, stack)
         if found is not None:
-            struck.phase = sitting.phase()
+            struck.phase = attempt.phase()
             began = time.monotonic()
-            struck.hit = _do(strike, sitting, found)
+            struck.hit = _do(strike, attempt, found)
             if strike.survived and struck.hit == strike.victim and again:
                 struck.outcome = "under way"
                 return struck
-            struck.code = sitting.wait(100.0 * SLOWNESS)
+            struck.code = attempt.wait(100.0 * SLOWNESS)
             struck.seconds = time.monotonic() - began
         else:
-            struck.code = sitting.wait(100.0 * SLOWNESS)
-    struck.said = sitting.said()
+            struck.code = attempt.wait(100.0 * SLOWNESS)
+    struck.said = attempt.said()
     return struck
 
 
-def _await_moment(strike: Strike, sitting: Sitting, stack: ExitStack) -> list[Victim] | None:
+def _await_moment(strike: Strike, attempt: RunAttempt, stack: ExitStack) -> list[Victim] | None:
     """Wait until it is time; give the processes that are there. None: the run was over before."""
     found: list[Victim] = []
     looked, at = 0.0, None
-    began = sitting.moments.read_text()
+    began = attempt.moments.read_text()
     moment = strike.moment if not began or strike.moment not in ONCE[:4] else "rollout.take"
     if moment == "starting":
         at = time.monotonic() + strike.delay
@@ -123,11 +123,11 @@ def _await_moment(strike: Strike, sitting: Sitting, stack: ExitStack) -> list[Vi
         now = time.monotonic()
         if at is not None and now >= at:
             break
-        if sitting.process.poll() is not None:
+        if attempt.process.poll() is not None:
             return None
-        if at is None and (grown := sitting.moments.stat().st_size) != size:
+        if at is None and (grown := attempt.moments.stat().st_size) != size:
             size = grown
-            if sitting.moments.read_text().count(begin) - before > strike.count:
+            if attempt.moments.read_text().count(begin) - before > strike.count:
                 at = now + strike.delay
                 continue
         if now - looked > 0.25 and (at is None or at - now > 0.1):
@@ -144,7 +144,7 @@ def _look(stack: ExitStack) -> list[Victim]:
     return found
 
 
-def _do(strike: Strike, sitting: Sitting, found: list[Victim]) -> str:
+def _do(strike: Strike, attempt: RunAttempt, found: list[Victim]) -> str:
     """Do it, and give the name of the one whom it hit; where that one is not there, it hits the driver."""
     if strike.act == "terminate all":
         for victim in found:
@@ -157,7 +157,7 @@ def _do(strike: Strike, sitting: Sitting, found: list[Victim]) -> str:
     for victim in found:
         if victim.name == strike.victim != "driver" and victim.strike(number):
             return victim.name
-    driver = sitting.process.pid
+    driver = attempt.process.pid
     if strike.act == "stop":
         number = signal.SIGKILL
     try:

@@ -225,7 +225,7 @@ def test_a_run_that_gets_more_epochs_goes_on_with_the_next_record(make, epochs, 
     whole = make(numbered(10)).prepare()
     assert taken == numbers(whole.batch(1, len(taken)))
     assert len(taken) == (22 if more is None else 10 * max(epochs, more))
-    assert further.position(total, 4)["records"] == len(taken), "where a later sitting goes on"
+    assert further.position(total, 4)["records"] == len(taken), "where a later run attempt goes on"
     if more is None:
         with pytest.raises(ValueError, match="the run goes on after step 3; the batch of step 2 is of an earlier"):
             data.batch(2, 4)

@@ -1,4 +1,4 @@
-"""What decides a run's numbers is part of its identity, and nothing else is."""
+"""What decides a run's numbers is part of its fingerprint, and nothing else is."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from whet.config.sections import Config, DataFile, DataSection, ModelSection, Ru
 from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
 from whet.data.offline import OfflineData
-from whet.run.fingerprint import identity_of
+from whet.run.fingerprint import run_fingerprint
 
 
 @frozen
@@ -25,7 +25,7 @@ def chosen(kind: Any) -> Selection:
 
 
 @pytest.fixture
-def identity(tiny_model_folder: Path) -> Any:
+def fingerprint(tiny_model_folder: Path) -> Any:
     def identify(*files: Path, max_length: int = 0, folder: str = "runs/x") -> dict[str, Any]:
         section = DataSection([DataFile(str(file)) for file in files], max_length=max_length)
         config = Config(
@@ -33,20 +33,20 @@ def identity(tiny_model_folder: Path) -> Any:
             backend=chosen("backends"), data=section,
         )  # fmt: skip
         data = OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0)
-        return identity_of(config, read_model(tiny_model_folder), data, [])
+        return run_fingerprint(config, read_model(tiny_model_folder), data, [])
 
     return identify
 
 
-def test_files_may_move_but_not_change(identity: Any, tmp_path: Path) -> None:
+def test_files_may_move_but_not_change(fingerprint: Any, tmp_path: Path) -> None:
     here, there, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"
     here.write_text('{"text": "one"}\n')
     there.write_text('{"text": "one"}\n')
     other.write_text('{"text": "two"}\n')
-    assert identity(here, folder="runs/y") == identity(there)
-    assert identity(here) != identity(other)
-    assert identity(here, there) != identity(here)
-    assert identity(here, max_length=8) != identity(here)
+    assert fingerprint(here, folder="runs/y") == fingerprint(there)
+    assert fingerprint(here) != fingerprint(other)
+    assert fingerprint(here, there) != fingerprint(here)
+    assert fingerprint(here, max_length=8) != fingerprint(here)
 
 
 @frozen
@@ -63,7 +63,7 @@ def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, 
             RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
             backend=backend,
         )  # fmt: skip
-        return identity_of(config, read_model(tiny_model_folder), None, [])
+        return run_fingerprint(config, read_model(tiny_model_folder), None, [])
 
     moved, other = (shutil.copytree(tiny_model_folder, tmp_path / name) for name in ("moved", "other"))
     with (other / "config.json").open("a") as file:

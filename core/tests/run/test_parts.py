@@ -24,9 +24,9 @@ class Noting(FakeGenerator):
         super().__init__("a", delay_seconds=0.02)
         self.told: list[tuple[int, OnWeightUpdate]] = []
 
-    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
         self.told.append((version, on_weight_update))
-        return super().receive_weights(link, version, on_weight_update)
+        return super().receive_weights(spec, version, on_weight_update)
 
 
 def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> WeightSync:
@@ -46,8 +46,8 @@ def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
     sync(version=3)
     sync(version=4)
     assert generator.told == [(3, "continue"), (4, "continue")]
-    assert versions == [link.version for link in backend.sent] == [3, 4]
-    assert len({link.session for link in backend.sent}) == 2
+    assert versions == [spec.version for spec in backend.sent] == [3, 4]
+    assert len({spec.session for spec in backend.sent}) == 2
     assert [span.phase for span in spans.drain()] == ["weight_sync", "weight_sync"]
 
 
@@ -60,7 +60,7 @@ def test_receivers_are_told_where_senders_were_at_the_weight_sync_before() -> No
     sync(version=1)
     known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
     sync(version=2)
-    assert [link.places for link in backend.sent] == [(), tuple(known)]
+    assert [spec.places for spec in backend.sent] == [(), tuple(known)]
 
 
 def test_a_generator_is_busy_from_the_first_request_to_the_last_answer_whatever_steps_end_meanwhile() -> None:

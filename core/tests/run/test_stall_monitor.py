@@ -73,7 +73,7 @@ def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, 
     )
     given, began = threading.Event(), threading.Event()
 
-    def give(link: TransferSpec | None, proof: Proof | None = None) -> None:
+    def give(spec: TransferSpec | None, proof: Proof | None = None) -> None:
         began.set()
         assert given.wait(10)
 

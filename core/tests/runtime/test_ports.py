@@ -31,7 +31,7 @@ print([shortage()])
 
 
 def test_where_the_system_has_no_port_left_the_error_says_what_for_and_what_to_do() -> None:
-    narrow = 'ip link set lo up && echo "40000 40003" > /proc/sys/net/ipv4/ip_local_port_range && exec "$0" "$@"'
+    narrow = 'ip spec set lo up && echo "40000 40003" > /proc/sys/net/ipv4/ip_local_port_range && exec "$0" "$@"'
     command = ["unshare", "--net", "sh", "-c", narrow, sys.executable, "-c", NONE_LEFT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

@@ -137,7 +137,7 @@ def test_a_thread_of_the_driver_that_is_lost_fails_the_calls_under_way_in_words(
         cluster.traffic.order(lambda: None)
         with pytest.raises(WorkerError, match=f"the thread {thread} ended unexpectedly: SystemExit") as raised:
             pending.result()
-        assert not isinstance(raised.value, WorkerLost), "another sitting would not know that the driver is at fault"
+        assert not isinstance(raised.value, WorkerLost), "another attempt would not know that the driver is at fault"
         with pytest.raises(WorkerError, match="ended unexpectedly"):
             workers.call("add", 1)
     no_longer()

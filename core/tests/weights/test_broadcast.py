@@ -30,7 +30,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
     made.close()
 
 
-def make_link(exchange: Exchange, version: int = 1, **options: object) -> TransferSpec:
+def make_spec(exchange: Exchange, version: int = 1, **options: object) -> TransferSpec:
     usual = {"timeout_seconds": 20.0, "token": exchange.token, "receivers": 2, **options}
     return TransferSpec("broadcast", exchange.address, uuid.uuid4().hex, version, **usual)  # type: ignore[arg-type]
 
@@ -41,15 +41,15 @@ def make_weights(seed: int = 0, count: int = 12) -> Weights:
     return [(f"layer.{n}", torch.randn(n + 1, 37, generator=draw).to(kinds[n % 2])) for n in range(count)]
 
 
-def sync(link: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
+def sync(spec: TransferSpec, *parts: Weights) -> list[dict[str, torch.Tensor]]:
     """All senders and receivers at once -> what each receiver took."""
 
     def taken(receiver: int) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in receive(link, receiver)}
+        return {name: tensor.clone() for name, tensor in receive(spec, receiver)}
 
     with ThreadPoolExecutor() as pool:
-        found = [pool.submit(taken, receiver) for receiver in range(link.receivers)]
-        for sent in [pool.submit(send, link, part, n) for n, part in enumerate(parts)]:
+        found = [pool.submit(taken, receiver) for receiver in range(spec.receivers)]
+        for sent in [pool.submit(send, spec, part, n) for n, part in enumerate(parts)]:
             sent.result(30)
         return [future.result(30) for future in found]
 
@@ -70,7 +70,7 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
 ) -> None:
     names = set()
     for version in (1, 2, 3):
-        for found in sync(make_link(exchange, version), make_weights(version)):
+        for found in sync(make_spec(exchange, version), make_weights(version)):
             assert_same(found, make_weights(version))
         names |= {group.name for key, group in broadcast._groups.items() if key[1] == exchange.address}
     assert len(names) == 1
@@ -79,20 +79,20 @@ def test_all_receivers_take_every_bucket_and_groups_are_kept(
 
 def test_senders_are_heard_one_after_another(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:
     weights = make_weights()
-    for found in sync(make_link(exchange, senders=2), weights[:5], weights[5:]):
+    for found in sync(make_spec(exchange, senders=2), weights[:5], weights[5:]):
         assert_same(found, weights)
     assert warnings() == []
 
 
 def test_the_group_is_made_anew_for_other_receivers(exchange: Exchange, warnings: Callable[[], list[str]]) -> None:
     for version, receivers in enumerate((2, 3, 1), start=1):
-        for found in sync(make_link(exchange, version, receivers=receivers), make_weights(version)):
+        for found in sync(make_spec(exchange, version, receivers=receivers), make_weights(version)):
             assert_same(found, make_weights(version))
     assert warnings() == []
 
 
 def test_tensors_are_cast_before_they_leave(exchange: Exchange) -> None:
-    for found in sync(make_link(exchange, dtype="bfloat16"), make_weights()):
+    for found in sync(make_spec(exchange, dtype="bfloat16"), make_weights()):
         assert_same(found, [(name, tensor.bfloat16()) for name, tensor in make_weights()])
 
 
@@ -100,19 +100,19 @@ def test_who_comes_too_late_takes_the_copy(
     exchange: Exchange, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_stream, "GATHER_SECONDS", 0.5)
-    link = make_link(exchange)
-    (alone,) = sync(attrs.evolve(link, receivers=1), make_weights())
-    late = {name: tensor.clone() for name, tensor in receive(link, 1)}
+    spec = make_spec(exchange)
+    (alone,) = sync(attrs.evolve(spec, receivers=1), make_weights())
+    late = {name: tensor.clone() for name, tensor in receive(spec, 1)}
     assert_same(alone, make_weights())
     assert_same(late, make_weights())
     assert len([words for words in warnings() if "too late" in words]) == 1
 
 
 def test_where_no_copy_is_kept_who_comes_too_late_is_told_why(exchange: Exchange) -> None:
-    link = make_link(exchange, receivers=1, kept=False)
-    sync(link, make_weights())
+    spec = make_spec(exchange, receivers=1, kept=False)
+    sync(spec, make_weights())
     with pytest.raises(WeightSyncError, match=r"keeps no copy .*cluster\.recovery"):
-        list(receive(link, 1))
+        list(receive(spec, 1))
 
 
 def test_a_sender_that_fails_half_way_is_quoted_at_once(exchange: Exchange) -> None:
@@ -120,12 +120,12 @@ def test_a_sender_that_fails_half_way_is_quoted_at_once(exchange: Exchange) -> N
         yield from make_weights(count=6)
         raise MemoryError("no room for the next")
 
-    link = make_link(exchange, receivers=1, timeout_seconds=60.0)
+    spec = make_spec(exchange, receivers=1, timeout_seconds=60.0)
     with ThreadPoolExecutor() as pool:
-        sent = pool.submit(send, link, failing())
+        sent = pool.submit(send, spec, failing())
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match="gave up: MemoryError: no room for the next"):
-            list(receive(link))
+            list(receive(spec))
         assert time.monotonic() - begin < 30
         assert isinstance(sent.exception(30), MemoryError)
 
@@ -140,15 +140,15 @@ def test_a_flipped_bit_is_found(exchange: Exchange, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(broadcast._Receiving, "take", flipped)
     with pytest.raises(WeightSyncError, match=r"layer\.0 is damaged: checksum"):
-        sync(make_link(exchange, receivers=1), make_weights())
+        sync(make_spec(exchange, receivers=1), make_weights())
 
 
 RECEIVER = """
 import sys
 from whet.weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
-link = TransferSpec("broadcast", sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3], receivers=2)
-for number, (name, tensor) in enumerate(receive(link, 1)):
+spec = TransferSpec("broadcast", sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3], receivers=2)
+for number, (name, tensor) in enumerate(receive(spec, 1)):
     if number == 2:
         print("two", flush=True)
         sys.stdin.read()
@@ -158,8 +158,8 @@ for number, (name, tensor) in enumerate(receive(link, 1)):
 def test_a_receiver_that_dies_half_way_takes_nobody_along(
     exchange: Exchange, warnings: Callable[[], list[str]]
 ) -> None:
-    link = make_link(exchange)
-    command = [sys.executable, "-c", RECEIVER, link.address, link.session, link.token]
+    spec = make_spec(exchange)
+    command = [sys.executable, "-c", RECEIVER, spec.address, spec.session, spec.token]
     died = threading.Event()
 
     def slowly() -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,8 +172,8 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
         ThreadPoolExecutor() as pool,
     ):
-        sent = pool.submit(send, link, slowly())
-        found = pool.submit(lambda: {name: tensor.clone() for name, tensor in receive(link, 0)})
+        sent = pool.submit(send, spec, slowly())
+        found = pool.submit(lambda: {name: tensor.clone() for name, tensor in receive(spec, 0)})
         assert other.stdout is not None
         assert other.stdout.readline() == b"two\n"
         other.kill()
@@ -182,7 +182,7 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
         sent.result(30)
         assert_same(found.result(30), make_weights())
     assert warnings()
-    for again in sync(make_link(exchange, 2), make_weights(2)):
+    for again in sync(make_spec(exchange, 2), make_weights(2)):
         assert_same(again, make_weights(2))
 
 
@@ -194,12 +194,12 @@ from whet.weights.exchange import Exchange
 from whet.weights.transfer import receive, send
 from whet.interfaces.weights import TransferSpec
 exchange = Exchange("127.0.0.1")
-link = TransferSpec("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)
-sending = threading.Thread(target=send, args=(link, [("a", torch.ones(9))]))
+spec = TransferSpec("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)
+sending = threading.Thread(target=send, args=(spec, [("a", torch.ones(9))]))
 sending.start()
 broadcast._Receiving.take = lambda self, *about: 1 / 0
 try:
-    list(receive(link))
+    list(receive(spec))
 except ZeroDivisionError:
     sending.join()
     print("left in the middle")

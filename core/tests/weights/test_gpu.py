@@ -21,8 +21,8 @@ from whet.weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
 from whet.weights.manifest import checksum
 torch.cuda.set_device(int(sys.argv[1]))
-link = TransferSpec(sys.argv[2], sys.argv[3], sys.argv[4], 1, timeout_seconds=60.0, token=sys.argv[5], kept=False)
-for name, tensor in receive(link):
+spec = TransferSpec(sys.argv[2], sys.argv[3], sys.argv[4], 1, timeout_seconds=60.0, token=sys.argv[5], kept=False)
+for name, tensor in receive(spec):
     assert tensor.is_cuda, name
     print(name, checksum(tensor), flush=True)
 """
@@ -43,10 +43,10 @@ def test_what_is_on_a_gpu_arrives_on_one(exchange: Exchange, transport: str, gpu
     draw = torch.Generator("cuda:0").manual_seed(0)
     weights = [(f"w{n}", torch.randn(200_000 + n, generator=draw, device="cuda:0").bfloat16()) for n in range(20)]
     address, token = exchange.address, exchange.token
-    link = TransferSpec(transport, address, uuid.uuid4().hex, 1, timeout_seconds=60.0, token=token, kept=False)
-    command = [sys.executable, "-c", RECEIVER, str(gpu), transport, address, link.session, token]
+    spec = TransferSpec(transport, address, uuid.uuid4().hex, 1, timeout_seconds=60.0, token=token, kept=False)
+    command = [sys.executable, "-c", RECEIVER, str(gpu), transport, address, spec.session, token]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
-        send(link, weights)
+        send(spec, weights)
         said, _ = receiver.communicate(timeout=120)
     assert receiver.returncode == 0
     assert said.split("\n")[:-1] == [f"{name} {checksum(tensor)}" for name, tensor in weights]

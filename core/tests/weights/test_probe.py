@@ -80,7 +80,7 @@ class Halving:
         logprobs = np.full(len(tokens), np.log(0.5) - self.off[request.replica], np.float32)
         return Completion(request.id, tokens, logprobs, "length", ((0, 7),))
 
-    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: str = "drain") -> Done:
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: str = "drain") -> Done:
         return Done()
 
 
@@ -152,12 +152,12 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
     )
     assert due(sync, probe, batches, range(3, 8)) == [3, 4, 5]
     given: list[Any] = []
-    sync.resync(lambda link, proof=None: given.append((link, proof)))
+    sync.resync(lambda spec, proof=None: given.append((spec, proof)))
     assert given[0][0].version == 7
     assert given[0][1] is None
     assert due(sync, probe, batches, range(8, 12)) == [8, 10]
     sync(version=15)
-    sync.resync(lambda link, proof=None: given.append((link, proof)))
+    sync.resync(lambda spec, proof=None: given.append((spec, proof)))
     assert given[1][1].version == 15
     generator.away = {0, 1}
     assert due(sync, probe, batches, range(20, 21)) == []

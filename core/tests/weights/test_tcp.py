@@ -23,7 +23,7 @@ def exchange() -> Iterator[Exchange]:
     made.close()
 
 
-def make_link(exchange: Exchange, version: int = 1) -> TransferSpec:
+def make_spec(exchange: Exchange, version: int = 1) -> TransferSpec:
     return TransferSpec("tcp", exchange.address, uuid.uuid4().hex, version, timeout_seconds=20.0, token=exchange.token)
 
 
@@ -33,35 +33,35 @@ def large(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_a_session_begun_while_another_is_read_is_refused(exchange: Exchange) -> None:
-    link = make_link(exchange)
-    send(link, large(0.0))
-    reading = receive(link)
+    spec = make_spec(exchange)
+    send(spec, large(0.0))
+    reading = receive(spec)
     next(reading)
-    send(make_link(exchange, 2), large(100.0))
+    send(make_spec(exchange, 2), large(100.0))
     with pytest.raises(WeightSyncError, match=r"another session"):
         list(reading)
 
 
 @pytest.mark.parametrize("end", [send, receive])
 def test_who_does_not_know_the_token_takes_no_part(exchange: Exchange, end: object) -> None:
-    link = attrs.evolve(make_link(exchange), token="00" * 32)
+    spec = attrs.evolve(make_spec(exchange), token="00" * 32)
     with pytest.raises(WeightSyncError, match="does not know the run's token"):
-        list(receive(link)) if end is receive else send(link, [])
+        list(receive(spec)) if end is receive else send(spec, [])
 
 
 def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) -> None:
-    link = make_link(exchange)
+    spec = make_spec(exchange)
     program = (
         "import sys, torch; from whet.weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
-        "link = TransferSpec('tcp', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
-        "send(link, [(f'large.{n}', torch.zeros(8_000_000)) for n in range(4)])\n"
+        "spec = TransferSpec('tcp', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
+        "send(spec, [(f'large.{n}', torch.zeros(8_000_000)) for n in range(4)])\n"
         "print('sent', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", program, link.address, link.session, link.token]
+    command = [sys.executable, "-c", program, spec.address, spec.session, spec.token]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
         assert sender.stdout is not None
         assert sender.stdout.readline() == b"sent\n"
-        reading = receive(link)
+        reading = receive(spec)
         assert next(reading)[1].numel() == 8_000_000
         sender.kill()
         with pytest.raises(WeightSyncError, match="ended half way"):
@@ -69,7 +69,7 @@ def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) ->
 
 
 def test_the_token_is_not_shown(exchange: Exchange) -> None:
-    assert exchange.token not in repr(make_link(exchange))
+    assert exchange.token not in repr(make_spec(exchange))
 
 
 def test_a_sender_may_take_longer_over_its_weights_than_the_exchange_waits_for_a_message(
@@ -81,6 +81,6 @@ def test_a_sender_may_take_longer_over_its_weights_than_the_exchange_waits_for_a
         time.sleep(0.8)
         yield "weight", torch.ones(3)
 
-    link = make_link(exchange)
-    send(link, gathered())
-    assert [(name, tensor.tolist()) for name, tensor in receive(link)] == [("weight", [1.0, 1.0, 1.0])]
+    spec = make_spec(exchange)
+    send(spec, gathered())
+    assert [(name, tensor.tolist()) for name, tensor in receive(spec)] == [("weight", [1.0, 1.0, 1.0])]

@@ -33,7 +33,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 EXCHANGES: list[Exchange] = []
 
 
-def make_link(transport: str, folder: Path, version: int = 1, **options: object) -> TransferSpec:
+def make_spec(transport: str, folder: Path, version: int = 1, **options: object) -> TransferSpec:
     if transport in MEETING:
         folder, options = EXCHANGES[0].address, {"token": EXCHANGES[0].token, **options}
     return TransferSpec(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
@@ -51,15 +51,15 @@ def make_weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def sent_file(link: TransferSpec) -> Path:
+def sent_file(spec: TransferSpec) -> Path:
     """Return the file in which a sender's tensors are."""
-    name = json.loads((Path(link.address) / "manifest-0.json").read_text())["entries"][0]["file"]
+    name = json.loads((Path(spec.address) / "manifest-0.json").read_text())["entries"][0]["file"]
     _, process, descriptor = f"{name}--".split("-")[:3]
-    return Path(f"/proc/{process}/fd/{descriptor}") if name.startswith("memory-") else Path(link.address) / name
+    return Path(f"/proc/{process}/fd/{descriptor}") if name.startswith("memory-") else Path(spec.address) / name
 
 
-def taken(link: TransferSpec) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in receive(link)}
+def taken(spec: TransferSpec) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in receive(spec)}
 
 
 def assert_equal(found: dict[str, torch.Tensor], sent: list[tuple[str, torch.Tensor]]) -> None:
@@ -71,85 +71,85 @@ def assert_equal(found: dict[str, torch.Tensor], sent: list[tuple[str, torch.Ten
 
 @pytest.mark.parametrize("transport", BY_BYTES)
 def test_a_receiver_that_comes_late_gets_what_the_last_session_left(tmp_path: Path, transport: str) -> None:
-    link, sent = make_link(transport, tmp_path), make_weights()
-    send(link, sent)
+    spec, sent = make_spec(transport, tmp_path), make_weights()
+    send(spec, sent)
     for _ in range(2):
-        assert_equal(taken(link), sent)
+        assert_equal(taken(spec), sent)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_everything_sent_arrives_bit_for_bit(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path / "new")
-    send(link, make_weights())
-    assert_equal(taken(link), make_weights())
+    spec = make_spec(transport, tmp_path / "new")
+    send(spec, make_weights())
+    assert_equal(taken(spec), make_weights())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_second_session_gives_the_new_weights(transport: str, tmp_path: Path) -> None:
     for version in (1, 2, 3):
-        link = make_link(transport, tmp_path, version)
-        send(link, make_weights(version))
-        assert_equal(taken(link), make_weights(version))
+        spec = make_spec(transport, tmp_path, version)
+        send(spec, make_weights(version))
+        assert_equal(taken(spec), make_weights(version))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_receiver_may_come_first(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
+    spec = make_spec(transport, tmp_path)
     found: dict[str, torch.Tensor] = {}
-    receiver = threading.Thread(target=lambda: found.update(taken(link)))
+    receiver = threading.Thread(target=lambda: found.update(taken(spec)))
     receiver.start()
-    send(link, make_weights())
+    send(spec, make_weights())
     receiver.join(10)
     assert_equal(found, make_weights())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_senders_make_one_weight_sync(transport: str, tmp_path: Path) -> None:
-    link, weights = make_link(transport, tmp_path, senders=2), make_weights()
-    send(link, weights[3:], sender=1)
-    send(link, weights[:3], sender=0)
-    assert_equal(taken(link), weights)
+    spec, weights = make_spec(transport, tmp_path, senders=2), make_weights()
+    send(spec, weights[3:], sender=1)
+    send(spec, weights[:3], sender=0)
+    assert_equal(taken(spec), weights)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_receivers_take_the_same(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path, receivers=2)
-    send(link, make_weights())
-    assert_equal(taken(link), make_weights())
-    assert_equal(taken(link), make_weights())
+    spec = make_spec(transport, tmp_path, receivers=2)
+    send(spec, make_weights())
+    assert_equal(taken(spec), make_weights())
+    assert_equal(taken(spec), make_weights())
 
 
 @pytest.mark.parametrize("transport", BY_BYTES)
 def test_tensors_are_cast_to_the_dtype_that_the_receiver_wants(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path, dtype="bfloat16")
-    send(link, make_weights())
-    assert_equal(taken(link), [(name, tensor.bfloat16()) for name, tensor in make_weights()])
+    spec = make_spec(transport, tmp_path, dtype="bfloat16")
+    send(spec, make_weights())
+    assert_equal(taken(spec), [(name, tensor.bfloat16()) for name, tensor in make_weights()])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tied_tensors_arrive_under_both_names(transport: str, tmp_path: Path) -> None:
-    link, tensor = make_link(transport, tmp_path), torch.randn(4, 4)
-    send(link, [("a", tensor), ("b", tensor)])
-    assert_equal(taken(link), [("a", tensor), ("b", tensor)])
+    spec, tensor = make_spec(transport, tmp_path), torch.randn(4, 4)
+    send(spec, [("a", tensor), ("b", tensor)])
+    assert_equal(taken(spec), [("a", tensor), ("b", tensor)])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nothing_sent_is_an_error_after_the_deadline(transport: str, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match=r"after 0\.05 s"):
-        taken(make_link(transport, tmp_path, timeout_seconds=0.05))
+        taken(make_spec(transport, tmp_path, timeout_seconds=0.05))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_earlier_session_is_refused_as_stale(transport: str, tmp_path: Path) -> None:
-    earlier = make_link(transport, tmp_path, 6)
+    earlier = make_spec(transport, tmp_path, 6)
     send(earlier, make_weights())
     with pytest.raises(WeightSyncError, match=f"session {earlier.session}.*version 6"):
-        taken(make_link(transport, tmp_path, 7, timeout_seconds=0.05))
+        taken(make_spec(transport, tmp_path, 7, timeout_seconds=0.05))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_another_version_under_the_same_session_is_refused(transport: str, tmp_path: Path) -> None:
-    sent = make_link(transport, tmp_path, 3)
+    sent = make_spec(transport, tmp_path, 3)
     send(sent, make_weights())
     wanted = attrs.evolve(sent, version=4)
     with pytest.raises(WeightSyncError, match="sent version 3, wanted 4"):
@@ -158,17 +158,17 @@ def test_another_version_under_the_same_session_is_refused(transport: str, tmp_p
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_name_from_two_senders_is_refused(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path, senders=2)
-    send(link, make_weights(), sender=0)
-    send(link, make_weights()[:1], sender=1)
+    spec = make_spec(transport, tmp_path, senders=2)
+    send(spec, make_weights(), sender=0)
+    send(spec, make_weights()[:1], sender=1)
     with pytest.raises(WeightSyncError, match=r"embed\.weight came"):
-        taken(link)
+        taken(spec)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_name_sent_twice_is_refused_at_the_sender(transport: str, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match=r"embed\.weight was sent twice"):
-        send(make_link(transport, tmp_path), [*make_weights(), make_weights()[0]])
+        send(make_spec(transport, tmp_path), [*make_weights(), make_weights()[0]])
 
 
 @pytest.mark.parametrize("transport", BY_BYTES)
@@ -177,87 +177,87 @@ def test_a_sender_that_fails_half_way_ends_the_wait_of_the_receiver(transport: s
         yield make_weights()[0]
         raise MemoryError("no room for the next")
 
-    link = make_link(transport, tmp_path, timeout_seconds=60.0)
+    spec = make_spec(transport, tmp_path, timeout_seconds=60.0)
     with pytest.raises(MemoryError):
-        send(link, failing())
+        send(spec, failing())
     with pytest.raises(WeightSyncError, match="gave up: MemoryError: no room for the next"):
-        taken(link)
+        taken(spec)
 
 
 def test_a_missing_sender_is_named(tmp_path: Path) -> None:
     for transport in BY_BYTES:
-        link = make_link(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
-        send(link, make_weights(), sender=0)
+        spec = make_spec(transport, tmp_path / transport, senders=2, timeout_seconds=0.05)
+        send(spec, make_weights(), sender=0)
         with pytest.raises(WeightSyncError, match=r"1 of 2 senders.*sender 1: none"):
-            taken(link)
+            taken(spec)
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
 def test_a_flipped_bit_is_found(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
-    send(link, make_weights())
-    file = sent_file(link)
+    spec = make_spec(transport, tmp_path)
+    send(spec, make_weights())
+    file = sent_file(spec)
     data = bytearray(file.read_bytes())
     at = data.find(make_weights()[3][1].numpy().tobytes()) + 5000
     data[at] ^= 1
     file.write_bytes(data)
     with pytest.raises(WeightSyncError, match=r"large\.weight in .*(weights|memory)-.* is damaged: .*checksum"):
-        taken(link)
+        taken(spec)
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
 def test_a_file_cut_short_is_found(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
-    send(link, make_weights())
-    file = sent_file(link)
+    spec = make_spec(transport, tmp_path)
+    send(spec, make_weights())
+    file = sent_file(spec)
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(WeightSyncError, match="is damaged"):
-        taken(link)
+        taken(spec)
 
 
 def test_a_file_that_is_gone_is_found(tmp_path: Path) -> None:
-    link = make_link("disk", tmp_path)
-    send(link, make_weights())
-    sent_file(link).unlink()
+    spec = make_spec("disk", tmp_path)
+    send(spec, make_weights())
+    sent_file(spec).unlink()
     with pytest.raises(WeightSyncError, match="is damaged"):
-        taken(link)
+        taken(spec)
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
 def test_a_broken_manifest_is_named(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
-    send(link, make_weights())
+    spec = make_spec(transport, tmp_path)
+    send(spec, make_weights())
     (tmp_path / "manifest-0.json").write_text('{"session": "x"')
     with pytest.raises(WeightSyncError, match=r"manifest-0\.json is no manifest"):
-        taken(link)
+        taken(spec)
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", ".."])
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(transport: str, name: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
-    send(link, make_weights())
+    spec = make_spec(transport, tmp_path)
+    send(spec, make_weights())
     file = tmp_path / "manifest-0.json"
     document = json.loads(file.read_text())
     document["entries"][2]["file"] = name
     file.write_text(json.dumps(document))
     with pytest.raises(WeightSyncError, match="wanted one beside it"):
-        taken(link)
+        taken(spec)
 
 
 @pytest.mark.parametrize("transport", BY_FILE)
 def test_a_session_begun_while_another_is_read_is_refused(transport: str, tmp_path: Path) -> None:
-    link = make_link(transport, tmp_path)
-    send(link, make_weights())
-    reading = receive(link)
+    spec = make_spec(transport, tmp_path)
+    send(spec, make_weights())
+    reading = receive(spec)
     next(reading)
-    send(make_link(transport, tmp_path, 2), make_weights(2))
+    send(make_spec(transport, tmp_path, 2), make_weights(2))
     with pytest.raises(WeightSyncError, match=r"another session|damaged"):
         list(reading)
 
 
 def test_files_hold_no_pickle_and_say_what_they_are(tmp_path: Path) -> None:
-    send(make_link("disk", tmp_path, 9), make_weights())
+    send(make_spec("disk", tmp_path, 9), make_weights())
     manifest = json.loads((tmp_path / "manifest-0.json").read_text())
     assert manifest["version"] == 9
     assert manifest["entries"][1] == {

@@ -309,7 +309,9 @@ class PreparedData:
         """Return the number of units used before a step."""
         before, units = self._before
         if step <= before:
-            raise ValueError(f"the run goes on after step {before}; the batch of step {step} is of an earlier sitting")
+            raise ValueError(
+                f"the run goes on after step {before}; the batch of step {step} is of an earlier run attempt"
+            )
         return units + (step - 1 - before) * size
 
     def validation(self, size: int) -> list[Batch]:

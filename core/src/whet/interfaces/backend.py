@@ -56,8 +56,8 @@ class Backend(Protocol):
         """Return outputs, computed without gradient: NumPy, each [N] or [N, K], 0 where `loss_mask` is false."""
         ...
 
-    def send_weights(self, link: "TransferSpec") -> "Pending":
-        """Start to send the policy's weights over a link. The call is done when every bucket has been received."""
+    def send_weights(self, spec: "TransferSpec") -> "Pending":
+        """Start to send the policy's weights of one transfer. The call is done when every bucket has been received."""
         ...
 
     def save(self, folder: "Path") -> "Pending":

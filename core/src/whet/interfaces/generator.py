@@ -29,9 +29,9 @@ class Generator(Protocol):
         ...
 
     def receive_weights(
-        self, link: "TransferSpec", version: int, on_weight_update: OnWeightUpdate = "drain"
+        self, spec: "TransferSpec", version: int, on_weight_update: OnWeightUpdate = "drain"
     ) -> "Pending":
-        """Start to receive new weights over a link.
+        """Start to receive new weights of one transfer.
 
         `on_weight_update` decides about running requests. `drain`: they finish with the old weights first. `continue`:
         they use the new weights from their next token on, and `Completion.versions` records the version of each token.

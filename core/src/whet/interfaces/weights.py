@@ -2,9 +2,9 @@
 
 Senders and receivers meet through the driver, which makes one `TransferSpec` per transfer and sends it to both:
 
-    driver    link = TransferSpec(transport, address, session, version, dtype)
-    backend   send_weights(link)    -> whet.weights.TRANSPORT.send(link, stream of (name, tensor), sender, senders)
-    generator receive_weights(link) -> whet.weights.TRANSPORT.receive(link) yields (name, tensor), checked
+    driver    spec = TransferSpec(transport, address, session, version, dtype)
+    backend   send_weights(spec)    -> whet.weights.TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
+    generator receive_weights(spec) -> whet.weights.TRANSPORT.receive(spec) yields (name, tensor), checked
 """
 
 from collections.abc import Mapping, Sequence

@@ -241,8 +241,8 @@ class Slice(Protocol):
 class Give(Protocol):
     """Gives weights to a replica that was restarted."""
 
-    def __call__(self, link: "TransferSpec | None", proof: "Proof | None" = None) -> None:
-        """Send the weights of the link to the replica, then check the proof if there is one. None: it already
+    def __call__(self, spec: "TransferSpec | None", proof: "Proof | None" = None) -> None:
+        """Send the weights of the transfer to the replica, then check the proof if there is one. None: it already
         has them.
         """
         ...
@@ -259,7 +259,7 @@ class Replacing(Protocol):
         ...
 
     def sync(self, give: Give) -> None:
-        """Call `give` once, with the link and proof that bring the replica to the current weights.
+        """Call `give` once, with the spec and proof that bring the replica to the current weights.
 
         StallMonitor until the weights can be sent. No other weight sync begins meanwhile.
         """

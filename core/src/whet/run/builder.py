@@ -27,7 +27,7 @@ from whet.run.inputs import evaluation_routes, make_scorers, open_chat, open_dat
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.resume import Opened, nothing_left, open_run, own_identity
+from whet.run.resume import Opened, nothing_left, open_run, own_fingerprint
 from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import StallMonitor
 from whet.run.start_workers import Starting, lanes, make_slices
@@ -153,7 +153,7 @@ class Builder:
 
     def refuse_another(self) -> None:
         """Raise `CheckpointError` if the run folder holds another run. Starts no role and writes nothing."""
-        own_identity(self.prepared, self.folder, self._data(self.chat()), self.training_routes())
+        own_fingerprint(self.prepared, self.folder, self._data(self.chat()), self.training_routes())
 
     def nothing_left(self, done: int) -> bool:
         """Return whether no step is left after `done` steps. Data is read only if no checkpoint holds the answer."""
@@ -360,7 +360,7 @@ class Builder:
         def save(step: int) -> None:
             if steps.stopped_by is not None:
                 self._hang_up()
-            state = {**position, "algorithm": steps.saved_state, "identity": run.identity}
+            state = {**position, "algorithm": steps.saved_state, "identity": run.fingerprint}
             if data is not None and size is not None:
                 state["data"] = data.position(step, size)
             checkpoint.save_models(self.folder, step, state, trained, self.config.run.keep)
@@ -386,9 +386,9 @@ class Builder:
     ) -> Callable[..., None]:
         if generator is None:
             return lambda version: None
-        link, places = self._link()
+        spec, places = self._spec()
         sync = WeightSync(
-            backend, generator, link, self.spans, stream.set_version if stream else lambda version: None,
+            backend, generator, spec, self.spans, stream.set_version if stream else lambda version: None,
             self.config.rollout.on_weight_update, probe, places,
         )  # fmt: skip
         if self.recovery is not None:
@@ -400,7 +400,7 @@ class Builder:
 
         return sync_weights
 
-    def _link(self) -> "tuple[TransferSpec, Callable[[], Places]]":
+    def _spec(self) -> "tuple[TransferSpec, Callable[[], Places]]":
         """Return the spec that all weight syncs share, and a function that returns the last known places of senders."""
         way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
         assert way is not None  # a run with a generator has one
@@ -411,8 +411,8 @@ class Builder:
 
         exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
         self.closers.append(exchange.close)
-        link = TransferSpec(
+        spec = TransferSpec(
             way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
             timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
         )  # fmt: skip
-        return link, exchange.places
+        return spec, exchange.places

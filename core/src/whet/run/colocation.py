@@ -40,7 +40,7 @@ class Sleeper(Protocol):
 
 @define(eq=False)
 class Turns:
-    """Of one sitting of a run. Without sides nobody sleeps."""
+    """Lets colocated roles take turns during one run attempt. Without sides no role sleeps."""
 
     sides: Sequence[Sequence[str]]
     """Roles that have their turn together: those of training, those of generation."""

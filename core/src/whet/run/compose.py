@@ -64,14 +64,14 @@ def run(
             if (done := _finished(prepared, folder)) is not None:
                 return Outcome(folder.path, done, finished=True, before=True, epochs=prepared.config.run.epochs)
             prepared.refuse_elsewhere()
-            return _sittings(prepared, folder, interrupts)
+            return _run_attempts(prepared, folder, interrupts)
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     """Return the steps of a run of which nothing is left to do; None of any other. Nothing is started.
 
-    Where its last sitting was killed at the very end, the journal is closed. Raises `CheckpointError` where the folder
-    holds another run.
+    Where its last run attempt was killed at the very end, the journal is closed. Raises `CheckpointError` where the
+    folder holds another run.
     """
     section, done = prepared.config.run, checkpoint.newest(folder)
     left = done < (section.steps or 1) or (section.export and not _exported(folder))
@@ -82,25 +82,25 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
         builder.refuse_another()
         if not builder.nothing_left(done):
             return None
-    shutil.rmtree(folder.scratch, ignore_errors=True)  # of a sitting that was killed at its very end
+    shutil.rmtree(folder.scratch, ignore_errors=True)  # of a run attempt that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
         folder.journal("closed")
     return done
 
 
-def _sittings(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
+def _run_attempts(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
     """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
-    with _opened(prepared, folder, interrupts) as sittings:
+    with _opened(prepared, folder, interrupts) as open_run:
         while True:
             try:
-                with sittings.sit() as parts:
-                    return _sit(parts, interrupts)
+                with open_run.attempt() as parts:
+                    return _run_attempt(parts, interrupts)
             except WorkerLost as error:
-                if not sittings.again(error):
-                    raise sittings.told(error) from error.__cause__
+                if not open_run.grants_another(error):
+                    raise open_run.last_error(error) from error.__cause__
 
 
-def _sit(parts: Parts, interrupts: Interrupts) -> Outcome:
+def _run_attempt(parts: Parts, interrupts: Interrupts) -> Outcome:
     """Run what is left of a run, until its end or a signal."""
     from whet.run.steps import Interrupted
 
@@ -122,7 +122,7 @@ def _sit(parts: Parts, interrupts: Interrupts) -> Outcome:
 
 
 def _export(backend: "Backend", folder: RunFolder, step: int) -> None:
-    """Write the final model whole, once; a sitting that failed to leaves it to the next."""
+    """Write the final model once, whole. If a run attempt fails to write it, the next one does."""
     if _exported(folder):
         return
     target, partial = folder.path / "model", folder.path / "model.partial"
@@ -153,14 +153,14 @@ def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) 
     prepared.refuse_elsewhere()
     with (
         _claimed(prepared.config.run) as folder,
-        _opened(prepared, folder) as sittings,
-        sittings.sit() as parts,
+        _opened(prepared, folder) as open_run,
+        open_run.attempt() as parts,
     ):
         yield parts
 
 
 @define
-class _Sittings:
+class _OpenRun:
     """A run that is open in this process: its folder is locked, its loggers are on."""
 
     prepared: Prepared
@@ -168,22 +168,22 @@ class _Sittings:
     observers: Observers
     recovery: Recovery
     built: bool = False
-    """Whether all parts have been there once: what is lost before that is told at once."""
+    """Whether all parts have been built once: a worker that is lost earlier ends the run at once."""
     opened: bool = False
-    """Whether the run folder is known to be this run's; another run's journal is left alone."""
+    """Whether the folder is known to belong to this run. The journal of another run is not written."""
     steps: "Steps | None" = None
-    """Of the present sitting, once it is built."""
+    """The steps of the present run attempt, once it is built."""
     interrupts: Interrupts = Factory(Interrupts)
     """What Ctrl-C does outside of steps."""
 
     @contextmanager
-    def sit(self) -> Iterator[Parts]:
+    def attempt(self) -> Iterator[Parts]:
         """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
         with closing_all([self.folder.settle]) as closers:
             self.interrupts.moment = "start-up"
             builder = Builder(self.prepared, self.folder, closers, self.observers, self.recovery, self.interrupts)
             self.steps = None
-            self.recovery.resync = None  # an earlier sitting's weight sync ended with its senders
+            self.recovery.resync = None  # an earlier run attempt's weight sync ended with its senders
             with self.interrupts.then_closing():
                 try:
                     parts = builder.parts(again=self.built)
@@ -192,15 +192,15 @@ class _Sittings:
                 self.built, self.steps = True, parts.steps
                 yield parts
 
-    def again(self, error: WorkerLost) -> bool:
-        """Return whether there is another sitting after this error."""
+    def grants_another(self, error: WorkerLost) -> bool:
+        """Return whether there is another run attempt after this error."""
         stopped = self.interrupts.abandon or (self.steps is not None and self.steps.stopped_by is not None)
         if not self.built or stopped:
             return False
         saved = checkpoint.latest(self.folder)
         return self.recovery.grant_run(error, saved.step if saved else 0)
 
-    def told(self, error: WorkerLost) -> WorkerLost:
+    def last_error(self, error: WorkerLost) -> WorkerLost:
         """Return the error that ends the run; its cause names a signal that was ending the run anyway."""
         if self.steps is None or self.steps.stopped_by is None:
             return error
@@ -220,22 +220,22 @@ def _claimed(section: RunSection) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_Sittings]:
+def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_OpenRun]:
     with closing_all([]) as closers:
         observers = Observers(prepared.loaded.registry.manager, folder)
         closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), observers.close]
         recovery = Recovery(prepared.config.cluster.recovery, folder)
-        sittings = _Sittings(prepared, folder, observers, recovery, interrupts=interrupts or Interrupts())
+        open_run = _OpenRun(prepared, folder, observers, recovery, interrupts=interrupts or Interrupts())
         try:
-            yield sittings
+            yield open_run
         except Exception as error:
             observers.failed = True
-            if sittings.opened:
+            if open_run.opened:
                 with suppress(WhetError):  # a full disk must not hide what failed
                     folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
             raise
         except BaseException as error:  # a second Ctrl-C: it was ended, and did not fail
-            if sittings.opened:
+            if open_run.opened:
                 with suppress(WhetError):
                     folder.journal("closed", by=type(error).__name__)
             raise

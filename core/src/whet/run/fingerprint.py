@@ -39,14 +39,14 @@ FREE = {
     "model": ("path", "revision"),
     "data": ("train", "validation"),
 }
-"""Keys of each section that may change between the sittings of a run."""
+"""Keys of each section that may change between the run attempts of a run."""
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")
 """Sections that decide what a run computes; the others say where it runs and who watches."""
 
 SAMPLED_TASKS = 64
 
 
-def identity_of(
+def run_fingerprint(
     config: "Config",
     model: "ModelInfo",
     data: "OfflineData | None",

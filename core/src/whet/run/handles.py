@@ -94,10 +94,10 @@ class BackendHandle:
         with self._around("score"):
             return self._backend.score(batch, outputs, weights)
 
-    def send_weights(self, link: "TransferSpec") -> "Pending":
+    def send_weights(self, spec: "TransferSpec") -> "Pending":
         """See `Backend.send_weights`."""
         with self._around("send_weights"):
-            return self._backend.send_weights(link)
+            return self._backend.send_weights(spec)
 
     def save(self, folder: Path) -> "Pending":
         """See `Backend.save`."""
@@ -144,11 +144,11 @@ class GeneratorHandle:
             return await self._generator.generate(request)
 
     def receive_weights(
-        self, link: "TransferSpec", version: int, on_weight_update: "OnWeightUpdate" = "drain"
+        self, spec: "TransferSpec", version: int, on_weight_update: "OnWeightUpdate" = "drain"
     ) -> "Pending":
         """See `Generator.receive_weights`."""
         self._receiving()
-        return self._generator.receive_weights(link, version, on_weight_update)
+        return self._generator.receive_weights(spec, version, on_weight_update)
 
     def sleep(self) -> int | None:
         """See `Generator.sleep`."""

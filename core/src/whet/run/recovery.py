@@ -42,7 +42,7 @@ class Budget:
 
 
 class Recovery:
-    """Grants restarts over all sittings of one `whet run`. May be used from any thread."""
+    """Grants restarts over all run attempts of one `whet run`. May be used from any thread."""
 
     def __init__(self, section: "RecoverySection", folder: RunFolder) -> None:
         self.enabled = section.enabled

@@ -1,6 +1,6 @@
 """Whose run a folder holds, after which step it goes on, and how many steps it has.
 
-inputs of a run -> identity -> differs from that of the folder or its checkpoint: refused
+inputs of a run -> fingerprint -> differs from that of the folder or its checkpoint: refused
 -> else rewind the folder to the checkpoint, and write what the run consists of
 """
 
@@ -15,7 +15,7 @@ from whet.config.document import to_text
 from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
 from whet.run import checkpoint
-from whet.run.fingerprint import identity_of, versions_of
+from whet.run.fingerprint import run_fingerprint, versions_of
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -36,7 +36,7 @@ class Opened:
     """The last checkpoint; None: the run begins."""
     total: int
     """Steps of the run in all."""
-    identity: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
     """What must stay the same for a run to go on; saved with each checkpoint."""
 
     @property
@@ -55,10 +55,10 @@ def open_run(
     very process has opened it before.
     """
     config = prepared.config
-    identity = own_identity(prepared, folder, data, routes, again)
+    fingerprint = own_fingerprint(prepared, folder, data, routes, again)
     saved = checkpoint.latest(folder)
     if saved:
-        _refuse_another(config, f"{saved.folder} was saved by", saved.state.get("identity"), identity)
+        _refuse_another(config, f"{saved.folder} was saved by", saved.state.get("identity"), fingerprint)
     done, state = (saved.step, saved.state) if saved else (0, {})
     # after another run is refused: it may take minutes
     total = count_steps(prepared, data, done, state.get("data", {}), status)
@@ -66,32 +66,32 @@ def open_run(
     shutil.rmtree(folder.scratch, ignore_errors=True)
     folder.scratch.mkdir(parents=True, exist_ok=True)
     folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
-    folder.write_json("identity.json", identity)
+    folder.write_json("identity.json", fingerprint)
     folder.write_json("versions.json", versions_of(prepared.interpreters))
     folder.write_json("plan.json", prepared.plan.to_dict())
     folder.journal("opened", after_step=done, steps=total, process=os.getpid())
-    return Opened(saved, total, identity)
+    return Opened(saved, total, fingerprint)
 
 
-def own_identity(
+def own_fingerprint(
     prepared: "Prepared", folder: "RunFolder", data: "OfflineData | None", routes: "Sequence[Route]",
     again: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the run's identity. Raises `CheckpointError` where the folder's run is not to be gone on with."""
+    """Return the run's fingerprint. Raises `CheckpointError` where the folder's run is not to be gone on with."""
     config = prepared.config
-    identity = identity_of(config, prepared.model, data, routes, prepared.models)
+    fingerprint = run_fingerprint(config, prepared.model, data, routes, prepared.models)
     before = folder.read_json("identity.json") if folder.has_steps() else None
     if before is not None and config.run.resume == "never" and not again:
         raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
     if before is None and config.run.resume == "must" and not again:
         raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
     if before is not None:
-        _refuse_another(config, f"{folder.path} holds", before, identity)
-    return identity
+        _refuse_another(config, f"{folder.path} holds", before, fingerprint)
+    return fingerprint
 
 
-def _refuse_another(config: "Config", found: str, before: Any, identity: Mapping[str, Any]) -> None:
-    different = checkpoint.differences(before, identity, config.run.allow_changed)
+def _refuse_another(config: "Config", found: str, before: Any, fingerprint: Mapping[str, Any]) -> None:
+    different = checkpoint.differences(before, fingerprint, config.run.allow_changed)
     if different:
         raise CheckpointError(
             f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"

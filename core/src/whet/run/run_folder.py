@@ -153,7 +153,7 @@ class RunFolder:
                     os.fsync(stream.fileno())
 
     def began(self) -> datetime:
-        """Return the time of the run's first sitting; now where this is it. Templates that show a date keep to it."""
+        """Return the time of the first run attempt, or the present time. Chat templates show this date."""
         file = self.path / "journal.jsonl"
         first = next(iter(read_rows(file)), {}) if file.exists() else {}
         try:
@@ -161,7 +161,7 @@ class RunFolder:
         except (TypeError, ValueError, OverflowError, OSError) as error:
             raise CheckpointError(
                 f"{file}, first line: the time {first['time']!r:.60} is no time in seconds; it is that of the run's "
-                "first sitting, and what a chat template shows of the date depends on it"
+                "first run attempt, and what a chat template shows of the date depends on it"
             ) from error
 
     def journal(self, event: str, **details: Any) -> None:

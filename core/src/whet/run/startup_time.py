@@ -1,4 +1,4 @@
-"""The time until the first step of a sitting is over, and what took it."""
+"""The time until the first step of a run attempt is over, and what took it."""
 
 import os
 import time

@@ -99,7 +99,7 @@ class Steps:
         self.saved_state = copy.deepcopy(self.state)
         """`state` as the last finished step left it."""
         self.done = done
-        """Steps finished so far, those of earlier sittings included."""
+        """Steps finished so far, those of earlier run attempts included."""
         self.stopped_by: int | None = None
         """Signal that ended the loop early."""
         self._run, self._section, self._spans, self._sinks = run, section, spans, sinks

@@ -30,16 +30,16 @@ class WeightSync:
     """
 
     def __init__(
-        self, backend: "Backend", generator: "Generator", link: TransferSpec, spans: Spans,
+        self, backend: "Backend", generator: "Generator", spec: TransferSpec, spans: Spans,
         after: Callable[[int], None], on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
-        """Take a link without session, version and `places`, which each weight sync sets.
+        """Take a spec without session, version and `places`, which each weight sync sets.
 
         `places` returns the last known places of senders. `after` is called with each version that was sent.
         """
         self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
-        self._template, self._on_weight_update, self._count = link, on_weight_update, itertools.count()
+        self._template, self._on_weight_update, self._count = spec, on_weight_update, itertools.count()
         self._last: TransferSpec | None = None
         self._probe, self._places = probe, places
         self._proof: Proof | None = None
@@ -50,7 +50,7 @@ class WeightSync:
         with ExitStack() as held:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
-                self._last, self._proof = self._link(version), None
+                self._last, self._proof = self._spec(version), None
                 self._sync(self._last)
             if self._probe is not None and self._probe.due(version):
                 with self._spans.phase("generator", "probe"):
@@ -69,15 +69,15 @@ class WeightSync:
                 self._probe.overdue = True
             give(self._last, self._proof)
 
-    def _sync(self, link: TransferSpec) -> None:
+    def _sync(self, spec: TransferSpec) -> None:
         ends = [
-            self._backend.send_weights(link),
-            self._generator.receive_weights(link, link.version, self._on_weight_update),
+            self._backend.send_weights(spec),
+            self._generator.receive_weights(spec, spec.version, self._on_weight_update),
         ]
         for end in ends:
             end.result()
 
-    def _link(self, version: int) -> TransferSpec:
+    def _spec(self, version: int) -> TransferSpec:
         session = f"{version}-{next(self._count)}"
         return attrs.evolve(self._template, session=session, version=version, places=self._places())
 

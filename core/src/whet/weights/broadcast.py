@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.0005
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Broadcast the tensors, cast to `link.dtype`, from the device of the first tensor."""
-    bucket_stream.send(link, weights, sender, _Sending(link, sender))
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Broadcast the tensors, cast to `spec.dtype`, from the device of the first tensor."""
+    bucket_stream.send(spec, weights, sender, _Sending(spec, sender))
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor, on this process's current GPU if it comes by NCCL. Raises `WeightSyncError`."""
-    yield from bucket_stream.receive(link, receiver, _Receiving(link, receiver))
+    yield from bucket_stream.receive(spec, receiver, _Receiving(spec, receiver))
 
 
 @frozen
@@ -84,9 +84,9 @@ _lock = threading.Lock()
 
 
 class _Sending:
-    def __init__(self, link: TransferSpec, sender: int) -> None:
-        self._link, self._key = link, ("send", link.address, sender, -1)
-        self._deadline = time.monotonic() + link.timeout_seconds
+    def __init__(self, spec: TransferSpec, sender: int) -> None:
+        self._spec, self._key = spec, ("send", spec.address, sender, -1)
+        self._deadline = time.monotonic() + spec.timeout_seconds
         self._guests: list[socket.socket] = []
         self._buffer: torch.Tensor | None = None
         self._device: torch.device
@@ -126,7 +126,7 @@ class _Sending:
         import torch.distributed as dist
 
         _forget(self._key)
-        host, seconds = own_address(self._link), self._link.timeout_seconds
+        host, seconds = own_address(self._spec), self._spec.timeout_seconds
         listener = listen(host, "weight syncs")  # torch would listen on every interface
         port = listener.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -144,9 +144,9 @@ class _Sending:
 
 
 class _Receiving:
-    def __init__(self, link: TransferSpec, receiver: int) -> None:
-        self._link, self._receiver = link, receiver
-        self._deadline = time.monotonic() + link.timeout_seconds
+    def __init__(self, spec: TransferSpec, receiver: int) -> None:
+        self._spec, self._receiver = spec, receiver
+        self._deadline = time.monotonic() + spec.timeout_seconds
         self._buffer: torch.Tensor | None = None
 
     def choose(self, senders: Sequence[Offer]) -> Sequence[Offer]:
@@ -181,14 +181,14 @@ class _Receiving:
         import torch
         import torch.distributed as dist
 
-        key, seconds = self._key(sender), self._link.timeout_seconds
+        key, seconds = self._key(sender), self._spec.timeout_seconds
         _forget(key)
         gpu = meeting["kind"] == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         store = dist.TCPStore(  # type: ignore[attr-defined]
             meeting["host"], meeting["port"], is_master=False, timeout=timedelta(seconds=seconds)
         )
-        group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._link), seconds)
+        group = _join(store, meeting["rank"], meeting["size"], device, own_address(self._spec), seconds)
         with _lock:
             _groups[key] = _Group(meeting["name"], meeting["size"], device, group, store)
 
@@ -196,7 +196,7 @@ class _Receiving:
         """Do nothing: the sender does not wait."""
 
     def _key(self, sender: int) -> tuple[str, str, int, int]:
-        return ("receive", self._link.address, sender, self._receiver)
+        return ("receive", self._spec.address, sender, self._receiver)
 
 
 def _join(store: Any, rank: int, size: int, device: "torch.device", host: str, seconds: float) -> Any:

@@ -82,45 +82,45 @@ class Receiving(Protocol):
 
 
 def send(
-    link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
+    spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
 ) -> None:
-    """Send to the receivers that come in time. Keep a copy for later ones if `link.kept` is true."""
-    copy = kept_copy(link, sender)
-    copy.begin(link, lane=True)
-    announce(link, copy, sender, place)
-    patience = min(GATHER_SECONDS, link.timeout_seconds / 2) if link.kept else 0.9 * link.timeout_seconds
-    guests = copy.guests(link.receivers, patience)
-    lane = _Lane(link, plane, guests)
+    """Send to the receivers that come in time. Keep a copy for later ones if `spec.kept` is true."""
+    copy = kept_copy(spec, sender)
+    copy.begin(spec, lane=True)
+    announce(spec, copy, sender, place)
+    patience = min(GATHER_SECONDS, spec.timeout_seconds / 2) if spec.kept else 0.9 * spec.timeout_seconds
+    guests = copy.guests(spec.receivers, patience)
+    lane = _Lane(spec, plane, guests)
     entries: list[Entry] = []
     with ExitStack() as open_until_the_end:
         for guest in guests:
             open_until_the_end.enter_context(closing(guest.connection))
         try:
-            for bucket in _buckets(weights, link.dtype):
-                found = [_entry(link, copy, name, tensor) for name, tensor in bucket]
+            for bucket in _buckets(weights, spec.dtype):
+                found = [_entry(spec, copy, name, tensor) for name, tensor in bucket]
                 entries += found
                 lane.give([tensor for _, tensor in bucket], found)
         except BaseException as error:
-            failed = Manifest(link.session, link.version, sender, (), in_words(error))
+            failed = Manifest(spec.session, spec.version, sender, (), in_words(error))
             copy.publish(failed)
             lane.end(failed.failed)
             raise
-        copy.publish(Manifest(link.session, link.version, sender, tuple(entries if link.kept else ()), _unkept(link)))
+        copy.publish(Manifest(spec.session, spec.version, sender, tuple(entries if spec.kept else ()), _unkept(spec)))
         lane.end()
 
 
-def receive(link: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor, on the device on which it arrives. Raises `WeightSyncError`."""
-    deadline = time.monotonic() + link.timeout_seconds
-    found = offers(link, receiver, deadline)
+    deadline = time.monotonic() + spec.timeout_seconds
+    found = offers(spec, receiver, deadline)
     given: set[str] = set()
     try:
-        for name, tensor in _lanes(link, receiver, plane.choose(found), plane, deadline):
+        for name, tensor in _lanes(spec, receiver, plane.choose(found), plane, deadline):
             given.add(name)
             yield name, tensor
     except Broken as error:
-        log.warning("%s goes on by connections: %s", title(link), error)
-        yield from take(link, receiver, plane.copies(found), deadline, given)
+        log.warning("%s goes on by connections: %s", title(spec), error)
+        yield from take(spec, receiver, plane.copies(found), deadline, given)
 
 
 def tell(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -153,8 +153,8 @@ def is_gone(connection: socket.socket) -> bool:
 class _Lane:
     """The stream of one sender. After it breaks, nothing more is sent on it."""
 
-    def __init__(self, link: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
-        self._link, self._plane, self._guests = link, plane, guests
+    def __init__(self, spec: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
+        self._spec, self._plane, self._guests = spec, plane, guests
         self._open, self._met = bool(guests), False
 
     def give(self, tensors: "Sequence[torch.Tensor]", entries: Sequence[Entry]) -> None:
@@ -172,7 +172,7 @@ class _Lane:
                 flat.copy_(tensor.reshape(-1).view(flat.dtype))
             self._plane.give({"bucket": plain(tuple(entries)), "bytes": size}, size)
         except (Broken, RuntimeError, OSError) as error:
-            log.warning("%s: receivers go on by connections: %s", title(self._link), in_words(error))
+            log.warning("%s: receivers go on by connections: %s", title(self._spec), in_words(error))
             self._open = False
             for guest in self._guests:
                 guest.connection.close()
@@ -181,39 +181,39 @@ class _Lane:
         """Send the end of the stream, with the error if it failed."""
         for guest in self._guests if self._open else ():
             with suppress(Broken):  # it will say so itself
-                tell(guest.connection, {"end": self._link.session, "failed": failed})
+                tell(guest.connection, {"end": self._spec.session, "failed": failed})
         with suppress(Broken):
             self._plane.finish()
 
 
 def _lanes(
-    link: TransferSpec, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
+    spec: TransferSpec, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield the tensors of all senders, one sender after another. Every sender waits for this receiver."""
     with ExitStack() as open_until_the_end:
         connections = []
         for offer in senders:
-            connection = connect(link, address(offer), f"lane/{link.session}/{receiver}")
+            connection = connect(spec, address(offer), f"lane/{spec.session}/{receiver}")
             connections.append(open_until_the_end.enter_context(closing(connection)))
             tell(connection, plane.hello(offer["sender"]))
-        manifests = [Manifest(link.session, offer["version"], offer["sender"], ()) for offer in senders]
-        check(link, manifests)
+        manifests = [Manifest(spec.session, offer["version"], offer["sender"], ()) for offer in senders]
+        check(spec, manifests)
         for place, (offer, connection) in enumerate(zip(senders, connections, strict=True)):
             entries: list[Entry] = []
             while "end" not in (head := told(connection, deadline)):
                 if "late" in head:
                     raise Broken("it came too late to take part")
-                for entry, tensor in _bucket(link, plane, connection, offer["sender"], head):
+                for entry, tensor in _bucket(spec, plane, connection, offer["sender"], head):
                     yield entry.name, tensor
                     entries.append(entry)
             manifests[place] = Manifest(
-                link.session, offer["version"], offer["sender"], tuple(entries), head.get("failed", "")
+                spec.session, offer["version"], offer["sender"], tuple(entries), head.get("failed", "")
             )
-            check(link, manifests)
+            check(spec, manifests)
 
 
 def _bucket(
-    link: TransferSpec, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
+    spec: TransferSpec, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
 ) -> "Iterator[tuple[Entry, torch.Tensor]]":
     """Yield the tensors of a message."""
     import torch
@@ -232,7 +232,7 @@ def _bucket(
         found = checksum(tensor)
         if found != entry.checksum:
             raise WeightSyncError(
-                f"{title(link)}: {entry.name} is damaged: checksum {found:08x}, wanted {entry.checksum:08x}"
+                f"{title(spec)}: {entry.name} is damaged: checksum {found:08x}, wanted {entry.checksum:08x}"
             )
         yield entry, tensor
     plane.done(connection)
@@ -254,16 +254,16 @@ def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iter
         yield bucket
 
 
-def _entry(link: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor") -> Entry:
-    if link.kept:
+def _entry(spec: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor") -> Entry:
+    if spec.kept:
         return copy.keep(name, tensor, "")
     return Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor), "")
 
 
-def _unkept(link: TransferSpec) -> str:
+def _unkept(spec: TransferSpec) -> str:
     """Return the error for receivers that ask for a copy where none is kept. Empty: a copy is kept."""
     why = "it keeps no copy for receivers that come late, as cluster.recovery allows no replica to be restarted"
-    return "" if link.kept else why
+    return "" if spec.kept else why
 
 
 def _places(entries: Iterable[Entry]) -> tuple[list[int], int]:

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Send the tensors, cast to `link.dtype`, to the receivers on this process's GPU."""
-    alone = attrs.evolve(link, kept=link.kept and sender == 0)  # one copy is enough
-    bucket_stream.send(alone, weights, sender, _Sending(link), _gpu())
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Send the tensors, cast to `spec.dtype`, to the receivers on this process's GPU."""
+    alone = attrs.evolve(spec, kept=spec.kept and sender == 0)  # one copy is enough
+    bucket_stream.send(alone, weights, sender, _Sending(spec), _gpu())
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor, as a view of the sender's memory. Raises `WeightSyncError`."""
-    yield from bucket_stream.receive(link, receiver, _Receiving())
+    yield from bucket_stream.receive(spec, receiver, _Receiving())
 
 
 class _Sending:
-    def __init__(self, link: TransferSpec) -> None:
-        self._link, self._deadline = link, time.monotonic() + link.timeout_seconds
+    def __init__(self, spec: TransferSpec) -> None:
+        self._spec, self._deadline = spec, time.monotonic() + spec.timeout_seconds
         self._guests: list[socket.socket] = []
         self._device: torch.device
         self._buffers: list[torch.Tensor | None] = [None, None]
@@ -46,7 +46,7 @@ class _Sending:
     def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
         """Check that the tensors are on a GPU. Nothing has to be prepared."""
         if device.type != "cuda":
-            raise WeightSyncError(f"{title(self._link)}: cuda-ipc sends what is on a GPU, found tensors on {device}")
+            raise WeightSyncError(f"{title(self._spec)}: cuda-ipc sends what is on a GPU, found tensors on {device}")
         self._guests, self._device = [guest.connection for guest in guests], device
 
     def room(self, size: int) -> "torch.Tensor":

@@ -25,28 +25,28 @@ FILE_BYTES = 1 << 30
 """A file is closed when it holds this much. So a sender never holds more than this of the model in memory."""
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Write the tensors, cast to `link.dtype`, to files of this session, and publish the manifest."""
-    withdraw(link, sender)
-    for old in Path(link.address).glob(f"weights-{sender}-*.safetensors"):
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Write the tensors, cast to `spec.dtype`, to files of this session, and publish the manifest."""
+    withdraw(spec, sender)
+    for old in Path(spec.address).glob(f"weights-{sender}-*.safetensors"):
         old.unlink(missing_ok=True)
     entries: list[Entry] = []
     try:
-        for number, bucket in enumerate(_buckets(weights, link.dtype)):
-            entries += _write(Path(link.address) / f"weights-{sender}-{link.session}-{number}.safetensors", bucket)
+        for number, bucket in enumerate(_buckets(weights, spec.dtype)):
+            entries += _write(Path(spec.address) / f"weights-{sender}-{spec.session}-{number}.safetensors", bucket)
     except BaseException as error:
-        publish(link, sender, (), in_words(error))
+        publish(spec, sender, (), in_words(error))
         raise
-    publish(link, sender, entries)
+    publish(spec, sender, entries)
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor. Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer."""
-    manifests = await_manifests(link)
+    manifests = await_manifests(spec)
     for manifest in manifests:
         for file in dict.fromkeys(entry.file for entry in manifest.entries):
-            yield from _read(link, file, [entry for entry in manifest.entries if entry.file == file])
-    still_current(link, manifests)
+            yield from _read(spec, file, [entry for entry in manifest.entries if entry.file == file])
+    still_current(spec, manifests)
 
 
 def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iterator[dict[str, torch.Tensor]]":
@@ -77,24 +77,24 @@ def _write(file: Path, bucket: "dict[str, torch.Tensor]") -> list[Entry]:
     ]
 
 
-def _read(link: TransferSpec, file: str, entries: list[Entry]) -> "Iterator[tuple[str, torch.Tensor]]":
+def _read(spec: TransferSpec, file: str, entries: list[Entry]) -> "Iterator[tuple[str, torch.Tensor]]":
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(Path(link.address) / file, "pt") as tensors:
+        with safe_open(Path(spec.address) / file, "pt") as tensors:
             names = set(tensors.keys())
             for entry in entries:
                 if entry.name not in names:
-                    raise damaged(link, entry, "the file lacks it")
+                    raise damaged(spec, entry, "the file lacks it")
                 tensor = tensors.get_tensor(entry.name)
                 found = (tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
                 if found != (entry.shape, entry.dtype, entry.checksum):
                     raise damaged(
-                        link,
+                        spec,
                         entry,
                         f"found shape {found[0]}, {found[1]}, checksum {found[2]:08x}, wanted shape {entry.shape}, "
                         f"{entry.dtype}, checksum {entry.checksum:08x}",
                     )
                 yield entry.name, tensor
     except (OSError, SafetensorError) as error:
-        raise damaged(link, entries[0], str(error)) from error
+        raise damaged(spec, entries[0], str(error)) from error

@@ -4,7 +4,7 @@
     receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}     -> exchange, which answers once all are there
               <- {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
 
-Receivers that use `tcp` ask at the first weight sync. Later links carry the answer (`TransferSpec.places`), so that a
+Receivers that use `tcp` ask at the first weight sync. Later specs carry the answer (`TransferSpec.places`), so that a
 thousand receivers do not ask the driver every time. They ask again if a sender cannot be reached.
 """
 
@@ -35,7 +35,7 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """Return the address in the form of a link."""
+        """Return the address in the form of a spec."""
         return f"{self._door.address[0]}:{self._door.address[1]}"
 
     def places(self) -> Places:

@@ -75,29 +75,29 @@ def byte_count(entry: Entry) -> int:
     return dtype.itemsize * torch.Size(entry.shape).numel()
 
 
-def manifest_path(link: TransferSpec, sender: int) -> Path:
+def manifest_path(spec: TransferSpec, sender: int) -> Path:
     """Return the path of a sender's manifest."""
-    return Path(link.address) / f"manifest-{sender}.json"
+    return Path(spec.address) / f"manifest-{sender}.json"
 
 
-def withdraw(link: TransferSpec, sender: int) -> None:
+def withdraw(spec: TransferSpec, sender: int) -> None:
     """Create the folder if needed and remove the sender's manifest of an earlier session."""
-    path = manifest_path(link, sender)
+    path = manifest_path(spec, sender)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 
 
-def publish(link: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
+def publish(spec: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
     """Write the manifest in one step: it exists completely or not at all."""
-    path = manifest_path(link, sender)
+    path = manifest_path(spec, sender)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(Manifest(link.session, link.version, sender, tuple(entries), failed))))
+    draft.write_text(json.dumps(asdict(Manifest(spec.session, spec.version, sender, tuple(entries), failed))))
     os.replace(draft, path)
 
 
-def read(link: TransferSpec, sender: int) -> Manifest | None:
+def read(spec: TransferSpec, sender: int) -> Manifest | None:
     """Return a sender's manifest. None: there is none. Raises `WeightSyncError` if the file is no manifest."""
-    path = manifest_path(link, sender)
+    path = manifest_path(spec, sender)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in document.pop("entries"))
@@ -110,76 +110,76 @@ def read(link: TransferSpec, sender: int) -> Manifest | None:
         raise WeightSyncError(f"{path} is no manifest of a weight sync: {error}") from error
 
 
-def await_manifests(link: TransferSpec) -> list[Manifest]:
-    """Wait until every sender of the link has published, and return the manifests in order of sender.
+def await_manifests(spec: TransferSpec) -> list[Manifest]:
+    """Wait until every sender of the transfer has published, and return the manifests in order of sender.
 
-    Raises `WeightSyncError` when the deadline passes, a sender gave up, or a version or a name contradicts the link.
+    Raises `WeightSyncError` when the deadline passes, a sender gave up, or a version or a name contradicts the spec.
     """
-    deadline, pause = time.monotonic() + link.timeout_seconds, 0.0005
+    deadline, pause = time.monotonic() + spec.timeout_seconds, 0.0005
     manifests: dict[int, Manifest] = {}
     while True:
-        for sender in range(link.senders):
-            found = manifests.get(sender) or read(link, sender)
-            if found and found.session == link.session:
+        for sender in range(spec.senders):
+            found = manifests.get(sender) or read(spec, sender)
+            if found and found.session == spec.session:
                 manifests[sender] = found
-        if len(manifests) == link.senders:
+        if len(manifests) == spec.senders:
             break
         if time.monotonic() > deadline:
-            raise WeightSyncError(_overdue(link, [s for s in range(link.senders) if s not in manifests]))
+            raise WeightSyncError(_overdue(spec, [s for s in range(spec.senders) if s not in manifests]))
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
-    ordered = [manifests[sender] for sender in range(link.senders)]
-    check(link, ordered)
+    ordered = [manifests[sender] for sender in range(spec.senders)]
+    check(spec, ordered)
     return ordered
 
 
-def still_current(link: TransferSpec, manifests: Iterable[Manifest]) -> None:
+def still_current(spec: TransferSpec, manifests: Iterable[Manifest]) -> None:
     """Raise `WeightSyncError` if a sender began another session while this one was read."""
     for manifest in manifests:
-        now = read(link, manifest.sender)
-        if now is None or now.session != link.session:
+        now = read(spec, manifest.sender)
+        if now is None or now.session != spec.session:
             raise WeightSyncError(
-                f"{title(link)}: sender {manifest.sender} began another session while this one was read"
+                f"{title(spec)}: sender {manifest.sender} began another session while this one was read"
             )
 
 
-def damaged(link: TransferSpec, entry: Entry, found: str) -> WeightSyncError:
+def damaged(spec: TransferSpec, entry: Entry, found: str) -> WeightSyncError:
     """Return the error for bytes that differ from the manifest."""
-    where = Path(link.address) / entry.file
-    return WeightSyncError(f"{title(link)}: {entry.name} in {where} is damaged: {found}")
+    where = Path(spec.address) / entry.file
+    return WeightSyncError(f"{title(spec)}: {entry.name} in {where} is damaged: {found}")
 
 
-def check(link: TransferSpec, manifests: list[Manifest]) -> None:
-    """Raise `WeightSyncError` if a sender gave up, or a version or a name contradicts the link."""
+def check(spec: TransferSpec, manifests: list[Manifest]) -> None:
+    """Raise `WeightSyncError` if a sender gave up, or a version or a name contradicts the spec."""
     owner: dict[str, int] = {}
     for manifest in manifests:
         if manifest.failed:
-            raise WeightSyncError(f"{title(link)}: sender {manifest.sender} gave up: {manifest.failed}")
-        if manifest.version != link.version:
+            raise WeightSyncError(f"{title(spec)}: sender {manifest.sender} gave up: {manifest.failed}")
+        if manifest.version != spec.version:
             raise WeightSyncError(
-                f"{title(link)}: sender {manifest.sender} sent version {manifest.version}, wanted {link.version}"
+                f"{title(spec)}: sender {manifest.sender} sent version {manifest.version}, wanted {spec.version}"
             )
         for entry in manifest.entries:
             first = owner.setdefault(entry.name, manifest.sender)
             if first != manifest.sender:
-                raise WeightSyncError(f"{title(link)}: {entry.name} came from senders {first} and {manifest.sender}")
+                raise WeightSyncError(f"{title(spec)}: {entry.name} came from senders {first} and {manifest.sender}")
 
 
-def _overdue(link: TransferSpec, missing: list[int]) -> str:
+def _overdue(spec: TransferSpec, missing: list[int]) -> str:
     lines = []
     for sender in missing:
-        found = read(link, sender)
+        found = read(spec, sender)
         what = f"that of session {found.session}, version {found.version}" if found else "none"
         lines.append(f"sender {sender}: {what}")
     return (
-        f"{title(link)}: no complete manifest of {len(missing)} of {link.senders} senders in {link.address} after "
-        f"{link.timeout_seconds:g} s; found of {'; '.join(lines)}"
+        f"{title(spec)}: no complete manifest of {len(missing)} of {spec.senders} senders in {spec.address} after "
+        f"{spec.timeout_seconds:g} s; found of {'; '.join(lines)}"
     )
 
 
-def title(link: TransferSpec) -> str:
+def title(spec: TransferSpec) -> str:
     """Return the name of a transfer in errors."""
-    return f"weight sync {link.session} of version {link.version}"
+    return f"weight sync {spec.session} of version {spec.version}"
 
 
 def dtype_name(dtype: Any) -> str:

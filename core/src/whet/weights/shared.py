@@ -31,49 +31,49 @@ _offers: dict[str, _Offer] = {}
 _changed = threading.Condition()
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Leave the tensors for receivers of this process. They must not change until the weight sync is over."""
     tensors = list(weights)
     with _changed:
-        offer = _offers.get(link.address)
-        if offer is None or offer.session != link.session:
-            offer = _offers[link.address] = _Offer(link.session, link.version)
+        offer = _offers.get(spec.address)
+        if offer is None or offer.session != spec.session:
+            offer = _offers[spec.address] = _Offer(spec.session, spec.version)
         offer.weights[sender] = tensors
         _changed.notify_all()
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor that this process's senders left. Raises `WeightSyncError` if none of this session comes."""
     with _changed:
-        offer = _await(link)
-        if offer.version != link.version:
+        offer = _await(spec)
+        if offer.version != spec.version:
             raise WeightSyncError(
-                f"weight sync {link.session}: the sender sent version {offer.version}, wanted {link.version}"
+                f"weight sync {spec.session}: the sender sent version {offer.version}, wanted {spec.version}"
             )
         seen: set[str] = set()
         tensors = [item for sender in sorted(offer.weights) for item in offer.weights[sender]]
     for name, tensor in tensors:
         if name in seen:
-            raise WeightSyncError(f"weight sync {link.session}: {name} came twice")
+            raise WeightSyncError(f"weight sync {spec.session}: {name} came twice")
         seen.add(name)
         yield name, tensor
     with _changed:
         offer.taken += 1
-        if offer.taken >= link.receivers and _offers.get(link.address) is offer:
-            del _offers[link.address]
+        if offer.taken >= spec.receivers and _offers.get(spec.address) is offer:
+            del _offers[spec.address]
 
 
-def _await(link: TransferSpec) -> _Offer:
-    deadline = time.monotonic() + link.timeout_seconds
+def _await(spec: TransferSpec) -> _Offer:
+    deadline = time.monotonic() + spec.timeout_seconds
     while True:
-        offer = _offers.get(link.address)
-        if offer is not None and offer.session == link.session:
+        offer = _offers.get(spec.address)
+        if offer is not None and offer.session == spec.session:
             return offer
         left = deadline - time.monotonic()
         if left <= 0:
             found = f"session {offer.session} of version {offer.version}" if offer else "nothing"
             raise WeightSyncError(
-                f"weight sync {link.session} of version {link.version}: after {link.timeout_seconds:g} s this process "
-                f"holds {found} at {link.address!r}; the sender must run before the receiver and in its process"
+                f"weight sync {spec.session} of version {spec.version}: after {spec.timeout_seconds:g} s this process "
+                f"holds {found} at {spec.address!r}; the sender must run before the receiver and in its process"
             )
         _changed.wait(left)

@@ -66,42 +66,42 @@ _mappings: dict[tuple[str, int, str], _Mapping] = {}
 memory of a sender that is gone is freed when its successor's is mapped."""
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Write the tensors to the sender's memory, cast to `link.dtype`, and publish the manifest."""
-    withdraw(link, sender)
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+    """Write the tensors to the sender's memory, cast to `spec.dtype`, and publish the manifest."""
+    withdraw(spec, sender)
     entries: list[Entry] = []
     offset = 0
     try:
-        room = _room(link, sender)
+        room = _room(spec, sender)
         for name, tensor in weights:
-            stored, end = _write(link, sender, room, offset, tensor)
+            stored, end = _write(spec, sender, room, offset, tensor)
             entries.append(
                 Entry(name, tuple(tensor.shape), dtype_name(stored.dtype), checksum(stored), room.name, offset)
             )
             offset = -(-end // ALIGN) * ALIGN
     except BaseException as error:
-        publish(link, sender, (), in_words(error))
+        publish(spec, sender, (), in_words(error))
         raise
-    publish(link, sender, entries)
+    publish(spec, sender, entries)
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor as a view of the shared memory. Copy it before reading the next.
 
     Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer.
     """
-    manifests = await_manifests(link)
+    manifests = await_manifests(spec)
     for manifest in manifests:
         for entry in manifest.entries:
-            yield entry.name, _read(link, manifest.sender, entry)
-    still_current(link, manifests)
+            yield entry.name, _read(spec, manifest.sender, entry)
+    still_current(spec, manifests)
 
 
-def _room(link: TransferSpec, sender: int) -> _Room:
+def _room(spec: TransferSpec, sender: int) -> _Room:
     """Return the memory of a sender of this process, which is the same for all sessions of a run."""
-    found = _rooms.get((link.address, sender))
+    found = _rooms.get((spec.address, sender))
     if found is None:
-        found = _rooms[link.address, sender] = _new_room(Path(link.address), sender)
+        found = _rooms[spec.address, sender] = _new_room(Path(spec.address), sender)
     return found
 
 
@@ -117,13 +117,13 @@ def _new_room(folder: Path, sender: int) -> _Room:
 
 
 def _write(
-    link: TransferSpec, sender: int, room: _Room, offset: int, tensor: "torch.Tensor"
+    spec: TransferSpec, sender: int, room: _Room, offset: int, tensor: "torch.Tensor"
 ) -> "tuple[torch.Tensor, int]":
     import torch
 
-    kind = getattr(torch, link.dtype) if link.dtype else tensor.dtype
+    kind = getattr(torch, spec.dtype) if spec.dtype else tensor.dtype
     end = offset + tensor.numel() * kind.itemsize
-    key = (link.address, sender, "send")
+    key = (spec.address, sender, "send")
     mapping = _mappings.get(key)
     if mapping is None or mapping.data.numel() < end or not _is(mapping, room.path):
         _grow(room, end)
@@ -167,35 +167,35 @@ def _map(file: Path) -> _Mapping:
     return _Mapping(status.st_ino, data)
 
 
-def _read(link: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
+def _read(spec: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
     import torch
 
     dtype: torch.dtype = getattr(torch, entry.dtype)
     end = entry.offset + dtype.itemsize * torch.Size(entry.shape).numel()
     try:
-        file = _find(link, entry)
+        file = _find(spec, entry)
         status = file.stat()
     except OSError as error:
         gone = isinstance(error, FileNotFoundError)
-        raise damaged(link, entry, "its sender is gone" if gone else f"it cannot be read: {error.strerror}") from None
+        raise damaged(spec, entry, "its sender is gone" if gone else f"it cannot be read: {error.strerror}") from None
     if status.st_size < end:
-        raise damaged(link, entry, f"the file has {status.st_size} bytes, wanted {end}")
-    key = (link.address, sender, "receive")
+        raise damaged(spec, entry, f"the file has {status.st_size} bytes, wanted {end}")
+    key = (spec.address, sender, "receive")
     mapping = _mappings.get(key)
     if mapping is None or mapping.inode != status.st_ino or mapping.data.numel() != status.st_size:
         mapping = _mappings[key] = _map(file)
     tensor: torch.Tensor = mapping.data[entry.offset : end].view(dtype).view(entry.shape)
     found = checksum(tensor)
     if found != entry.checksum:
-        raise damaged(link, entry, f"checksum {found:08x}, wanted {entry.checksum:08x}")
+        raise damaged(spec, entry, f"checksum {found:08x}, wanted {entry.checksum:08x}")
     return tensor
 
 
-def _find(link: TransferSpec, entry: Entry) -> Path:
+def _find(spec: TransferSpec, entry: Entry) -> Path:
     """Return the path of a sender's memory. Raises `FileNotFoundError` if no process has it open any more."""
     found = _IN_MEMORY.fullmatch(entry.file)
     if not found:
-        return Path(link.address) / entry.file
+        return Path(spec.address) / entry.file
     file = Path(f"/proc/{found[1]}/fd/{found[2]}")
     if not os.readlink(file).startswith(f"/memfd:{_TITLE}-"):  # another process has the number by now
         raise FileNotFoundError(file)

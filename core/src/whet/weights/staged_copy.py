@@ -57,11 +57,11 @@ class KeptCopy:
         self._changed = threading.Condition()
         self.door = Door(address, bytes.fromhex(token), self._serve, purpose="weight syncs")
 
-    def begin(self, link: TransferSpec, *, lane: bool = False) -> None:
+    def begin(self, spec: TransferSpec, *, lane: bool = False) -> None:
         """Begin a session: discard the published manifest. `lane`: admit receivers while this session is sent."""
         with self._changed:
-            self._session, self._timeout, self._manifest = link.session, link.timeout_seconds, None
-            self._begun.append(link.session)
+            self._session, self._timeout, self._manifest = spec.session, spec.timeout_seconds, None
+            self._begun.append(spec.session)
             self._guests = [] if lane else None
             self._end = 0
             self._changed.notify_all()
@@ -150,12 +150,12 @@ class KeptCopy:
         send_message(guest, encode({"session": now}))
 
 
-def kept_copy(link: TransferSpec, sender: int) -> KeptCopy:
+def kept_copy(spec: TransferSpec, sender: int) -> KeptCopy:
     """Return the copy of a sender in this process, which is the same for all sessions of a run."""
     with _lock:
-        found = _copies.get((link.address, sender))
-        if found is None or found.token != link.token:
-            found = _copies[link.address, sender] = KeptCopy(own_address(link), link.token)
+        found = _copies.get((spec.address, sender))
+        if found is None or found.token != spec.token:
+            found = _copies[spec.address, sender] = KeptCopy(own_address(spec), spec.token)
         return found
 
 
@@ -164,9 +164,9 @@ _copies: dict[tuple[str, int], KeptCopy] = {}
 _lock = threading.Lock()
 
 
-def own_address(link: TransferSpec) -> str:
+def own_address(spec: TransferSpec) -> str:
     """Return the address from which this process reaches the driver, and at which other nodes reach this process."""
-    host, _, port = link.address.rpartition(":")
+    host, _, port = spec.address.rpartition(":")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
         address: str = probe.getsockname()[0]

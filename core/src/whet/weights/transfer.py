@@ -1,6 +1,6 @@
-"""What both ends of a weight sync call, in their workers, with the link that the driver made.
+"""What both ends of a weight sync call, in their workers, with the spec that the driver made.
 
-    send(link, [(name, tensor), ...])        for name, tensor in receive(link): ...
+    send(spec, [(name, tensor), ...])        for name, tensor in receive(spec): ...
 
 `receive` is checked: it ends without an error only after it has yielded everything that the senders sent, undamaged.
 The receiver itself checks what a model needs beyond that (every parameter present, shapes equal).
@@ -33,40 +33,40 @@ STREAMED = ("cuda-ipc", "broadcast")
 """Transports that yield tensors on a GPU, one bucket at a time. A receiver has no room to hold them all."""
 
 
-def send(link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
+def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
     """Send the weights of one sender: (Hugging Face name, full tensor), each name from exactly one sender.
 
     Does not wait for receivers, except that the transports in `STREAMED` wait a limited time. Tensors are read one at a
     time, so an iterator may gather them as it goes.
     """
-    if not 0 <= sender < link.senders:
-        raise WeightSyncError(f"weight sync {link.session}: sender {sender} of {link.senders} senders")
-    _transport(link).send(link, _once_each(link, weights), sender)
+    if not 0 <= sender < spec.senders:
+        raise WeightSyncError(f"weight sync {spec.session}: sender {sender} of {spec.senders} senders")
+    _transport(spec).send(spec, _once_each(spec, weights), sender)
 
 
-def receive(link: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
+def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield (name, tensor) of every sender. Copy a tensor before reading the next.
 
     Raises `WeightSyncError` if the transfer is partial, stale or damaged, or does not come in time. What was copied
     until then must not be used.
     """
-    yield from _transport(link).receive(link, receiver)
+    yield from _transport(spec).receive(spec, receiver)
 
 
-def _transport(link: TransferSpec) -> ModuleType:
-    if link.transport not in TRANSPORTS:
+def _transport(spec: TransferSpec) -> ModuleType:
+    if spec.transport not in TRANSPORTS:
         raise WeightSyncError(
-            f"weight sync {link.session}: no transport {link.transport!r}, only {', '.join(TRANSPORTS)}"
+            f"weight sync {spec.session}: no transport {spec.transport!r}, only {', '.join(TRANSPORTS)}"
         )
-    return import_module(f"whet.weights.{TRANSPORTS[link.transport]}")
+    return import_module(f"whet.weights.{TRANSPORTS[spec.transport]}")
 
 
 def _once_each(
-    link: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]"
+    spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]"
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
-            raise WeightSyncError(f"weight sync {link.session}: {name} was sent twice")
+            raise WeightSyncError(f"weight sync {spec.session}: {name} was sent twice")
         seen.add(name)
         yield name, tensor

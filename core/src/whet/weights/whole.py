@@ -68,18 +68,18 @@ def failure_among(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 
 
 def receive_whole(
-    link: TransferSpec, receiver: int, stored: Mapping[str, Shape], *, tied: bool
+    spec: TransferSpec, receiver: int, stored: Mapping[str, Shape], *, tied: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Start to receive weights that must be those of a model folder. Return the tensors; an engine may keep them.
 
     Raises `WeightSyncError` at once, before the first tensor is returned. For streamed transports, the check that
     nothing is missing comes after the last tensor.
     """
-    if link.transport not in STREAMED:
-        tensors = list(receive(link, receiver))
+    if spec.transport not in STREAMED:
+        tensors = list(receive(spec, receiver))
         check_whole([(name, tuple(tensor.shape)) for name, tensor in tensors], stored, tied=tied)
         return iter(tensors)
-    arriving = receive(link, receiver)
+    arriving = receive(spec, receiver)
     first = list(islice(arriving, 1))
     return _copied(chain(first, arriving), stored, tied)
 

@@ -202,20 +202,20 @@ def test_closing_a_message_gives_its_requests_up(own_worker: Worker, requests_of
 
 
 def sync(worker: Worker, folder: Path, version: int, leave_out: int = 0, factor: float = 1.5) -> TransferSpec:
-    """Send scaled weights; give the link to receive them by."""
-    link = TransferSpec("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
-    send(link, [(name, factor * p) for name, p in worker._model.named_parameters()][leave_out:])
-    return link
+    """Send scaled weights; give the spec to receive them by."""
+    spec = TransferSpec("disk", str(folder), f"session-{version}", version, timeout_seconds=5.0)
+    send(spec, [(name, factor * p) for name, p in worker._model.named_parameters()][leave_out:])
+    return spec
 
 
 async def during(
-    worker: Worker, gate: Gate, requests: list[Request], later: list[Request], link: TransferSpec, how: Any
+    worker: Worker, gate: Gate, requests: list[Request], later: list[Request], spec: TransferSpec, how: Any
 ) -> Any:
     """Hand weights over while requests run and others wait; whether that was over before the gate was opened."""
     running = asyncio.create_task(ask(worker, requests))
     await gate.held()
     waiting = asyncio.create_task(ask(worker, later))
-    taking = asyncio.create_task(worker.receive_weights(link, link.version, how))
+    taking = asyncio.create_task(worker.receive_weights(spec, spec.version, how))
     await asyncio.sleep(0.05)
     assert not taking.done(), "the batch is held in the middle of a token"
     gate.opened.set()
@@ -227,8 +227,8 @@ def test_drained_a_batch_ends_with_the_old_weights(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     (expected,) = run(ask(own_worker, requests_of(4, max_tokens=20)))
-    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
-    before, after = run(during(own_worker, gate, requests_of(4, max_tokens=20), requests_of(3, seed=1), link, "drain"))
+    gate, spec = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
+    before, after = run(during(own_worker, gate, requests_of(4, max_tokens=20), requests_of(3, seed=1), spec, "drain"))
     assert {c.versions for c in before} == {((0, 0),)}
     assert [c.tokens.tolist() for c in before] == [c.tokens.tolist() for c in expected]
     assert {c.versions for c in after} == {((0, 5),)}
@@ -244,8 +244,8 @@ def test_kept_a_batch_goes_on_with_the_new_weights_at_its_next_token(
     try:
         requests = requests_of(40, max_tokens=20)
         (expected,) = run(ask(worker, requests))
-        gate, link = Gate(worker, monkeypatch), sync(worker, tmp_path, 5, factor=-1.0)
-        kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), link, "continue"))
+        gate, spec = Gate(worker, monkeypatch), sync(worker, tmp_path, 5, factor=-1.0)
+        kept, after = run(during(worker, gate, requests, requests_of(3, seed=1), spec, "continue"))
     finally:
         worker.close()
         torch.set_num_threads(set_threads)
@@ -267,8 +267,8 @@ def test_the_same_weights_between_two_tokens_change_nothing(
 ) -> None:
     requests = requests_of(6, max_tokens=20)
     (expected,) = run(ask(own_worker, requests))
-    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 1, factor=1.0)
-    kept, _ = run(during(own_worker, gate, requests, requests_of(1), link, "continue"))
+    gate, spec = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 1, factor=1.0)
+    kept, _ = run(during(own_worker, gate, requests, requests_of(1), spec, "continue"))
     for completion, whole in zip(kept, expected, strict=True):
         assert len(completion.versions) == 2
         assert np.array_equal(completion.tokens, whole.tokens)
@@ -279,8 +279,8 @@ def test_aborted_a_batch_comes_back_with_what_it_has(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     (expected,) = run(ask(own_worker, requests_of(4, max_tokens=30)))
-    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
-    aborted, after = run(during(own_worker, gate, requests_of(4, max_tokens=30), requests_of(3, seed=1), link, "abort"))
+    gate, spec = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5)
+    aborted, after = run(during(own_worker, gate, requests_of(4, max_tokens=30), requests_of(3, seed=1), spec, "abort"))
     for completion, whole in zip(aborted, expected, strict=True):
         assert (completion.stop, completion.versions) == ("abort", ((0, 0),))
         assert 0 < len(completion.tokens) < 10
@@ -302,12 +302,12 @@ def test_where_nothing_runs_weights_are_taken_at_once(
 def test_a_weight_sync_that_fails_between_two_tokens_ends_the_batch_with_its_reason(
     own_worker: Worker, requests_of: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
-    gate, link = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5, leave_out=1)
+    gate, spec = Gate(own_worker, monkeypatch), sync(own_worker, tmp_path, 5, leave_out=1)
 
     async def failing() -> None:
         running = asyncio.create_task(ask(own_worker, requests_of(4, max_tokens=20)))
         await gate.held()
-        taking = asyncio.create_task(own_worker.receive_weights(link, 5, "continue"))
+        taking = asyncio.create_task(own_worker.receive_weights(spec, 5, "continue"))
         await asyncio.sleep(0.01)
         gate.opened.set()
         with pytest.raises(WeightSyncError, match="1 parameters were not sent"):

@@ -50,7 +50,7 @@ class TestInThisProcess(Contract):
         prompt = np.random.default_rng(0).integers(3, 300, 200)
         for version, model in ((5001, other), (5002, reference)):
             subject.ask(subject.request(prompt))
-            self._sync(subject, self._link(subject, "shared-memory", version), model.weights())
+            self._sync(subject, self._spec(subject, "shared-memory", version), model.weights())
             request = subject.request(prompt)
             assert gap(model, request, subject.ask(request)[0], 1.0) < TOLERANCE
 
@@ -62,7 +62,7 @@ class TestInThisProcess(Contract):
     ) -> None:
         weights = [(n, t) for n, t in other.weights() if not any(part in n for part in left_out)]
         with pytest.raises(Exception, match="parameters were not sent"):
-            self._sync(subject, self._link(subject, "shared-memory", 5100), weights)
+            self._sync(subject, self._spec(subject, "shared-memory", 5100), weights)
         request = subject.request(seed=3)
         assert gap(reference, request, subject.ask(request)[0], 1.0) < TOLERANCE
 
@@ -71,10 +71,10 @@ class TestInThisProcess(Contract):
     ) -> None:
         spoilt = [(n, t * float("nan") if "up_proj" in n else t) for n, t in reference.weights()]
         with pytest.raises(Exception, match="not finite"):
-            self._sync(subject, self._link(subject, "shared-memory", 5200), spoilt)
+            self._sync(subject, self._spec(subject, "shared-memory", 5200), spoilt)
         with pytest.raises(Exception, match="no weights to use, as the last weight sync failed"):
             subject.ask(subject.request())
-        self._sync(subject, self._link(subject, "shared-memory", 5201), reference.weights())
+        self._sync(subject, self._spec(subject, "shared-memory", 5201), reference.weights())
         request = subject.request(seed=3)
         assert gap(reference, request, subject.ask(request)[0], 1.0) < TOLERANCE
 
@@ -101,9 +101,9 @@ class TestInThisProcess(Contract):
         assert "must run between begin_weight_update() and end_weight_update()" in answer[1]
         assert probe.call("open_session") == [[True, "Success"]]
         with pytest.raises(Exception, match="SGLang a weight-update session is already open"):
-            self._sync(subject, self._link(subject, "shared-memory", 5300), other.weights())
+            self._sync(subject, self._spec(subject, "shared-memory", 5300), other.weights())
         probe.call("close_session")
-        self._sync(subject, self._link(subject, "shared-memory", 5301), reference.weights())
+        self._sync(subject, self._spec(subject, "shared-memory", 5301), reference.weights())
         request = subject.request(seed=3)
         assert gap(reference, request, subject.ask(request)[0], 1.0) < TOLERANCE
 

@@ -48,11 +48,11 @@ def test_before_after_and_after_twenty_weight_syncs(tiny_models: Any, tmp_path: 
                 assert largest_gap(runner, generator, first, temperature) < TOLERANCE
             assert largest_gap(runner, generator, other, 1.0) > 0.1, "the two models are told apart"
             for number in range(21):
-                link = TransferSpec(
+                spec = TransferSpec(
                     "shared-memory", str(tmp_path / "weights"), f"s{number}", number + 1, timeout_seconds=60.0
                 )
-                transfer.send(link, (other if number % 2 == 0 else first).weights())
-                generator.receive_weights(link, number + 1).result()
+                transfer.send(spec, (other if number % 2 == 0 else first).weights())
+                generator.receive_weights(spec, number + 1).result()
                 if number in (0, 20):
                     for temperature in (1.0, 0.7):
                         assert largest_gap(runner, generator, other, temperature) < TOLERANCE

@@ -51,7 +51,7 @@ class TestInThisProcess(Contract):
         prompt = np.random.default_rng(0).integers(3, 384, 200)  # longer than a block of the cache
         for version, model in ((5001, other), (5002, reference)):
             subject.ask(subject.request(prompt))
-            self._sync(subject, self._link(subject, "shared-memory", version), model.weights())
+            self._sync(subject, self._spec(subject, "shared-memory", version), model.weights())
             request = subject.request(prompt)
             assert gap(model, request, subject.ask(request)[0], 1.0) < TOLERANCE
 
@@ -81,7 +81,7 @@ class TestInThisProcess(Contract):
             await update(request)
 
         worker._engine.llm.update_weights = seen
-        self._sync(subject, self._link(subject, "disk", 5003), reference.weights())
+        self._sync(subject, self._spec(subject, "disk", 5003), reference.weights())
         worker._engine.llm.update_weights = update
         assert len(asked) == 1
 

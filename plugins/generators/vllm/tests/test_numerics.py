@@ -47,10 +47,10 @@ class Served:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self.version += 1
-        link = TransferSpec(transport, str(self.scratch), f"session-{self.version}", self.version, timeout_seconds=30.0)
-        send(link, weights)
+        spec = TransferSpec(transport, str(self.scratch), f"session-{self.version}", self.version, timeout_seconds=30.0)
+        send(spec, weights)
         self.llm.start_weight_update()
-        self.llm.update_weights(WeightTransferUpdateRequest(update_info={"link": attrs.asdict(link)}))
+        self.llm.update_weights(WeightTransferUpdateRequest(update_info={"spec": attrs.asdict(spec)}))
         self.llm.finish_weight_update()
         (report,) = self.llm.collective_rpc("whet_report")
         self.llm.reset_prefix_cache()

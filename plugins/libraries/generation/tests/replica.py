@@ -19,7 +19,7 @@ class Replica:
         self.rank, self.notes = rank.rank, Path(notes)
         time.sleep(0.5)
 
-    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: str = "drain") -> None:
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: str = "drain") -> None:
         """Note it."""
         self.note(str(version))
 

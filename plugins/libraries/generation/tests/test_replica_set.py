@@ -72,7 +72,7 @@ class Granting:
 def made(workers: Mortal, grants: int = 10) -> tuple[RequestDispatcher, Granting, list[tuple[int, TransferSpec]]]:
     received: list[tuple[int, TransferSpec]] = []
     granting = Granting(grants)
-    replicas = ReplicaSet(workers, granting, lambda rank, link, proof: received.append((rank, link)))  # type: ignore[arg-type]
+    replicas = ReplicaSet(workers, granting, lambda rank, spec, proof: received.append((rank, spec)))  # type: ignore[arg-type]
     dispatcher = RequestDispatcher(workers, replicas)  # type: ignore[arg-type]
     replicas.changed = dispatcher.wake
     return dispatcher, granting, received
@@ -294,18 +294,18 @@ def test_a_prompt_that_kills_replicas_is_given_up_and_those_beside_it_are_served
 def test_where_all_begins_again_after_a_loss_the_prompt_that_kills_is_found_all_the_same() -> None:
     granting, asked = Granting(0), prompts("a", "poison", "b")
 
-    def sitting() -> tuple[Poisoned, list[Any]]:
+    def attempt() -> tuple[Poisoned, list[Any]]:
         workers = Poisoned(1, lambda rank, message: False)
         workers.alone = False
         dispatcher = RequestDispatcher(workers, ReplicaSet(workers, granting))  # type: ignore[arg-type]
         return workers, run(ask(dispatcher, asked))
 
     for _ in range(MOST_LOSSES - 1):
-        workers, _ = sitting()
+        workers, _ = attempt()
         assert [len(message) for _, message in workers.messages] == [9]  # as in a run that nothing disturbs
-    workers, _ = sitting()
+    workers, _ = attempt()
     assert [{id_[:-2] for id_, _ in message} for _, message in workers.messages] == [{"a"}, {"poison"}]
-    _, found = sitting()
+    _, found = attempt()
     lost = [request.id for request, answer in zip(asked, found, strict=True) if isinstance(answer, RequestLost)]
     assert lost == ["poison-0", "poison-1", "poison-2"]
     assert sum(isinstance(answer, Completion) for answer in found) == 6

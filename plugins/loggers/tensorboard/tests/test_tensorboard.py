@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_leaves_every_step_it_logged(tmp_path: Path) ->
     assert loss(tmp_path) == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_the_config_is_there_as_text_for_each_sitting(tmp_path: Path) -> None:
+def test_the_config_is_there_as_text_for_each_run_attempt(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     write(tmp_path, range(3, 5), resumed_from=2)
     events = read(tmp_path).Tensors("config")

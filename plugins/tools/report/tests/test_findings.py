@@ -4,7 +4,7 @@ import math
 
 from whet_report.findings import findings
 
-FINE = {"state": "finished", "done": 20, "sittings": 1, "replica_restarts": 0, "run_restarts": 0}
+FINE = {"state": "finished", "done": 20, "run_attempts": 1, "replica_restarts": 0, "run_restarts": 0}
 
 
 def texts(rows, run=FINE):
@@ -30,25 +30,26 @@ def test_what_stands_out_is_named_the_gravest_first():
         }
         for step in range(1, 41)
     ]
-    found = texts(rows, {**FINE, "state": "failed", "done": 40, "sittings": 2})
+    found = texts(rows, {**FINE, "state": "failed", "done": 40, "run_attempts": 2})
     assert found[:3] == [
         "bad: The run failed after step 40.",
         "bad: loss was not finite, first on step 8.",
         "bad: Sampler and trainer are 0.038 nats apart on an average token.",
     ]
     rest = " ".join(found[3:])
-    for part in ("resumed: 2 sittings", "On step 40 sampler and trainer were 4 nats", "grew from 3.0e-03 to 3.8e-02",
+    for part in ("resumed: 2 run attempts",
+                 "On step 40 sampler and trainer were 4 nats", "grew from 3.0e-03 to 3.8e-02",
                  "95% of the answers were cut", "hardly differ", "20 episodes failed", "90% of a step"):  # fmt: skip
         assert part in rest
 
 
 def test_lost_workers_are_told_and_are_no_resumed_run():
     rows = [{"loss": 1.0}] * 20
-    lost = texts(rows, {**FINE, "sittings": 2, "replica_restarts": 3, "run_restarts": 1})
+    lost = texts(rows, {**FINE, "run_attempts": 2, "replica_restarts": 3, "run_restarts": 1})
     assert lost[:2] == [
         "look: Replicas of the generator were lost and restarted: 3.",
         "look: Other workers were lost, and it began again after its last checkpoint: 1.",
     ]
     assert not any("resumed" in text for text in lost)
-    again = texts(rows, {**FINE, "sittings": 4, "run_restarts": 1})
-    assert "look: It was resumed: 3 sittings." in again
+    again = texts(rows, {**FINE, "run_attempts": 4, "run_restarts": 1})
+    assert "look: It was resumed: 3 run attempts." in again

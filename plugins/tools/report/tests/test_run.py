@@ -120,10 +120,10 @@ def test_the_journal_says_how_a_run_stands(events, done, word):
     assert state([{"event": event} for event in events], done, 5)["state"] == word
 
 
-def test_time_between_sittings_is_not_work():
+def test_time_between_run_attempts_is_not_work():
     events = [("opened", 0), ("step", 10), ("opened", 100), ("step", 105), ("closed", 107)]
     found = state([{"event": event, "time": time} for event, time in events], 2, 2)
-    assert (found["seconds"], found["sittings"]) == (17.0, 2)
+    assert (found["seconds"], found["run_attempts"]) == (17.0, 2)
 
 
 def test_versions_of_a_role_with_a_python_of_its_own_stand_beside_the_driver_s(tmp_path):

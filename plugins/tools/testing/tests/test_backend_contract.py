@@ -102,8 +102,8 @@ class PlainBackend:
         rows = [self.outputs(batch, i, model) for i in range(batch.sequences)]
         return {name: np.concatenate([row[name].numpy() for row in rows]).astype(np.float32) for name in outputs}
 
-    def send_weights(self, link: TransferSpec) -> Done:
-        transfer.send(link, self.sent())
+    def send_weights(self, spec: TransferSpec) -> Done:
+        transfer.send(spec, self.sent())
         return Done()
 
     def sent(self) -> list[tuple[str, Any]]:

@@ -67,9 +67,9 @@ class Fsdp2Backend:
         restored = joined.take(np.argsort(joined[_ROW], kind="stable"))
         return {name: restored[f"output:{name}"] for name in outputs}
 
-    def send_weights(self, link: TransferSpec) -> Pending:
-        """Start to send the policy's weights over a link. Returns the pending call."""
-        return self._awake.start("send_weights", link, phase="weight_sync", timeout_seconds=link.timeout_seconds)
+    def send_weights(self, spec: TransferSpec) -> Pending:
+        """Start to send the policy's weights of one transfer. Returns the pending call."""
+        return self._awake.start("send_weights", spec, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
 
     def save(self, folder: Path) -> Pending:
         """Start to save weights, optimizer and schedule. The returned call is done when the files are durable."""

@@ -322,18 +322,18 @@ class Worker:
 
     # Weights
 
-    def send_weights(self, link: TransferSpec) -> None:
+    def send_weights(self, spec: TransferSpec) -> None:
         """Send the weights that the forward pass uses. All ranks gather; rank 0 sends, or with cuda-ipc every rank."""
         stream = self._weights.computing()
-        if not self._first and link.transport != "cuda-ipc":
+        if not self._first and spec.transport != "cuda-ipc":
             for _ in stream:
                 pass
             return
         from whet.weights.transfer import send
 
-        dtype = getattr(torch, link.dtype) if link.dtype else None
+        dtype = getattr(torch, spec.dtype) if spec.dtype else None
         cast = ((name, tensor.to(dtype if tensor.is_floating_point() else None)) for name, tensor in stream)
-        send(link, cast if dtype else stream, sender=self._ranks.rank if link.senders > 1 else 0)
+        send(spec, cast if dtype else stream, sender=self._ranks.rank if spec.senders > 1 else 0)
 
     def save(self, folder: str) -> None:
         """Write weights, optimizer and schedule, durably."""

@@ -121,14 +121,14 @@ class Worker:
         self._aborts.add([q.id for q in self._running if q.id in chosen])
         yield None
 
-    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a weight sync. After a failed sync nothing is generated until a sync is complete.
 
         The running batch is drained, continues with the new weights, or is aborted. Waiting requests always get the
         new weights.
         """
         if on_weight_update == "continue":
-            taken = self._weights.in_running_batch(lambda: self._take(link, version))
+            taken = self._weights.in_running_batch(lambda: self._take(spec, version))
             if taken is not None:
                 await asyncio.wrap_future(taken)
                 return
@@ -136,17 +136,17 @@ class Worker:
             self._aborts.add_running()
         loop = asyncio.get_running_loop()
         # Now, so that it comes before the next batch.
-        await loop.run_in_executor(compute_thread(), self._take_between_batches, link, version)
+        await loop.run_in_executor(compute_thread(), self._take_between_batches, spec, version)
 
-    def _take_between_batches(self, link: TransferSpec, version: int) -> None:
+    def _take_between_batches(self, spec: TransferSpec, version: int) -> None:
         with self._busy:
-            self._take(link, version)
+            self._take(spec, version)
 
     @torch.inference_mode(False)  # which a running batch is in; what is mapped now is read by later weight syncs
-    def _take(self, link: TransferSpec, version: int) -> None:
+    def _take(self, spec: TransferSpec, version: int) -> None:
         self._offload.wake(contents=False)
         try:
-            take_weights(self._model, receive(link, self._rank.rank))
+            take_weights(self._model, receive(spec, self._rank.rank))
         except BaseException as error:
             self._weights.broken = str(error)
             raise

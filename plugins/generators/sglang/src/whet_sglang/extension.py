@@ -87,14 +87,14 @@ HOOKS: dict[str, Callable[..., Any]] = {
 def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
     """Receive a weight sync into the model of this process, whole or not at all, and write a report.
 
-    `named` is one pair. Its name is a JSON object: `link` (the fields of `TransferSpec`), `receiver`, `folder` (of the
+    `named` is one pair. Its name is a JSON object: `spec` (the fields of `TransferSpec`), `receiver`, `folder` (of the
     model), `reports` (a folder). No error is raised, because SGLang would die of it. A report has `session`, `failure`
     (a message), and `spoilt`: whether the weights are a mixture.
     """
     from sglang.srt.runtime_context import get_parallel
 
     order = json.loads(named[0][0])
-    report = {"session": order["link"]["session"], "failure": "", "spoilt": False}
+    report = {"session": order["spec"]["session"], "failure": "", "spoilt": False}
     try:
         _take(model, order, get_parallel().tp_rank, report)
     except Exception as error:
@@ -107,9 +107,9 @@ def load(model: Any, named: Sequence[tuple[str, Any]]) -> None:
 
 def _take(model: Any, order: dict[str, Any], share: int, report: dict[str, Any]) -> None:
     """Receive and load a whole weight sync."""
-    tied, link = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["link"])
+    tied, spec = bool(getattr(model.config, "tie_word_embeddings", False)), TransferSpec(**order["spec"])
     with torch.inference_mode(False):  # what is mapped now is read by later weight syncs
-        arriving = receive_whole(link, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
+        arriving = receive_whole(spec, order["receiver"] + share, stored_shapes(order["folder"]), tied=tied)
     report["spoilt"] = True
     model.load_weights(arriving)
     for _ in arriving:  # a loader that stops early would leave unsaid whether that was all

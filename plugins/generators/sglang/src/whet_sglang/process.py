@@ -93,7 +93,7 @@ class Process:
         inside = [id_ for id_ in ids if id_ in self._asked and self._asked[id_].inside]
         await asyncio.gather(*map(self._abort, inside))
 
-    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a weight sync.
 
         If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
@@ -102,15 +102,15 @@ class Process:
         async with self._arriving:
             self._gate.clear()
             try:
-                if link.transport in ("shared-memory", "disk"):
+                if spec.transport in ("shared-memory", "disk"):
                     # Those that run need not stand still until the senders are done.
-                    await asyncio.to_thread(await_manifests, link)
+                    await asyncio.to_thread(await_manifests, spec)
                 await self._resume(self._released & {"weights"})
                 if on_weight_update == "continue":
-                    await self._while_all_stand_still(link, version)
+                    await self._while_all_stand_still(spec, version)
                 else:
                     await self._until_all_have_ended(on_weight_update)
-                    await self._take(link, version)
+                    await self._take(spec, version)
             finally:
                 self._admit()
 
@@ -198,33 +198,33 @@ class Process:
                 await asyncio.gather(*map(self._abort, inside))
             await asyncio.wait(inside.values())
 
-    async def _while_all_stand_still(self, link: TransferSpec, version: int) -> None:
+    async def _while_all_stand_still(self, spec: TransferSpec, version: int) -> None:
         """Take weights between two tokens of running requests. Their keys and values are computed again afterwards."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
         try:
-            await self._take(link, version)
+            await self._take(spec, version)
         finally:
             await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    async def _take(self, link: TransferSpec, version: int) -> None:
+    async def _take(self, spec: TransferSpec, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         broken, self._broken = self._broken, "it ended half way"
-        reports = await self._load(link)
+        reports = await self._load(spec)
         failure, spoilt = failure_among(reports)
         if failure:
             self._broken = failure if spoilt else broken
             raise WeightSyncError(failure)
-        if len(reports) != self._processes or {report["session"] for report in reports} != {link.session}:
-            raise WeightSyncError(f"weight sync {link.session}: SGLang's {self._processes} processes took {reports}")
+        if len(reports) != self._processes or {report["session"] for report in reports} != {spec.session}:
+            raise WeightSyncError(f"weight sync {spec.session}: SGLang's {self._processes} processes took {reports}")
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
         self._broken = ""
 
-    async def _load(self, link: TransferSpec) -> list[dict[str, Any]]:
+    async def _load(self, spec: TransferSpec) -> list[dict[str, Any]]:
         """Load a weight sync in all of SGLang's processes, in one update session of SGLang. Returns their reports."""
         import torch
         from sglang.srt.managers.io_struct import (
@@ -237,18 +237,18 @@ class Process:
         shutil.rmtree(self._reports, ignore_errors=True)
         self._reports.mkdir(parents=True)
         first = self._receiver * self._processes
-        order = {"link": asdict(link), "receiver": first, "folder": self._folder}
+        order = {"spec": asdict(spec), "receiver": first, "folder": self._folder}
         message = json.dumps({**order, "reports": str(self._reports)})
         payload = MultiprocessingSerializer.serialize([(message, torch.empty(0))])
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._processes, load_format=LOADER, flush_cache=True
         )
-        _must(link, *await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        _must(spec, *await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         try:
-            _must(link, *await self._manager.update_weights_from_tensor(update, None))
+            _must(spec, *await self._manager.update_weights_from_tensor(update, None))
         finally:
             ended = await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
-        _must(link, *ended)
+        _must(spec, *ended)
         return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self._reports.glob("*.json"))]
 
 
@@ -259,10 +259,10 @@ def _tags() -> set[str]:
     return set(GPU_MEMORY_ALL_TYPES)
 
 
-def _must(link: TransferSpec, done: bool, *said: str) -> None:
+def _must(spec: TransferSpec, done: bool, *said: str) -> None:
     """Raise `WeightSyncError` if SGLang reports that it failed. SGLang raises no error itself."""
     if not done:
-        raise WeightSyncError(f"weight sync {link.session}: SGLang {': '.join(said)}")
+        raise WeightSyncError(f"weight sync {spec.session}: SGLang {': '.join(said)}")
 
 
 def _name(id_: str) -> str:

@@ -87,14 +87,14 @@ class Worker:
         await self._ask("abort", ids)
         yield None
 
-    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a weight sync.
 
         If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
         complete.
         """
         try:
-            await self._ask("receive_weights", link, version, on_weight_update)
+            await self._ask("receive_weights", spec, version, on_weight_update)
         except WhetError as error:
             raise WeightSyncError(str(error)) from error
 

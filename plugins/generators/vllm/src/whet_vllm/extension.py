@@ -39,7 +39,7 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]  # untyped for who 
 class Arrival(WeightTransferUpdateInfo):  # type: ignore[misc]  # untyped for who has no vLLM
     """One weight sync to receive."""
 
-    link: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
     """The fields of `whet.interfaces.weights.TransferSpec`."""
     receiver: int = 0
     """Index of this engine's first process among all receivers of weights."""
@@ -63,9 +63,9 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
     def receive_weights(self, update_info: Arrival) -> None:
         """Receive and load a whole weight sync, and write its report."""
         try:
-            link, share = TransferSpec(**update_info.link), get_tensor_model_parallel_rank()
-            count = self._take(link, update_info.receiver + share)
-            self.report.update(session=update_info.link["session"], tensors=count, failure="")
+            spec, share = TransferSpec(**update_info.spec), get_tensor_model_parallel_rank()
+            count = self._take(spec, update_info.receiver + share)
+            self.report.update(session=update_info.spec["session"], tensors=count, failure="")
         except Exception as error:
             log.exception("a weight sync failed")
             self.report["failure"] = in_words(error)
@@ -76,11 +76,11 @@ class Transfer(WeightTransferEngine[Nothing, Arrival]):  # type: ignore[misc]  #
     def shutdown(self) -> None:
         """Do nothing: no resource is held."""
 
-    def _take(self, link: TransferSpec, receiver: int) -> int:
+    def _take(self, spec: TransferSpec, receiver: int) -> int:
         """Load a whole weight sync. Returns the number of tensors."""
         config = self.model_config
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        arriving = receive_whole(link, receiver, stored_shapes(config.model), tied=tied)
+        arriving = receive_whole(spec, receiver, stored_shapes(config.model), tied=tied)
         names: list[str] = []
         embeddings: dict[str, Any] = {}
 

@@ -90,13 +90,13 @@ class Worker:
         await asyncio.wrap_future(self._there(self._abort(ids)))
         yield None
 
-    async def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         """Take the weights of a weight sync.
 
         If the sync is refused, the old weights stay in use; if it fails half way, nothing is generated until a sync is
         complete.
         """
-        await asyncio.wrap_future(self._there(self._receive(link, version, on_weight_update)))
+        await asyncio.wrap_future(self._there(self._receive(spec, version, on_weight_update)))
 
     def sleep(self) -> int | None:
         """Free GPU memory and move weights to the host. Returns the freed bytes; None on a CPU, which cannot sleep."""
@@ -193,11 +193,11 @@ class Worker:
             return request.id, str(error)
         return error
 
-    async def _receive(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+    async def _receive(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
         async with self._arriving:
             self._gate.clear()
             try:
-                await self._while_it_lives(self._change(link, version, on_weight_update))
+                await self._while_it_lives(self._change(spec, version, on_weight_update))
             finally:
                 self._gate.set()
 
@@ -232,26 +232,26 @@ class Worker:
         """Return the free memory of the GPUs of all engine processes, in bytes."""
         return sum(await self._engine.llm.collective_rpc("whet_free_bytes"))
 
-    async def _change(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
-        if link.transport in ("shared-memory", "disk"):
+    async def _change(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate) -> None:
+        if spec.transport in ("shared-memory", "disk"):
             # Those that run need not stand still until the senders are done.
-            await asyncio.to_thread(await_manifests, link)
+            await asyncio.to_thread(await_manifests, spec)
         if self._asleep:  # nothing runs, and the cache is not there to be forgotten
             self._asleep = "but for weights"
             await self._engine.llm.wake_up(tags=["weights"])
-            return await self._take(link, version)
+            return await self._take(spec, version)
         await self._engine.llm.pause_generation(mode=PAUSES[on_weight_update])
         try:
-            await self._take(link, version)
+            await self._take(spec, version)
         finally:
             await self._engine.llm.resume_generation()
         return None
 
-    async def _take(self, link: TransferSpec, version: int) -> None:
+    async def _take(self, spec: TransferSpec, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._engine.llm
-        update = {"link": asdict(link), "receiver": self._rank.rank * self._engine.processes}
+        update = {"spec": asdict(spec), "receiver": self._rank.rank * self._engine.processes}
         broken, self._broken = self._broken, "it ended half way"
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
@@ -261,13 +261,13 @@ class Worker:
         if failure:
             self._broken = failure if spoilt else broken
             raise WeightSyncError(failure)
-        if {report["session"] for report in reports} != {link.session}:
-            raise WeightSyncError(f"weight sync {link.session}: vLLM's workers took {reports}")
+        if {report["session"] for report in reports} != {spec.session}:
+            raise WeightSyncError(f"weight sync {spec.session}: vLLM's workers took {reports}")
         await llm.update_weight_version(str(version))
         found = await llm.get_weight_version()
         if found != str(version):
             raise WeightSyncError(
-                f"weight sync {link.session}: vLLM says that it has version {found}, wanted {version}"
+                f"weight sync {spec.session}: vLLM says that it has version {found}, wanted {version}"
             )
         self._broken = ""
 

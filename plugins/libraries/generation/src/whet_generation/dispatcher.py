@@ -105,7 +105,7 @@ class RequestDispatcher:
         Raises `WhetError` if the request cannot be served, `RequestLost` if replicas were lost with it repeatedly or
         the replica that it names is away, and `WorkerError` if a replica fails or none is left.
         """
-        if self.replicas.losses[request.id] >= MOST_LOSSES:  # in an earlier sitting: its process was not its own
+        if self.replicas.losses[request.id] >= MOST_LOSSES:  # in an earlier run attempt: its process was not its own
             raise self._given_up(request)
         self._loop = asyncio.get_running_loop()
         waiting = _Waiting(request, self._loop.create_future())

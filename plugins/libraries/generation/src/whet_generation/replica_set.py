@@ -20,7 +20,7 @@ from whet.weights.probe import Proof
 Rest = Callable[[int, bool], None]
 """(rank, asleep): put the worker of that rank to sleep, or wake it."""
 Receive = Callable[[int, TransferSpec, Proof | None], None]
-"""(rank, link, proof): have the worker of that rank receive weights, wait for it, and check the proof."""
+"""(rank, spec, proof): have the worker of that rank receive weights, wait for it, and check the proof."""
 
 
 @define(eq=False)
@@ -30,7 +30,7 @@ class ReplicaSet:
     workers: Workers
     replacing: Replacing | None = None
     """None: a lost replica fails the generator."""
-    receive: Receive = lambda rank, link, proof: None
+    receive: Receive = lambda rank, spec, proof: None
     put: Rest = lambda rank, asleep: None
     changed: Callable[[], None] = lambda: None
     """Called when a replica has come back, or the generator has failed."""
@@ -117,7 +117,7 @@ class ReplicaSet:
         while True:
             try:
                 self.workers.restart(rank)
-                self.replacing.sync(lambda link, proof=None: self._arrive(rank, link, proof))
+                self.replacing.sync(lambda spec, proof=None: self._arrive(rank, spec, proof))
             except ClusterLost as error:
                 self._fail(error)
             except WorkerLost as error:
@@ -132,10 +132,10 @@ class ReplicaSet:
                 self._fail(WorkerError("generator", rank, "start", in_words(error)))
             return
 
-    def _arrive(self, rank: int, link: TransferSpec | None, proof: Proof | None) -> None:
+    def _arrive(self, rank: int, spec: TransferSpec | None, proof: Proof | None) -> None:
         """Receive the weights and become present, before another weight sync can begin without this replica."""
-        if link is not None:
-            self.receive(rank, link, proof)
+        if spec is not None:
+            self.receive(rank, spec, proof)
         sleeps = False
         while not self._comes_back(rank, sleeps):
             sleeps = not sleeps

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Replicas:
     """One replica of the model for each rank. Workers have the methods that `whet_generation.dispatcher` lists, and
-    `receive_weights(link, version, on_weight_update)`.
+    `receive_weights(spec, version, on_weight_update)`.
     """
 
     def __init__(self, workers: Workers, replacing: Replacing | None) -> None:
@@ -43,15 +43,15 @@ class Replicas:
         return await self._dispatcher.generate(request)
 
     def receive_weights(
-        self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
+        self, spec: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
     ) -> "ReplicaCalls":
         """Start to receive new weights on every present replica. The others get them when they come back.
 
         A replica serves requests made from now on when it has the weights.
         """
-        seconds = link.timeout_seconds
+        seconds = spec.timeout_seconds
         taking = self._started(
-            "receive_weights", link, link.version, on_weight_update, phase="weight_sync", seconds=seconds
+            "receive_weights", spec, spec.version, on_weight_update, phase="weight_sync", seconds=seconds
         )
         self._dispatcher.hold(taking.pending, taking.lives)
         return taking
@@ -83,9 +83,9 @@ class Replicas:
     def _rest(self, rank: int, asleep: bool) -> None:
         self.workers.start_on(rank, "sleep" if asleep else "wake").result()
 
-    def _receive(self, rank: int, link: TransferSpec, proof: Proof | None) -> None:
-        ask = partial(self.workers.start_on, phase="weight_sync", timeout_seconds=link.timeout_seconds)
-        ask(rank, "receive_weights", link, link.version, "drain").result()
+    def _receive(self, rank: int, spec: TransferSpec, proof: Proof | None) -> None:
+        ask = partial(self.workers.start_on, phase="weight_sync", timeout_seconds=spec.timeout_seconds)
+        ask(rank, "receive_weights", spec, spec.version, "drain").result()
         if proof is not None:
             proof.check(rank, asyncio.run(self._answers(rank, proof.requests(rank))))
 
@@ -114,15 +114,15 @@ class ReplicatedGenerator:
         return await self._replicas.generate(request)
 
     def receive_weights(
-        self, link: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
+        self, spec: TransferSpec, version: int, on_weight_update: "OnWeightUpdate" = "drain"
     ) -> Pending:
-        """Start to receive new weights over a link. Requests made from now on wait for them.
+        """Start to receive new weights of one transfer. Requests made from now on wait for them.
 
         `on_weight_update` decides about running requests. `drain`: they finish with the old weights. `continue`: they
         stop between two tokens and continue with the new weights. `abort`: they end with the tokens that they have
         and `stop="abort"`.
         """
-        return self._replicas.receive_weights(link, version, on_weight_update)
+        return self._replicas.receive_weights(spec, version, on_weight_update)
 
     def sleep(self) -> int | None:
         """Release memory, weights and cache, if the engine can. Return the bytes; None: the engine does not report

@@ -42,8 +42,8 @@ def _state(run: Mapping[str, Any]) -> Iterator[Finding]:
     if run["run_restarts"]:
         text = f"Other workers were lost, and it began again after its last checkpoint: {run['run_restarts']}."
         yield _finding("look", text, "run")
-    if (resumed := run["sittings"] - 1 - run["run_restarts"]) > 0:
-        yield _finding("look", f"It was resumed: {resumed + 1} sittings.", "run")
+    if (resumed := run["run_attempts"] - 1 - run["run_restarts"]) > 0:
+        yield _finding("look", f"It was resumed: {resumed + 1} run attempts.", "run")
 
 
 def _numbers(metrics: Metrics) -> Iterator[Finding]:

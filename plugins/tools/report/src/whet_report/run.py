@@ -96,19 +96,19 @@ def state(events: Rows, done: int, wanted: Any) -> Json:
         "began": times[0] if times else None,
         "last_sign": times[-1] if times else None,
         "seconds": round(_worked(events), 1),
-        "sittings": sum(e.get("event") == "opened" for e in events),
+        "run_attempts": sum(e.get("event") == "opened" for e in events),
         "replica_restarts": sum(e.get("event") == "replica restarted" for e in events),
         "run_restarts": sum(e.get("event") == "run restarted" for e in events),
     }
 
 
 def _planned(events: Rows) -> Any:
-    """Return how many steps the last sitting was to take: a run that states epochs learns it from its data."""
+    """Return how many steps the last run attempt was to take: a run that states epochs learns it from its data."""
     return next((e.get("steps") or None for e in reversed(events) if e.get("event") == "opened"), None)
 
 
 def _worked(events: Rows) -> float:
-    """Return the seconds during which the run was at work, over all its sittings."""
+    """Return the seconds during which the run was at work, over all its run attempts."""
     seconds, before = 0.0, None
     for event in events:
         now = episodes.number(event.get("time"))

@@ -258,7 +258,7 @@ class FakeGenerator:
                 return whole[:end], "stop"
         return whole[: sampling.max_tokens], "length"
 
-    def receive_weights(self, link: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
+    def receive_weights(self, spec: TransferSpec, version: int, on_weight_update: OnWeightUpdate = "drain") -> Done:
         """Take over the version, and no weights."""
         self.version = version
         return Done()
@@ -337,10 +337,10 @@ class FakeBackend:
         _refuse_asleep("backend", self.asleep)
         return {name: _columns(name, batch, self._score(name, batch)) for name in outputs}
 
-    def send_weights(self, link: TransferSpec) -> Done:
-        """Keep the link."""
+    def send_weights(self, spec: TransferSpec) -> Done:
+        """Keep the spec."""
         _refuse_asleep("backend", self.asleep)
-        self.sent.append(link)
+        self.sent.append(spec)
         return Done()
 
     def save(self, folder: Path) -> Done:

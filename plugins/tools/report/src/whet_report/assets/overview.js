@@ -43,7 +43,7 @@ function overview() {
   const { run } = data;
   const cards = [
     card("Steps", `${format(run.done)}${run.steps ? ` / ${format(run.steps)}` : ""}`, STATES[run.state]),
-    card("At work", duration(run.seconds), run.sittings > 1 ? `${run.sittings} sittings` : `began ${moment(run.began)}`),
+    card("At work", duration(run.seconds), run.run_attempts > 1 ? `${run.run_attempts} run attempts` : `began ${moment(run.began)}`),
   ];
   for (const name of names((n) => /^evaluation\/.*\/reward$/.test(n))) {
     const [first, final] = ends(curveOf(name));

@@ -318,9 +318,9 @@ class BackendContract(SleepRules):
         for transport in self.transports:
             folder = tmp_path / f"weights-{transport}"
             folder.mkdir()
-            link = TransferSpec(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
-            pending = backend.send_weights(link)
-            received = [(name, tensor.clone()) for name, tensor in transfer.receive(link)]
+            spec = TransferSpec(transport, str(folder), "session", 1, "float32", timeout_seconds=60.0)
+            pending = backend.send_weights(spec)
+            received = [(name, tensor.clone()) for name, tensor in transfer.receive(spec)]
             pending.result()
             assert len(dict(received)) == len(received), "a weight came twice"
             assert set(expected) <= set(dict(received)), "weights are missing"

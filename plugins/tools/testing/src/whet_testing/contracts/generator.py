@@ -225,7 +225,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
         if self.survives_refusals:
             subject, reference = request.getfixturevalue("subject"), request.getfixturevalue("reference")
             yield subject
-            self._sync(subject, self._link(subject, self.transports[0], 9000), reference.weights())
+            self._sync(subject, self._spec(subject, self.transports[0], 9000), reference.weights())
             return
         with self.built(tmp_path, tiny_model_folder, tiny_tokenizer, slices) as subject:
             yield subject
@@ -247,7 +247,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
             subject.generator.wake()
             assert gap(own, request, subject.ask(request)[0], 1.0) < self.gpu_tolerance
             subject.generator.sleep()
-            self._sync(subject, self._link(subject, "disk", 1), other.weights())
+            self._sync(subject, self._spec(subject, "disk", 1), other.weights())
             assert torch.cuda.mem_get_info()[0] < asleep - 0.4 * weights, "new weights were taken nowhere"
             subject.generator.wake()
             (completion,) = subject.ask(request)

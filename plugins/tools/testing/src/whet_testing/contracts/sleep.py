@@ -82,12 +82,12 @@ class SleepRules(Placed):
 
 def _works(backend: Backend, batch: Batch, folder: Path) -> list[Callable[[], Any]]:
     """Return a function for each kind of work of a backend."""
-    link = TransferSpec("disk", str(folder), "session", 1)
+    spec = TransferSpec("disk", str(folder), "session", 1)
     return [
         lambda: backend.train(batch, LIKELIHOOD),
         lambda: backend.evaluate(batch, LIKELIHOOD),
         lambda: backend.score(batch, ("logprobs",)),
-        lambda: backend.send_weights(link).result(),
+        lambda: backend.send_weights(spec).result(),
         lambda: backend.save(folder / "checkpoint").result(),
         lambda: backend.load(folder / "checkpoint"),
         lambda: backend.export(folder / "export"),

@@ -35,7 +35,7 @@ class WeightRules:
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
             for version, model in ((10 * number, other), (10 * number + 1, reference)):
-                self._sync(subject, self._link(subject, transport, version), model.weights())
+                self._sync(subject, self._spec(subject, transport, version), model.weights())
                 request = subject.request(seed=version, max_tokens=16)
                 (completion,) = subject.ask(request)
                 assert completion.versions == ((0, version),)
@@ -46,7 +46,7 @@ class WeightRules:
     ) -> None:
         for version, model, again in ((501, other, False), (502, reference, True)):
             subject.generator.sleep()
-            self._sync(subject, self._link(subject, self.transports[0], version), model.weights())
+            self._sync(subject, self._spec(subject, self.transports[0], version), model.weights())
             if again:
                 subject.generator.sleep()
             with pytest.raises(WhetError, match="sleep"):
@@ -66,28 +66,28 @@ class WeightRules:
         seen = 0
         for attempt in range(20):
             version = 1000 * (1 + self.on_weight_update.index(how)) + 2 * attempt
-            self._sync(subject, self._link(subject, self.transports[0], version), reference.weights())
-            link = self._link(subject, self.transports[0], version + 1)
+            self._sync(subject, self._spec(subject, self.transports[0], version), reference.weights())
+            spec = self._spec(subject, self.transports[0], version + 1)
             requests = [subject.request(PROMPTS[i], i, max_tokens=60 * (i + 1)) for i in range(4)]
-            completions, later = self._sync_meanwhile(subject, link, other, requests, how)
+            completions, later = self._sync_meanwhile(subject, spec, other, requests, how)
             for request, completion in zip(requests, completions, strict=True):
                 seen += self._kept_its_word(request, completion, how, (version, reference), (version + 1, other))
             assert later.versions == ((0, version + 1),), "a later request got old weights"
             if seen:
                 break
-        self._sync(subject, self._link(subject, self.transports[0], 4000), reference.weights())
+        self._sync(subject, self._spec(subject, self.transports[0], 4000), reference.weights())
         assert seen, "in twenty attempts no request was under way when weights arrived"
 
     def _sync_meanwhile(
-        self, subject: Subject, link: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
+        self, subject: Subject, spec: TransferSpec, model: Reference, requests: list[Request], how: OnWeightUpdate
     ) -> tuple[list[Completion], Completion]:
         """Hand weights over while requests run. Return their completions, and the completion of a later request."""
 
         async def meanwhile() -> tuple[list[Completion], Completion]:
             tasks = [asyncio.ensure_future(subject.generator.generate(request)) for request in requests]
             await asyncio.sleep(0.02)
-            await asyncio.to_thread(transfer.send, link, model.weights())
-            await asyncio.to_thread(lambda: subject.generator.receive_weights(link, link.version, how).result())
+            await asyncio.to_thread(transfer.send, spec, model.weights())
+            await asyncio.to_thread(lambda: subject.generator.receive_weights(spec, spec.version, how).result())
             later = await subject.generator.generate(subject.request())
             return await asyncio.gather(*tasks), later
 
@@ -124,14 +124,14 @@ class WeightRules:
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
             with pytest.raises((WeightSyncError, WorkerError)):
-                self._sync(own, self._link(own, transport, number), other.weights()[:-1])
+                self._sync(own, self._spec(own, transport, number), other.weights()[:-1])
             self._serves_old_weights_or_none(own, reference)
 
     def test_a_weight_sync_of_another_version_is_refused(
         self, own: Subject, reference: Reference, other: Reference
     ) -> None:
         for number, transport in enumerate(self.transports, start=1):
-            sent = evolve(self._link(own, transport, number), timeout_seconds=10.0)
+            sent = evolve(self._spec(own, transport, number), timeout_seconds=10.0)
             transfer.send(sent, other.weights())
             with pytest.raises((WeightSyncError, WorkerError)):
                 self._receive(own, evolve(sent, version=number + 1))
@@ -144,12 +144,12 @@ class WeightRules:
             pytest.skip("after a rank has failed the others are in an unknown state: the run ends")
         for number, transport in enumerate(self.transports, start=1):
             with pytest.raises((WeightSyncError, WorkerError)):
-                self._sync(own, self._link(own, transport, 10 * number), reference.weights()[:-1])
-            self._sync(own, self._link(own, transport, 10 * number + 1), other.weights())
+                self._sync(own, self._spec(own, transport, 10 * number), reference.weights()[:-1])
+            self._sync(own, self._spec(own, transport, 10 * number + 1), other.weights())
             request = own.request(seed=9)
             assert gap(other, request, own.ask(request)[0], 1.0) < TOLERANCE
 
-    def _link(self, subject: Subject, transport: str, version: int) -> TransferSpec:
+    def _spec(self, subject: Subject, transport: str, version: int) -> TransferSpec:
         session = f"{version}-{uuid.uuid4().hex}"
         more: dict[str, Any] = {}
         if transport in transfer.MEETING:
@@ -162,20 +162,20 @@ class WeightRules:
             address = str(folder)
         return TransferSpec(transport, address, session, version, timeout_seconds=30.0, **more)
 
-    def _sync(self, subject: Subject, link: TransferSpec, weights: list[tuple[str, Any]]) -> None:
+    def _sync(self, subject: Subject, spec: TransferSpec, weights: list[tuple[str, Any]]) -> None:
         """Send and receive weights: at the same time if the transport streams, else one after the other."""
-        if link.transport not in transfer.STREAMED:
-            transfer.send(link, weights)
-            self._receive(subject, link)
+        if spec.transport not in transfer.STREAMED:
+            transfer.send(spec, weights)
+            self._receive(subject, spec)
             return
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(transfer.send, link, weights)
-            self._receive(subject, link)
+            sent = pool.submit(transfer.send, spec, weights)
+            self._receive(subject, spec)
             sent.result()
 
-    def _receive(self, subject: Subject, link: TransferSpec) -> None:
+    def _receive(self, subject: Subject, spec: TransferSpec) -> None:
         with deadline(subject.deadline_seconds, "a weight sync"):
-            subject.generator.receive_weights(link, link.version).result()
+            subject.generator.receive_weights(spec, spec.version).result()
 
     def _serves_old_weights_or_none(self, subject: Subject, reference: Reference) -> None:
         request = subject.request(seed=9)

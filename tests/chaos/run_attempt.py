@@ -1,4 +1,4 @@
-"""The small run that is disturbed, and one sitting of it: a `whet run` in a process of its own."""
+"""The small run that is disturbed, and one run attempt of it: a `whet run` in a process of its own."""
 
 import os
 import re
@@ -96,7 +96,7 @@ class Subject:
         return (("backend", "generator") if together else (role,)), int(rank)
 
 
-class Sitting:
+class RunAttempt:
     """A `whet run` under way."""
 
     def __init__(
