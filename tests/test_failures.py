@@ -159,7 +159,7 @@ def test_a_policy_whose_answers_a_grader_cannot_decide_about_trains_on(tmp_path,
         for row in rows(file):
             assert row["rewards"] == {"fine": 0.0}
             assert [reason in found for found in row["undecided"]] == [True]
-    assert "step 1: graders could not decide about 4 answers within their limits" in done.output
+    assert "step 1: graders could not decide about 4 responses within their limits" in done.output
     assert "undecided 1" in done.output
 
 

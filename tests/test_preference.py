@@ -278,7 +278,7 @@ def test_precomputed_and_on_the_fly_are_the_same_reference(tmp_path, tiny_model_
         ({"use": "kto", "baseline": "none", "loss": {"use": "aot"}}, "algorithm.loss: reads no 'desirable'"),
         (
             {"use": "dpo", "loss": {"use": "weighted-sum", "terms": ["dpo", "nll"]}},
-            "algorithm.loss.terms.1: reads no 'chosen', so it would learn all answers alike",
+            "algorithm.loss.terms.1: reads no 'chosen', so it would learn all responses alike",
         ),
         ({"use": "dpo", "loss": {"use": "exo-pair", "label_smoothing": 0}}, "algorithm.loss.label_smoothing"),
         ({"use": "dpo", "loss": {"use": "sppo-hard", "divergence": "alpha"}}, "algorithm.loss.divergence: unknown key"),

@@ -136,7 +136,7 @@ def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
 
     again = last.folder.with_name(f"{last.folder.name}-again")
     if is_installed("report"):
-        yield f"whet report {last.folder}", "one page of curves, phases and answers, token by token"
+        yield f"whet report {last.folder}", "one page of curves, phases and responses, token by token"
     yield f"whet config explain {last.recipe}", "every key of the recipe, its value and its meaning"
     yield f"whet run {last.recipe} run.folder={again} run.seed=1", "any key can be changed on the command line"
     yield "whet recipe", "recipes to start from"

@@ -92,7 +92,7 @@ def recognise(file: DataFile, names: Mapping[str, str]) -> Recognised:
     layouts = sorted({layout_of(row.record, file, names) for row in good} - {"plain"})
     shown = {"sharegpt": "ShareGPT: `messages`", "alpaca": "Alpaca: `prompt` and `completion`"}
     if any(_has(_renamed(row.record, file, names), "chosen", names) for row in good):
-        shown = {"sharegpt": "ShareGPT: `prompt` and two answers", "alpaca": "Alpaca: `prompt` and two answers"}
+        shown = {"sharegpt": "ShareGPT: `prompt` and two responses", "alpaca": "Alpaca: `prompt` and two responses"}
     words = [format_words(file), f"columns {_listed(columns)}", *(shown[layout] for layout in layouts)]
     return Recognised(
         rows=tuple(laid_out(row, file, names) for row in rows),

@@ -170,7 +170,7 @@ class EvaluationResult:
                 )
             if result.undecided:
                 yield (
-                    f"{result.name}: graders could not decide about {result.undecided} answers of {result.episodes} "
+                    f"{result.name}: graders could not decide about {result.undecided} responses of {result.episodes} "
                     "episodes; they count as wrong"
                 )
             yield from (f"{result.name}, {name}: {why}" for name, why in result.missing.items())

@@ -31,7 +31,7 @@ class NoRoom(WhetError):  # noqa: N818 - it says what there is not
     """The context leaves no room for a response; nothing was appended."""
 
     def __init__(self, length: int, limit: int) -> None:
-        super().__init__(f"a prompt of {length} tokens leaves no room for an answer in {limit}")
+        super().__init__(f"a prompt of {length} tokens leaves no room for a response in {limit}")
         self.length = length
         """Length of the prompt, in tokens."""
 
@@ -163,7 +163,7 @@ class RecordedModel:
     async def _out_of_room(self, length: int) -> Reply:
         if not len(self._tokens):
             raise EpisodeError(
-                f"its prompt of {length} tokens leaves no room for an answer in {self._player.max_context}; "
+                f"its prompt of {length} tokens leaves no room for a response in {self._player.max_context}; "
                 "raise rollout.max_context or leave the task out"
             )
         self._full = True

@@ -136,7 +136,7 @@ def test_sums_that_say_nothing_or_the_same_are_refused(registry: Registry, terms
         (
             DpoConfig,
             [{"use": "dpo"}, {"use": "nll"}],
-            "algorithm.loss.terms.1: reads no 'chosen', so it would learn all answers alike; for the likelihood of",
+            "algorithm.loss.terms.1: reads no 'chosen', so it would learn all responses alike; for the likelihood of",
         ),
         (KtoConfig, [{"use": "kto"}, {"use": "sft"}], "algorithm.loss.terms.1: reads no 'desirable'"),
         (

@@ -114,7 +114,7 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
             {"advantages": {"use": "gdpo", "scale": "none", "std_over": "others"}},
             "algorithm.advantages.std_over", "which divides by nothing",
         ),
-        ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 answers of a step"),
+        ({"minibatches": 9}, "algorithm.minibatches", "is 9, more than the 2 x 4 responses of a step"),
         ({"overlong": {"penalty": 1.0, "buffer": 17}}, "algorithm.overlong.buffer", "more than the 16 tokens"),
         ({"overlong": {"buffer": 4}}, "algorithm.overlong.buffer", "no effect without a penalty"),
         ({"correction": {"weights": "token", "floor": 3.0}}, "algorithm.correction.floor", "above the cap of 2"),

@@ -53,7 +53,7 @@ def test_a_critic_without_values_is_refused_once(problems):
         ({"loss": "nll"}, "algorithm.loss: reads no 'advantages', so nothing that ppo finds out would reach it"),
         ({"loss": "gspo"}, "algorithm.loss: wants one advantage for each sequence"),
         ({"value_loss": "ppo-clip"}, "algorithm.value_loss: is no loss of a critic"),
-        ({"minibatches": 33}, "algorithm.minibatches: is 33, more than the 32 x 1 answers of a step"),
+        ({"minibatches": 33}, "algorithm.minibatches: is 33, more than the 32 x 1 responses of a step"),
         (
             {"kl_reward": {"weight": 0.1, "adaptive": {"target": 6.0, "horizon": 6.0}}},
             "algorithm.kl_reward.adaptive.horizon: is 6, and a step has 32 x 1 episodes: one of 30 or more can turn",

@@ -191,7 +191,7 @@ def test_votes_are_those_of_the_environment_within(prompts):
     [
         ({"question": "x"}, "the field 'prompt' is missing; there are ['question']"),
         ({"prompt": " "}, "the prompt is ' ', wanted words"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]}, "wanted words that the model is to answer"),
+        ({"prompt": [{"role": "assistant", "content": "x"}]}, "wanted words that the model is to respond to"),
         ({"prompt": 3}, "a conversation must be a string or a list of messages, found 3"),
     ],
 )

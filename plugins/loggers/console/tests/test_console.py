@@ -9,12 +9,12 @@ from rich.console import Console
 
 from whet.interfaces.logger import Logger, RunInfo
 from whet_console import hooks
-from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
 from whet_console.display import chosen, harmless, number
 from whet_console.history import History
 from whet_console.logger import ConsoleLogger, evaluation_lines, startup_lines
 from whet_console.pace import Pace
+from whet_console.responses import pairs
 
 HOSTILE = "[bold red]17[/bold red] \x1b[2J\x1b]0;owned\x07 \u202eabc [link=https://x.example]y[/link]\r\nend"
 
@@ -25,13 +25,13 @@ def plain(folder, config=None, **run):
     return ConsoleLogger(config or ConsoleConfig(), info, Console(file=out, highlight=False)), out
 
 
-def write_records(folder, step, answers):
+def write_records(folder, step, responses):
     path = folder / "evaluations" / f"step-{step:06d}-test.jsonl"
     path.parent.mkdir(exist_ok=True)
     rows = [
         {"environment": "test", "task": task, "sample": sample, "reward": reward, "rewards": {"correct": reward},
          "messages": [{"role": "user", "content": f"question {task}"}, {"role": "assistant", "content": text}]}
-        for task, sample, text, reward in answers
+        for task, sample, text, reward in responses
     ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -184,7 +184,7 @@ def test_the_summary_names_first_last_and_best_with_its_step(tmp_path):
     assert lowest.split() == ["validation/loss", "9", "-1", "-1", "10"]
 
 
-def test_an_answer_length_has_no_best_and_dropping_nothing_no_row():
+def test_a_response_length_has_no_best_and_dropping_nothing_no_row():
     history = History()
     history.add(0, {"evaluation/test/response_length": 12.0, "evaluation/test/dropped": 0.0})
     (judged,) = history.judgements()
@@ -316,10 +316,10 @@ def test_a_resumed_run_is_summed_up_from_its_beginning(tmp_path):
     assert line.split() == ["test/reward", "0.125", "0.5", "0.5", "10"]
 
 
-def test_answers_of_the_first_tasks_stand_side_by_side(tmp_path):
+def test_responses_of_the_first_tasks_stand_side_by_side(tmp_path):
     write_records(tmp_path, 0, [(0, 0, "worse", 0.0), (0, 1, "other sample", 1.0), (1, 0, "x", 0.0)])
     write_records(tmp_path, 7, [(0, 0, "better", 1.0), (1, 0, "y", 0.0)])
-    logger, out = plain(tmp_path, ConsoleConfig(answers=1))
+    logger, out = plain(tmp_path, ConsoleConfig(responses=1))
     logger.close(failed=False)
     assert "asked     question 0" in out.getvalue()
     assert "step 0  0  worse" in out.getvalue()

@@ -57,7 +57,7 @@ def test_the_image_shows_the_run(tmp_path):
 def test_default_panels_follow_the_kind_of_training(tmp_path):
     write(tmp_path, grpo_rows())
     titles = [panel.title for panel in panels(read_rows(tmp_path / "metrics.jsonl"))]
-    assert titles == ["evaluation reward", "training reward", "answer length [tokens]"]
+    assert titles == ["evaluation reward", "training reward", "response length [tokens]"]
     offline = {1: {"loss": 2.0, "grad_norm": 1.0}, 2: {"loss": 1.0, "validation/loss": 1.5}}
     (panel,) = panels(offline)
     assert [series.name for series in panel.series] == ["loss", "validation/loss"]

@@ -39,7 +39,7 @@ def test_what_stands_out_is_named_the_gravest_first():
     rest = " ".join(found[3:])
     for part in ("resumed: 2 run attempts",
                  "On step 40 sampler and trainer were 4 nats", "grew from 3.0e-03 to 3.8e-02",
-                 "95% of the answers were cut", "hardly differ", "20 episodes failed", "90% of a step"):  # fmt: skip
+                 "95% of the responses were cut", "hardly differ", "20 episodes failed", "90% of a step"):  # fmt: skip
         assert part in rest
 
 

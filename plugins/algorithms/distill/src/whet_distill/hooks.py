@@ -55,4 +55,4 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
         )
     answers = section.prompts_per_step * section.group_size
     if section.minibatches > answers:
-        yield Problem("algorithm.minibatches", f"is {section.minibatches}, more than the {answers} answers of a step")
+        yield Problem("algorithm.minibatches", f"is {section.minibatches}, more than the {answers} responses of a step")

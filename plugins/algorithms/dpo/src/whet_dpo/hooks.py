@@ -99,5 +99,5 @@ def _of_sum(config: "Config", terms: list[tuple[str, Selection]]) -> Iterable[Pr
     for path, term in terms:
         read = facts_of(term, ModelInfo(config.model.path, {})).columns_read
         if kind is not None and kind not in read:
-            words = f"reads no {kind!r}, so it would learn all answers alike"
-            yield Problem(path, f"{words}; for the likelihood of the chosen answers alone choose `sft`")
+            words = f"reads no {kind!r}, so it would learn all responses alike"
+            yield Problem(path, f"{words}; for the likelihood of the chosen responses alone choose `sft`")

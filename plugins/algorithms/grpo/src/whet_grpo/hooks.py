@@ -73,8 +73,8 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
 
 def _of_grpo(grpo: GrpoConfig, config: "Config") -> Iterable[Problem]:
     if grpo.minibatches > grpo.prompts_per_step * grpo.group_size:
-        answers = f"the {grpo.prompts_per_step} x {grpo.group_size} answers of a step"
-        yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {answers}")
+        responses = f"the {grpo.prompts_per_step} x {grpo.group_size} responses of a step"
+        yield Problem("algorithm.minibatches", f"is {grpo.minibatches}, more than {responses}")
     yield from shaping_problems(grpo.overlong, grpo.correction, config.rollout)
     yield from kl_reward_problems(grpo.kl_reward, grpo.prompts_per_step, grpo.group_size)
     yield from _of_advantages(grpo)

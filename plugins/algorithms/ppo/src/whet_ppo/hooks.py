@@ -69,13 +69,13 @@ def _of_loss(loss: PpoClipConfig, config: "Config") -> Iterable[Problem]:
 
 def _of_numbers(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if ppo.minibatches > ppo.prompts_per_step * ppo.group_size:
-        answers = f"the {ppo.prompts_per_step} x {ppo.group_size} answers of a step"
-        yield Problem("algorithm.minibatches", f"is {ppo.minibatches}, more than {answers}")
+        responses = f"the {ppo.prompts_per_step} x {ppo.group_size} responses of a step"
+        yield Problem("algorithm.minibatches", f"is {ppo.minibatches}, more than {responses}")
     if config.run.steps is not None and ppo.critic_warmup >= config.run.steps:
         words = f"is {ppo.critic_warmup} of {config.run.steps} steps, so the policy would never learn"
         yield Problem("algorithm.critic_warmup", f"{words}; lower it, or raise run.steps")
     if ppo.overlong.mask and ppo.gae.truncated == "bootstrap":
-        words = "has no effect: algorithm.overlong.mask leaves out the answers that were cut"
+        words = "has no effect: algorithm.overlong.mask leaves out the responses that were cut"
         yield Problem("algorithm.gae.truncated", f"{words}; choose one of the two")
     yield from shaping_problems(ppo.overlong, ppo.correction, config.rollout)
     yield from kl_reward_problems(ppo.kl_reward, ppo.prompts_per_step, ppo.group_size)

@@ -28,4 +28,4 @@ def whet_losses() -> Iterable[Component]:
 def whet_check_config(config: "Config") -> Iterable[Problem]:
     """Find what a model without words cannot do."""
     if isinstance(config.algorithm.config, RmConfig) and config.generator is not None:
-        yield Problem("generator", "is given, but a reward model writes no answers; remove it")
+        yield Problem("generator", "is given, but a reward model writes no responses; remove it")

@@ -56,7 +56,7 @@ def _margin(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(
-            f"the field `{name}` is {value!r:.40}, wanted a number: by how much the chosen answer is better (see "
+            f"the field `{name}` is {value!r:.40}, wanted a number: by how much the chosen response is better (see "
             "algorithm.fields), or algorithm.loss.margin: 0"
         )
     return float(value)

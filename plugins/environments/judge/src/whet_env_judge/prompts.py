@@ -74,6 +74,6 @@ class Prompts:
             raise DataError(f"the field {self._config.question!r} is missing; there are {list(row.record)!r:.120}")
         asked = conversation(value)
         if not asked or asked[-1].role == "assistant" or not any(message.text.strip() for message in asked):
-            raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to answer")
+            raise DataError(f"the prompt is {value!r:.120}, wanted words that the model is to respond to")
         system = (Message("system", self._config.system),) if self._config.system else ()
         return (*system, *asked)

@@ -12,7 +12,7 @@ from whet.runtime.log_excerpt import causes, points_elsewhere
 from whet.runtime.watchdog import FAMILY, watchdog
 from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
-from whet_vllm.words import heard_out, logging_config, overheard
+from whet_vllm.log_capture import captured_stderr, end_capture, logging_config
 
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -73,8 +73,8 @@ class Engine:
             raise WhetError(f"vLLM cannot be imported: {error}") from error
         try:
             chosen = AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
-            with overheard(self._stderr) as tee:
-                self._guards.callback(heard_out, tee)
+            with captured_stderr(self._stderr) as tee:
+                self._guards.callback(end_capture, tee)
                 return AsyncLLM.from_engine_args(chosen)
         except (Exception, SystemExit) as error:  # e.g. a refused config, or an engine process that died
             said = causes(self._log, self._stderr) if points_elsewhere(str(error)) else ""

@@ -3,6 +3,7 @@
 from attrs import Factory, field, frozen
 
 from whet.config.bounds import GROUP, SECONDS, STEPS, TOKENS, between
+from whet.config.renamed import renamed
 
 
 @frozen
@@ -13,9 +14,9 @@ class ConsoleConfig:
     """Steps between rows. The first and the last step always have a row."""
     metrics: list[str] = Factory(list)
     """Metrics of a row, as names or patterns such as `reward/*`. Empty: the usual metrics that the run has."""
-    answers: int = field(default=2, validator=between(0, GROUP))
+    responses: int = field(default=2, validator=between(0, GROUP), metadata=renamed("answers"))
     """Number of evaluation tasks in the summary. Their first and last responses are shown side by side."""
-    answer_characters: int = field(default=300, validator=between(1, TOKENS))
+    response_characters: int = field(default=300, validator=between(1, TOKENS), metadata=renamed("answer_characters"))
     """Longer prompts and responses are cut to this number of characters."""
     quiet_seconds: float = field(default=30.0, validator=between(0, SECONDS))
     """Without a terminal: after this time without output, a line shows what the run waits for."""

@@ -7,15 +7,15 @@ from attrs import define, field
 STEPS = 5
 """Number of such steps in a row before the hint."""
 ZERO = (
-    "all rewards were 0 in {} steps in a row, so nothing is learned: look at the answers in rollouts/; the tasks may "
-    "be too hard, answers too short (rollout.max_tokens), or the reward too strict"
+    "all rewards were 0 in {} steps in a row, so nothing is learned: look at the responses in rollouts/; the tasks may "
+    "be too hard, responses too short (rollout.max_tokens), or the reward too strict"
 )
 EQUAL = (
     "in {} steps in a row the rewards within each group were equal, so there is nothing to compare and the loss is 0: "
     "more samples of a task, or tasks that are neither too easy nor too hard, help"
 )
 UNDECIDED = (
-    "step {}: graders could not decide about {:g} answers within their limits; these count as wrong "
+    "step {}: graders could not decide about {:g} responses within their limits; these count as wrong "
     "(grader/undecided), and the key undecided of their rows in rollouts/ says why"
 )
 

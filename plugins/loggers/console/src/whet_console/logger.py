@@ -9,12 +9,12 @@ from rich.text import Text
 from whet.data.files import read_metrics
 from whet.interfaces.logger import RunInfo
 from whet_console import summary
-from whet_console.answers import pairs
 from whet_console.config import ConsoleConfig
 from whet_console.display import chosen, harmless, number, with_interval
 from whet_console.hints import Hints
 from whet_console.history import BOUNDS, COUNTS, STARTUP, VALIDATION, History, possible
 from whet_console.pace import TOKENS_PER_SECOND, Pace
+from whet_console.responses import pairs
 from whet_console.views import Lines, Terminal, View
 
 LONGEST_LINE = 4_000
@@ -88,7 +88,7 @@ class ConsoleLogger:
             Text(f"{name} {end}; everything it wrote is in {folder}", "bold red" if failed else "bold green"),
             Text(),
             summary.summary(self._history, config.metrics, encoding, self._console),
-            summary.answers(pairs(self._run.folder, config.answers), config.answer_characters, encoding),
+            summary.responses(pairs(self._run.folder, config.responses), config.response_characters, encoding),
         ]
         summary.show(self._console, parts)
 

@@ -8,9 +8,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from whet_console.answers import Answer, Pair
 from whet_console.display import chosen, harmless, number, with_interval
 from whet_console.history import Change, History
+from whet_console.responses import Pair, Response
 
 LONGEST_NAME = 400
 SMALLEST_SHARE = 0.01
@@ -34,7 +34,7 @@ def summary(history: History, patterns: Sequence[str], encoding: str, console: C
     return Group(*parts)
 
 
-def answers(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
+def responses(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
     """Return responses before and after training. Their text is untrusted: it is never interpreted as markup."""
     parts: list[RenderableType] = []
     for pair in pairs:
@@ -45,8 +45,8 @@ def answers(pairs: Sequence[Pair], limit: int, encoding: str) -> Group:
         grid.add_column(justify="right", no_wrap=True)
         grid.add_column()
         grid.add_row("asked", "", Text(harmless(pair.before.prompt, limit, encoding)))
-        for label, answer in ((f"step {first}", pair.before), (f"step {last}", pair.after)):
-            grid.add_row(label, _worth(answer), Text(harmless(answer.text, limit, encoding)))
+        for label, response in ((f"step {first}", pair.before), (f"step {last}", pair.after)):
+            grid.add_row(label, _worth(response), Text(harmless(response.text, limit, encoding)))
         parts += [Text(title, "bold"), grid, Text()]
     return Group(*parts)
 
@@ -59,8 +59,8 @@ def show(console: Console, parts: Iterable[RenderableType]) -> None:
     console.file.flush()
 
 
-def _worth(answer: Answer) -> Text:
-    return Text(number(answer.reward), "green" if answer.reward > 0 else "red")
+def _worth(response: Response) -> Text:
+    return Text(number(response.reward), "green" if response.reward > 0 else "red")
 
 
 JUDGEMENTS = (

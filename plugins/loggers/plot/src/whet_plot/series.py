@@ -94,5 +94,5 @@ def _series(rows: dict[int, dict[str, float]], name: str) -> Series:
 
 def _title(patterns: Sequence[str]) -> str:
     titles = {"evaluation/*/reward": "evaluation reward", "reward/mean": "training reward"}
-    titles |= {"response_length/mean": "answer length [tokens]", "loss": "loss"}
+    titles |= {"response_length/mean": "response length [tokens]", "loss": "loss"}
     return titles.get(patterns[0], ", ".join(patterns))

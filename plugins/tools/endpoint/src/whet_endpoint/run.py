@@ -58,7 +58,7 @@ class RunResponder:
         tokens, number = self._tokens(request), next(self._numbers)
         room = self._max_context - len(tokens) if self._max_context else request.sampling.max_tokens
         if room < 1:
-            message = f"a prompt of {len(tokens)} tokens leaves no room for an answer in {self._max_context}"
+            message = f"a prompt of {len(tokens)} tokens leaves no room for a response in {self._max_context}"
             raise ApiError(400, message, "messages", "context_length_exceeded")
         sampling = evolve(request.sampling, max_tokens=min(room, request.sampling.max_tokens))
         drawn = ("endpoint", number) if request.seed is None else ("endpoint as asked", request.seed)

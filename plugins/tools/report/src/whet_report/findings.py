@@ -68,7 +68,7 @@ def _gap(metrics: Metrics) -> Iterator[Finding]:
 def _rollouts(metrics: Metrics) -> Iterator[Finding]:
     _, cut = _ends(metrics, "response_length/cut")
     if cut > CUT_SHARE:
-        yield _finding("look", f"Lately {cut:.0%} of the answers were cut by their length limit.", "rollouts")
+        yield _finding("look", f"Lately {cut:.0%} of the responses were cut by their length limit.", "rollouts")
     early, spread = _ends(metrics, "reward/std")
     if early > 0 and spread < EQUAL_SHARE * early:
         yield _finding(
@@ -77,7 +77,7 @@ def _rollouts(metrics: Metrics) -> Iterator[Finding]:
     for name, what in (
         ("episodes/failed", "episodes failed"),
         ("groups/dropped", "groups were dropped"),
-        ("grader/undecided", "answers were beyond the limits of their grader, and count as wrong"),
+        ("grader/undecided", "responses were beyond the limits of their grader, and count as wrong"),
     ):
         count = sum(row[name] for row in metrics.values() if math.isfinite(row.get(name, math.nan)))
         if count:

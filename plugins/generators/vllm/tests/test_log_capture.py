@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from whet.runtime.log_excerpt import causes
-from whet_vllm.words import heard_out, logging_config, overheard
+from whet_vllm.log_capture import captured_stderr, end_capture, logging_config
 
 
 def test_an_error_that_is_logged_lands_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,13 +30,13 @@ def test_an_error_that_is_logged_lands_in_the_log(tmp_path: Path, capsys: pytest
 
 def test_what_a_process_dies_of_before_it_logs_is_overheard_and_still_said(tmp_path: Path, capfd: Any) -> None:
     log, program = tmp_path / "engine.stderr", "import sys; sys.stdin.read(); import no_such_engine"
-    with overheard(log) as tee:
+    with captured_stderr(log) as tee:
         process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
         os.write(2, b"by this process meanwhile\n")
     os.write(2, b"by this process later\n")
     assert tee.poll() is None, "it goes on as long as the process lives"
     process.communicate()
-    heard_out(tee)
+    end_capture(tee)
     assert causes(tmp_path / "none", log) == "ModuleNotFoundError: No module named 'no_such_engine'"
     said = capfd.readouterr().err
     assert "No module named 'no_such_engine'" in said

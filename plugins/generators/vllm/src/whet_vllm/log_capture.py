@@ -29,11 +29,11 @@ def logging_config(file: Path, log: Path) -> Path:
 
 
 @contextmanager
-def overheard(log: Path) -> "Iterator[subprocess.Popen[bytes]]":
+def captured_stderr(log: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """Copy the stderr of processes that start within the context to `log`, for as long as these processes live.
 
     If a process fails before it can log, for example on an import, this copy is the only trace that can be read. Yields
-    the process that writes to both places. It ends after the others; see `heard_out`.
+    the process that writes to both places. It ends after the others; see `end_capture`.
     """
     own = os.dup(_STDERR)
     try:
@@ -47,14 +47,14 @@ def overheard(log: Path) -> "Iterator[subprocess.Popen[bytes]]":
             yield tee
         except BaseException:
             os.dup2(own, _STDERR)
-            heard_out(tee)
+            end_capture(tee)
             raise
         os.dup2(own, _STDERR)
     finally:
         os.close(own)
 
 
-def heard_out(tee: "subprocess.Popen[bytes]") -> None:
+def end_capture(tee: "subprocess.Popen[bytes]") -> None:
     """Wait until all output of ended processes is written. If a process still lives, kill the copying process."""
     try:
         tee.wait(_END_SECONDS)

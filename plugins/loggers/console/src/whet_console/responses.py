@@ -12,7 +12,7 @@ Key = tuple[str, int]  # environment, task
 
 
 @frozen
-class Answer:
+class Response:
     """One episode: its prompt, the messages after the prompt, and its reward."""
 
     prompt: str
@@ -26,8 +26,8 @@ class Pair:
 
     environment: str
     task: int
-    before: Answer
-    after: Answer
+    before: Response
+    after: Response
     steps: tuple[int, int]
 
 
@@ -41,19 +41,19 @@ def pairs(folder: Path, wanted: int) -> list[Pair]:
     if wanted < 1 or len(files) < 2:
         return []
     first, last = min(files), max(files)
-    before, after = _answers(files[first]), _answers(files[last])
+    before, after = _responses(files[first]), _responses(files[last])
     common = [key for key in before if key in after][:wanted]
     return [Pair(*key, before[key], after[key], (first, last)) for key in common]
 
 
-def _answers(paths: list[Path]) -> dict[Key, Answer]:
+def _responses(paths: list[Path]) -> dict[Key, Response]:
     """Return the first sample of each task, in the order of the files."""
-    found: dict[Key, Answer] = {}
+    found: dict[Key, Response] = {}
     for path in paths:
         for record in _records(path):
             try:
                 key = (str(record["environment"]), int(record["task"]))
-                found.setdefault(key, _answer(record))
+                found.setdefault(key, _response(record))
             except (KeyError, TypeError, ValueError):
                 continue
     return found
@@ -70,9 +70,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _answer(record: dict[str, Any]) -> Answer:
+def _response(record: dict[str, Any]) -> Response:
     messages = [(str(message["role"]), str(message["content"])) for message in record["messages"]]
     start = next((i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages))
     prompt = "\n".join(text for _, text in messages[:start])
     text = "\n".join(text if role == "assistant" else f"({role}) {text}" for role, text in messages[start:])
-    return Answer(prompt, text, float(record["reward"]))
+    return Response(prompt, text, float(record["reward"]))
