@@ -35,12 +35,12 @@ import numpy as np
 
 from whet.component import Spec
 from whet.config.sections import DeadlinesSection
+from whet.data import metrics
 from whet.data.batch import Batch, from_sequences
 from whet.data.metrics import mean
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Span
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import RankArguments
 from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
 from whet.runtime.launcher import Cluster, Host
@@ -269,7 +269,7 @@ def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, flo
             await asyncio.gather(*map(replicas.generate, requests))
 
         def train() -> None:
-            workers.scatter_metrics("train", RankArguments((batch.shard(wanted), loss, None)), phase="train")
+            metrics.merge(workers.scatter("train", [(shard, loss, None) for shard in batch.shard(wanted)]))
 
         def send_weights(version: int) -> None:
             workers.start(

@@ -15,7 +15,7 @@ from whet.config.sections import DeadlinesSection
 from whet.data import metrics
 from whet.data.batch import Batch, from_sequences
 from whet.errors import WorkerError, WorkerLost
-from whet.interfaces.workers import RankArguments, Workers
+from whet.interfaces.workers import Workers
 from whet.runtime.channel import frame
 from whet.runtime.local import LocalCluster
 from whet.runtime.workers import ConnectedWorkers
@@ -45,15 +45,12 @@ def batch() -> Batch:
     return from_sequences(rows, prompt_lengths=[1] * len(rows), group=[n // 2 for n in range(len(rows))])
 
 
-def test_shards_reach_their_ranks_as_tuples_do_and_metrics_are_merged(tmp_path: Path) -> None:
-    arguments = RankArguments((batch().shard(SIX), "all"))
-    tuples = [(part, "all") for part in batch().shard(SIX)]
+def test_shards_reach_their_ranks_and_metrics_can_be_merged(tmp_path: Path) -> None:
+    arguments = [(part, "all") for part in batch().shard(SIX)]
     with LocalCluster(tmp_path) as cluster:
         workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
         found = workers.scatter("tokens", arguments)
-        np.testing.assert_equal(found, workers.scatter("tokens", tuples))
-        merged = workers.scatter_metrics("count", arguments)
-        assert merged == workers.scatter_metrics("count", tuples)
+        merged = metrics.merge(workers.scatter("count", arguments))
     assert [answer["rank"] for answer in found] == list(range(SIX))
     assert np.array_equal(np.concatenate([answer["tokens"] for answer in found]), batch()["tokens"])
     assert metrics.plain(merged) == {"tokens": batch().tokens, "longest": 9.0, "mean": batch().tokens / 11}
@@ -233,11 +230,6 @@ def test_what_a_rank_does_to_its_arguments_is_not_for_the_others(tmp_path: Path)
     with LocalCluster(tmp_path) as cluster:
         workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
         assert workers.call("overwrite", np.zeros(3_000_000)) == [0.0] * SIX
-
-
-def test_metrics_that_cannot_be_merged_are_complained_of(six: ConnectedWorkers) -> None:
-    with pytest.raises(AttributeError):
-        six.scatter_metrics("add", [(1,)] * SIX)
 
 
 def test_a_role_that_leaves_ends_no_process_that_another_one_lives_in(tmp_path: Path) -> None:

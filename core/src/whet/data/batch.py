@@ -8,7 +8,7 @@ pair, or else one sequence. Units are never separated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -135,7 +135,8 @@ class Batch:
         return [self.take(np.concatenate([units[i] for i in part])) for part in np.array_split(order, parts)]
 
     def shard(self, parts: int) -> "Shards":
-        """Split into one batch for each rank: whole units, contiguous in order of group, balanced by tokens.
+        """Split into one batch for each data-parallel rank: whole units, contiguous in order of group, balanced by
+        tokens.
 
         If there are fewer units than ranks, some ranks get no sequence.
         """
@@ -157,8 +158,8 @@ class Batch:
 
 
 @frozen(eq=False)
-class Shards(Sequence[Batch]):
-    """One batch for each rank. Each is a slice of one large batch, cut without copying when it is read."""
+class Shards:
+    """One batch for each data-parallel rank. Each is a slice of one large batch, cut without copying."""
 
     batch: Batch
     """All sequences, ordered by rank."""
@@ -178,25 +179,6 @@ class Shards(Sequence[Batch]):
         cuts = np.concatenate([[0], ends])
         for bounds in zip(cuts, ends, tokens[cuts], tokens[ends], strict=False):
             yield self._cut(*map(int, bounds))
-
-    @overload
-    def __getitem__(self, rank: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> "Shards": ...
-
-    def __getitem__(self, rank: int | slice) -> "Batch | Shards":
-        ranks = range(len(self.counts))[rank]
-        if isinstance(ranks, int):
-            return self[ranks : ranks + 1].batch
-        if ranks.step != 1:
-            raise ValueError("ranks that are no neighbours do not lie together")
-        begin = sum(self.counts[: ranks.start])
-        end = begin + sum(self.counts[ranks.start : ranks.stop])
-        lengths = self.batch.per_sequence["lengths"]
-        first = int(lengths[:begin].sum())
-        cut = self._cut(begin, end, first, first + int(lengths[begin:end].sum()))
-        return Shards(cut, self.counts[ranks.start : ranks.stop])
 
     def _cut(self, begin: int, end: int, first: int, last: int) -> Batch:
         return evolve(

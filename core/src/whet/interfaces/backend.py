@@ -37,7 +37,9 @@ class Backend(Protocol):
     """A handle on training workers. An algorithm owns optimizer steps; a backend owns everything below a step.
 
     The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`; it
-    spawns its workers through `site.slice`.
+    spawns its workers through `site.slice`. Where several ranks work on the same data, as with tensor parallelism, it
+    calls them through `whet.interfaces.axes.ParallelAxes`, so that a batch shard is sent once for each data-parallel
+    rank.
     """
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":

@@ -5,56 +5,18 @@ this process, `whet.runtime.local` as worker processes, `whet.runtime.ray` on a 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from attrs import field, frozen
-
-from whet.data.batch import Shards
+from attrs import frozen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from whet.data.metrics import Metric
     from whet.data.model_info import ModelInfo
     from whet.errors import WorkerError, WorkerLost
     from whet.interfaces.logger import RunInfo
     from whet.interfaces.weights import Proof, TransferSpec
-
-
-def _with_shards(instance: object, attribute: Any, columns: tuple[Any, ...]) -> None:
-    """Raise `ValueError` unless the columns hold shards, and all shards are for the same number of ranks."""
-    sizes = {len(column) for column in columns if isinstance(column, Shards)}
-    if len(sizes) != 1:
-        raise ValueError(f"found shards for {sorted(sizes)} ranks, wanted those of one or more batches for one number")
-
-
-@frozen(eq=False)
-class RankArguments(Sequence[tuple[Any, ...]]):
-    """The arguments of each rank: a `Shards` column gives a rank its own batch, any other column the same value.
-
-    It behaves like a list of tuples. Batches are cut out when a rank's arguments are read, not all at once by the
-    driver.
-    """
-
-    columns: tuple[Any, ...] = field(validator=_with_shards)
-
-    def __len__(self) -> int:
-        return next(len(column) for column in self.columns if isinstance(column, Shards))
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return zip(*(c if isinstance(c, Shards) else repeat(c, len(self)) for c in self.columns), strict=True)
-
-    @overload
-    def __getitem__(self, rank: int) -> tuple[Any, ...]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> "RankArguments": ...
-
-    def __getitem__(self, rank: int | slice) -> "tuple[Any, ...] | RankArguments":
-        chosen = tuple(column[rank] if isinstance(column, Shards) else column for column in self.columns)
-        return RankArguments(chosen) if isinstance(rank, slice) else chosen
 
 
 class Pending(Protocol):
@@ -157,17 +119,6 @@ class Workers(Protocol):
         timeout_seconds: float | None = None,
     ) -> list[Any]:
         """Call rank i with arguments[i], wait, and return the results in rank order."""
-        ...
-
-    def scatter_metrics(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
-        timeout_seconds: float | None = None,
-    ) -> "dict[str, Metric]":
-        """Call rank i with arguments[i], wait, and return the metrics of all ranks, merged."""
         ...
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncIterator[Any]:

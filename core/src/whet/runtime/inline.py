@@ -16,8 +16,6 @@ from typing import Any
 from attrs import field, frozen
 
 from whet.component import resolve
-from whet.data import metrics
-from whet.data.metrics import Metric
 from whet.errors import WhetError, WorkerError, in_words
 from whet.interfaces.workers import Heard, WorkerRank
 from whet.runtime.futures import Answers
@@ -123,17 +121,6 @@ class InlineWorkers:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
         sent = [_crossed(tuple(args)) for args in arguments]
         return [self._call(rank, method, args, phase or method) for rank, args in enumerate(sent)]
-
-    def scatter_metrics(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
-        timeout_seconds: float | None = None,
-    ) -> dict[str, Metric]:
-        """Call rank i with arguments[i], one after the other, and merge their metrics."""
-        return metrics.merge(self.scatter(method, arguments, phase=phase, timeout_seconds=timeout_seconds))
 
     async def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Iterate an async-generator method of one rank in the caller's event loop."""

@@ -56,6 +56,7 @@ RECORDS: Final = {
     "TransferSpec": "whet.interfaces.weights",
     "ModelInfo": "whet.data.model_info",
     "WorkerRank": "whet.interfaces.workers",
+    "RankCoordinates": "whet.interfaces.axes",
 }
 """The records that can be sent, with their modules. A module is imported when its first record is sent or read."""
 _PLAIN = frozenset({type(None), bool, int, float, str})

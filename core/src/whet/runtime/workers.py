@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from whet.data import metrics
-from whet.data.metrics import Metric
 from whet.errors import WorkerError
 from whet.interfaces.workers import Heard
 from whet.runtime.call import Call, HostProcess, Terms
@@ -112,17 +110,6 @@ class ConnectedWorkers:
             raise ValueError(f"{len(arguments)} sets of arguments for the {self.size} ranks of {self.role}")
         messages = [self._message(method, row) for row in arguments]
         return self._ask(range(self.size), messages, phase or method, timeout_seconds).result()
-
-    def scatter_metrics(
-        self,
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        *,
-        phase: str = "",
-        timeout_seconds: float | None = None,
-    ) -> dict[str, Metric]:
-        """Call a method on rank i with arguments[i], wait, and return the merged metrics of all ranks."""
-        return metrics.merge(self.scatter(method, arguments, phase=phase, timeout_seconds=timeout_seconds))
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Yield the items of an async-generator method of one rank, from the process that the rank has now."""

@@ -9,12 +9,14 @@ import attrs
 import numpy as np
 
 from whet.component import Spec
+from whet.data import metrics
 from whet.data.batch import Batch
 from whet.data.metrics import Metric
 from whet.errors import WhetError
+from whet.interfaces.axes import ParallelAxes
 from whet.interfaces.backend import Weights
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Pending, RankArguments, Site, Workers
+from whet.interfaces.workers import Pending, Site, Workers
 from whet_fsdp2.config import Fsdp2Config
 
 _ROW = "whet_fsdp2_row"
@@ -37,6 +39,7 @@ class Fsdp2Backend:
                 "scratch": str(site.scratch.absolute()),
             },
         )
+        self._axes = ParallelAxes.reported_by(self._workers)
         self._asleep = False
 
     @property
@@ -48,20 +51,18 @@ class Fsdp2Backend:
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         """Take one optimizer step. Token counts are taken over `count_over` if it is given, else over the batch."""
-        ranks = self._workers.size
+        ranks = self._axes.data
         whole = None if count_over is None or count_over is batch else count_over.shard(ranks)
-        arguments = RankArguments((batch.shard(ranks), loss, whole))
-        return self._awake.scatter_metrics("train", arguments, phase="train")
+        return metrics.merge(self._axes.scatter(self._awake, "train", batch.shard(ranks), loss, whole))
 
     def evaluate(self, batch: Batch, loss: Spec) -> Mapping[str, Metric]:
         """Return the loss and its metrics, computed without gradient."""
-        arguments = RankArguments((batch.shard(self._workers.size), loss))
-        return self._awake.scatter_metrics("evaluate", arguments, phase="evaluate")
+        return metrics.merge(self._axes.scatter(self._awake, "evaluate", batch.shard(self._axes.data), loss))
 
     def score(self, batch: Batch, outputs: tuple[str, ...], weights: Weights = "policy") -> dict[str, Any]:
         """Return outputs computed without gradient: NumPy, [N] or [N, K] each, in the order of the batch."""
-        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._workers.size)
-        found = self._awake.scatter("score", RankArguments((shards, outputs, weights)), phase="score")
+        shards = batch.with_columns(**{_ROW: np.arange(batch.sequences)}).shard(self._axes.data)
+        found = self._axes.scatter(self._awake, "score", shards, outputs, weights)
         columns = {f"output:{name}": np.concatenate([one[name] for one in found]) for name in outputs}
         joined = attrs.evolve(shards.batch, per_token={**shards.batch.per_token, **columns})
         restored = joined.take(np.argsort(joined[_ROW], kind="stable"))

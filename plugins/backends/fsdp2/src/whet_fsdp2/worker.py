@@ -28,6 +28,7 @@ from whet.data.files import disk_errors, use_umask
 from whet.data.metrics import Metric
 from whet.data.model_info import ModelInfo, locate, read_model, write_chat_template
 from whet.errors import CheckpointError, ConfigError, WhetError
+from whet.interfaces.axes import RankCoordinates
 from whet.interfaces.loss import Loss
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
@@ -132,6 +133,10 @@ class Worker:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         return root, layout
+
+    def coordinates(self) -> RankCoordinates:
+        """Return this rank's coordinates: every rank has a batch shard of its own."""
+        return RankCoordinates(data=self._ranks.rank)
 
     # Training
 
