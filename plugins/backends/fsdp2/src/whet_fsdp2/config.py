@@ -95,7 +95,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
         memory=partial(memory, config, model) if model.parameters else None,
-        imports=("whet_fsdp2.worker", *model.code),
+        imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
     )

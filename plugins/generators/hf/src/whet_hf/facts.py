@@ -15,7 +15,7 @@ def facts(config: HfConfig, model: ModelInfo) -> Facts:
         on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),
         memory=partial(memory, config, model) if model.parameters else None,
-        imports=("whet_hf.worker", *model.code),
+        imports=("whet_hf.worker", "transformers.modeling_utils", *model.code),
         forkable=True,
         sleeps=("cpu", "cuda"),
     )
