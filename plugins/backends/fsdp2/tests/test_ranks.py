@@ -10,15 +10,22 @@ from whet.component import Spec
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_testing.scripted_worker import TARGET
 from whet_testing.site import make_site
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
+IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")
 SKIPPING = Spec("whet_testing.losses:Weighted", config={"skip_dead": True})
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with LocalCluster(tmp_path_factory.mktemp("logs")) as made:
+    """Start two processes once. A role that holds them keeps them from test to test: their imports take seconds."""
+    with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend", "holder")]) as made:
+        for role in ("backend", "holder"):
+            made.slice(role, 2)
+        made.warm(dict.fromkeys(("backend", "holder"), IMPORTS), ("backend", "holder"))
+        made.slice("holder", 2).spawn(TARGET, {})
         yield made
 
 
@@ -155,6 +162,9 @@ def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, 
     module = import_module(f"whet.runtime.{launcher}")
     expected = trained(build(None, "one"))
     with getattr(module, f"{launcher.title()}Cluster")(tmp_path / "logs") as cluster:
-        for size in (2, 4):
-            for step, found in enumerate(trained(build(cluster.slice(f"backend{size}", size), f"of-{size}"))):
+        places = {size: cluster.slice(f"backend{size}", size) for size in (2, 4)}
+        roles = [place.role for place in places.values()]
+        cluster.warm(dict.fromkeys(roles, IMPORTS), roles)
+        for size, place in places.items():
+            for step, found in enumerate(trained(build(place, f"of-{size}"))):
                 assert found == pytest.approx(expected[step], rel=1e-5)
