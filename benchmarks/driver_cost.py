@@ -44,6 +44,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.call import HostProcess
 from whet.runtime.channel import receive, send
 from whet.runtime.launcher import Cluster, Host
+from whet.runtime.traffic import Line
 from whet.runtime.wire import decode, encode
 from whet_generation.replicas import Replicas
 
@@ -59,6 +60,10 @@ class Played:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+
+    def line(self, *ends: Any) -> Line:
+        """Return a line that opens with a socket."""
+        return Line(*ends)
 
     def start(self) -> socket.socket:
         """Give the driver's end."""

@@ -152,7 +152,7 @@ def test_a_job_of_the_cluster_runs_in_it_under_names_that_can_be_read(head, noti
     assert done.returncode == 0, done.stdout + done.stderr
     assert nodes_of(tmp_path) == {head.address}
     assert (tmp_path / "named/model").is_dir()
-    actors = {str(actor["name"]) for actor in head.listed("actors") if actor["class_name"] == "Keeper"}
+    actors = {str(actor["name"]) for actor in head.listed("actors") if actor["class_name"] == "NodeAgent"}
     assert "whet:named:backend+generator-0" in actors
     groups = {str(group["name"]).partition("~")[0] for group in head.listed("placement-groups")}
     assert "whet:named:backend+generator" in groups

@@ -40,7 +40,7 @@ FORKED = {"apart": [FORK_SERVER], "two": [FORK_SERVER]}
 """Where several processes of a machine are alike; under Ray one is enough."""
 STALE = {"order": ("fifo", "as_completed"), "on_weight_update": ("drain", "continue", "abort")}
 """Keys of `rollout` that are drawn for runs with staleness."""
-RAY_NAMES = ["raylet", "gcs_server", "keeper"]
+RAY_NAMES = ["raylet", "gcs_server", "node agent"]
 
 
 class Chaos:
@@ -91,7 +91,7 @@ class Chaos:
         if staleness:  # what is drawn here changes the bits, so it is left alone where they are compared
             drawn = {key: random_.choice(values) for key, values in STALE.items()}
             subject = attrs.evolve(subject, rollout=drawn, filters=random_.choice(([], ["unequal-rewards"])))
-        names = NAMES[layout] + FORKED.get(layout, []) + (RAY_NAMES if self.args.launcher == "ray" else [])
+        names = NAMES[layout] + (RAY_NAMES if self.args.launcher == "ray" else FORKED.get(layout, []))
         faults: list[str] = []
         finished, attempt, guarded, blows = False, None, True, 0
         workers: list[tuple[str, str]] = []

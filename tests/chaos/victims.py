@@ -12,14 +12,14 @@ from whet_testing.processes import Process, descendants
 
 FORK_SERVER = "fork server"
 KINDS = (
-    (re.compile(r"-m whet\.cluster\.host .* (\S+-\d+)$"), "{}"),
-    (re.compile(r"-m whet\.cluster\.forkserver "), FORK_SERVER),
-    (re.compile(r"-m whet\.cluster\.grader "), "grader"),
+    (re.compile(r"-m whet\.runtime\.worker_process .* (\S+-\d+)$"), "{}"),
+    (re.compile(r"-m whet\.runtime\.forkserver "), FORK_SERVER),
+    (re.compile(r"-m whet\.runtime\.grader "), "grader"),
     (re.compile(r"whet/runtime/watchdog\.py "), "watchdog"),
     (re.compile(r"-m whet\.cli run "), "driver"),
     (re.compile(r"/raylet/raylet "), "raylet"),
     (re.compile(r"/gcs/gcs_server "), "gcs_server"),
-    (re.compile(r"^ray::Keeper"), "keeper"),
+    (re.compile(r"^ray::NodeAgent"), "node agent"),
 )
 """Command lines and the names of what runs them."""
 

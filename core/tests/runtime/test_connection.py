@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from whet.errors import WorkerError
 from whet.runtime.channel import send
 from whet.runtime.connection import Call, Connection
 from whet.runtime.deadlines import Clock
-from whet.runtime.traffic import Traffic
+from whet.runtime.traffic import Line, Traffic
 from whet.runtime.wire import encode
 
 
@@ -22,6 +23,9 @@ class Silent:
 
     def __init__(self, state: Callable[[], str]) -> None:
         self.pid, self.state = 0, state
+
+    def line(self, *ends: Any) -> Line:
+        return Line(*ends)
 
     def start(self) -> socket.socket:
         self._process = subprocess.Popen(["sleep", "60"])

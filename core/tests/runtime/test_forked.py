@@ -27,10 +27,6 @@ pytestmark = pytest.mark.usefixtures("no_orphans")
 
 WHO_IMPORTS = "import os, pathlib\npathlib.Path(__file__).with_name(f'by-{os.getpid()}').touch()\n"
 A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-DIES_LATE = """
-import os, time
-os.register_at_fork(after_in_parent=lambda: time.sleep(1.0) or os._exit(1))
-"""
 
 
 def slice_of(cluster: Cluster, role: str, ranks: int, modules: Sequence[str] = ()) -> Slice:
@@ -166,26 +162,6 @@ def test_a_fork_server_that_dies_while_it_forks_is_done_without(tmp_path: Path, 
         assert [parent(pid) for pid in pids(workers)] == [os.getpid()] * 2
 
 
-def test_what_was_forked_leaves_the_connection_alone_until_it_is_let(
-    tmp_path: Path, module: Callable[[str, str], Path]
-) -> None:
-    """The fork server says nothing for a while once it has forked, and then dies."""
-    module("dies_late", DIES_LATE)
-    order = {"path": import_folders(), "add": []}
-    server = ForkServer("test", ["dies_late"], order, worker_environment(os.environ, 1, ""), tmp_path / "log")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.send(b"for whoever will have it")
-        try:
-            with pytest.raises(NoForkServer, match="failed while it forked"):
-                Forked(server.name, "x-0", environment={}, output=2, connection=theirs)
-        finally:
-            server.close()
-        assert theirs.recv(100) == b"for whoever will have it"
-        theirs.send(b"still whole")
-        assert ours.recv(100) == b"still whole"
-
-
 def test_the_end_of_a_process_is_heard_of_where_its_fork_server_stands_still(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
         workers = slice_of(cluster, "backend", 2).spawn(TARGET, {})
@@ -203,24 +179,24 @@ def test_a_fork_server_that_imports_for_too_long_is_not_waited_for(
 ) -> None:
     module("for_ever", "import time\ntime.sleep(1000)\n")
     order = {"path": import_folders(), "add": []}
-    server = ForkServer("test", ["for_ever"], order, worker_environment(os.environ, 1, ""), tmp_path / "log")
+    server = ForkServer("test", ["for_ever"], order, worker_environment(os.environ, 1, ""), tmp_path / "log", 0.3)
     try:
         with pytest.raises(NoForkServer, match="not ready"):
-            Forked(server.name, "x-0", environment={}, output=2, patience_seconds=0.3)
+            Forked(server, "x-0", environment={}, output=2)
         with pytest.raises(NoForkServer, match="not ready"):
-            Forked(server.name, "x-0", environment={}, output=2, stopped=lambda: True)
+            Forked(server, "x-0", environment={}, output=2, stopped=lambda: True)
     finally:
         server.close()
     with pytest.raises(NoForkServer, match="gone"):
-        Forked(server.name, "x-0", environment={}, output=2)
+        Forked(server, "x-0", environment={}, output=2)
 
 
 def test_an_owner_that_is_gone_takes_its_process_along(tmp_path: Path) -> None:
     order = {"path": import_folders(), "add": []}
     server = ForkServer("test", [], order, worker_environment(os.environ, 1, ""), tmp_path / "log")
     try:
-        owned = Forked(server.name, "x-0", environment={}, output=2)
-        kept = Forked(server.name, "x-1", environment={}, output=2)
+        owned = Forked(server, "x-0", environment={}, output=2)
+        kept = Forked(server, "x-1", environment={}, output=2)
         owned._line.shutdown(socket.SHUT_RDWR)  # as the end of a keeper does
         wait_until(lambda: not alive(owned.pid), "its process is gone")
         assert alive(kept.pid)

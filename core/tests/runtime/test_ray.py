@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray")
@@ -43,24 +45,24 @@ def stop(pid: int) -> None:
     wait_until(lambda: stat(pid)[0] == "T", "it is stopped")
 
 
-def test_a_late_answer_of_a_keeper_is_not_taken_for_that_to_another_question(own_ray: None, tmp_path: Path) -> None:
+def test_a_late_answer_of_a_node_agent_is_not_taken_for_that_to_another_question(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
         assert isinstance(workers, ConnectedWorkers)
         process, pid = workers.processes[0], workers.call("state")[0]["pid"]
-        keeper = int(stat(pid)[1])
-        stop(keeper)
+        agent = int(stat(pid)[1])
+        stop(agent)
         try:
             assert process.state() == ""
         finally:
-            os.kill(keeper, signal.SIGCONT)
+            os.kill(agent, signal.SIGCONT)
         time.sleep(1.0)  # by now the late answer is there: its process sleeps
         stop(pid)
         assert process.state() == "T"
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_keeper_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: None, tmp_path: Path) -> None:
+def test_a_node_agent_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
         assert isinstance(workers, ConnectedWorkers)
@@ -70,6 +72,44 @@ def test_a_keeper_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: 
             hanging.result()
         with pytest.raises(WorkerLost, match="its process was ended because"):
             workers.call("add", 1)
+
+
+def test_a_thousand_calls_in_flight_take_no_more_threads_of_the_agent(own_ray: None, tmp_path: Path) -> None:
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        threads = Path(f"/proc/{stat(workers.call('state')[0]['pid'])[1]}/task")
+        pending = [workers.start("add", number) for number in range(20)]
+        assert [call.result() for call in pending] == [[number] for number in range(20)]
+        before = len(list(threads.iterdir()))
+        pending = [workers.start("add", number) for number in range(1000)]
+        assert [call.result() for call in pending] == [[number] for number in range(1000)]
+        assert len(list(threads.iterdir())) <= before
+
+
+def test_a_large_argument_of_all_ranks_is_stored_once_and_one_of_a_single_rank_for_that_rank(
+    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    stored, put = [], ray.put
+
+    def counted(value: object) -> Any:
+        stored.append(1)
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        large = np.arange(1_000_000)
+        for (result,) in workers.call("echo", large):
+            assert np.array_equal(result, large)
+        assert len(stored) == 1
+        found = workers.scatter("echo", [(large,), (large[:500_000], "and a small one")])
+        assert [len(result[0]) for result in found] == [1_000_000, 500_000]
+        assert len(stored) == 3
+        many = {f"{number}": np.full(5_000, number) for number in range(100)}
+        ((result,),) = workers.start_on(0, "echo", many).result()
+        assert all(np.array_equal(result[name], column) for name, column in many.items())
 
 
 def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray: None, tmp_path: Path) -> None:
@@ -89,39 +129,24 @@ def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
     assert "ray" not in os.environ.get("PYTHONBREAKPOINT", "")
 
 
-def test_a_process_forked_on_the_driver_s_machine_ends_with_its_keeper(own_ray: None, tmp_path: Path) -> None:
+def test_a_process_ends_with_its_node_agent(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path, environment={"MARK": "x"}) as cluster:
         part = cluster.slice("backend", threads=2)
         cluster.warm({"backend": ["wave"]}, ["backend"])
         workers = part.spawn(TARGET, {})
         (pid,), (environment,) = [state["pid"] for state in workers.call("state")], workers.call("environment")
-        found = {process.pid: process.command for process in descendants()}
-        assert "whet.runtime.forkserver" in found[int(stat(pid)[1])]
+        agent = int(stat(pid)[1])
         assert [environment[name] for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MARK")] == ["2", "2", "x"]
         assert "RAY_AUTH_TOKEN" not in environment
         with pytest.raises(WorkerError, match=r"backend-0\.log"):
             workers.call("fail", (0,), "quoted in the log")
         pending = workers.start("hang")
-        (keeper,) = [number for number, name in found.items() if name.startswith("ray::Keeper")]
-        os.kill(keeper, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match=r"its keeper on node .* was lost"):
+        assert {p.pid: p.command for p in descendants()}[agent].startswith("ray::NodeAgent")
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"its node agent on .* was lost"):
             pending.result()
         wait_until(lambda: not alive(pid), "the process is gone")
     assert "quoted in the log" in (tmp_path / "backend-0.log").read_text()
-
-
-def test_a_fork_server_that_dies_while_it_forks_is_done_without(
-    own_ray: None, tmp_path: Path, dies_forking: str
-) -> None:
-    with RayCluster(tmp_path / "logs") as cluster:
-        part = cluster.slice("backend")
-        cluster.warm({"backend": [dies_forking]}, ["backend"])
-        workers = part.spawn(TARGET, {})
-        assert workers.call("add", 1) == [1]
-        ((path, _),) = workers.call("imported", dies_forking)
-        assert path.endswith(f"{dies_forking}.py")
-        found = {process.pid: process.command for process in descendants()}
-        assert found[int(stat(workers.call("state")[0]["pid"])[1])].startswith("ray::Keeper")
 
 
 def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> None:

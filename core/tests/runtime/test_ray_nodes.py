@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.scripted_worker import TARGET
 
 APART = {"backend": {"train": 1}, "generator": {"gen": 1}}
+
+
+class Bare:
+    """An actor with nothing of whet in it."""
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 def parent(pid: int) -> int:
@@ -48,6 +56,36 @@ def test_roles_go_to_the_nodes_that_have_their_resources_and_ranks_meet_over_tcp
         environment = generator.call("environment")[0]
         assert environment["OMP_NUM_THREADS"] == "1"
         assert not {"RAY_AUTH_TOKEN", "PYTHONBREAKPOINT"} & set(environment)
+
+
+def listening(pid: int) -> set[str]:
+    """The inodes of the sockets at which a process listens, of every kind."""
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            own.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+    net = Path(f"/proc/{pid}/net")
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()[1:]]
+    found = {row[9] for row in rows if row[3] == "0A"}
+    rows = [line.split() for line in (net / "unix").read_text().splitlines()[1:]]
+    return own & (found | {row[6] for row in rows if int(row[3], 16) & 0x10000})
+
+
+def test_no_process_of_a_run_listens_at_a_socket_of_its_own(two_nodes: Any, tmp_path: Path) -> None:
+    import ray
+
+    with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
+        first = cluster.slice("generator", 2).spawn(TARGET, {})
+        driver = listening(os.getpid())
+        bare: Any = ray.remote(num_cpus=0)(Bare).remote()
+        of_ray = len(listening(ray.get(bare.pid.remote())))
+        second = cluster.slice("backend", 2).spawn(TARGET, {})
+        assert second.call("echo", bytes(1_000_000)) == [[bytes(1_000_000)]] * 2
+        processes = [state["pid"] for workers in (first, second) for state in workers.call("state")]
+        assert [listening(pid) for pid in processes] == [set()] * 4
+        assert [len(listening(parent(pid))) for pid in processes] == [of_ray] * 4
+        assert listening(os.getpid()) == driver
+        assert len(driver) <= of_ray
 
 
 def test_output_of_workers_on_nodes_ends_in_the_run_s_logs(two_nodes: Any, tmp_path: Path) -> None:
@@ -85,16 +123,16 @@ def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_there_is(
         assert "no node can hold that" in message
 
 
-def test_a_killed_keeper_is_named_with_its_node_and_takes_all_it_started_along(two_nodes: Any, tmp_path: Path) -> None:
+def test_a_killed_node_agent_is_named_with_its_node_and_takes_its_processes_along(
+    two_nodes: Any, tmp_path: Path
+) -> None:
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
         backend, generator = cluster.slice("backend").spawn(TARGET, {}), cluster.slice("generator").spawn(TARGET, {})
         pid = generator.call("state")[0]["pid"]
         pids = [pid, *generator.call("start_child"), *generator.call("start_child", True)]
         hanging = generator.start("hang", phase="generate")
         os.kill(parent(pid), signal.SIGKILL)
-        with pytest.raises(
-            WorkerLost, match=r"generator rank 0 failed in generate: its keeper on node \S+ \(\w+\) was"
-        ):
+        with pytest.raises(WorkerLost, match=r"generator rank 0 failed in generate: its node agent on \S+ \(\w+\) was"):
             hanging.result()
         wait_until(lambda: not any(map(alive, pids)), "the worker and its children are gone")
         assert backend.call("add", 1) == [1]
@@ -102,11 +140,11 @@ def test_a_killed_keeper_is_named_with_its_node_and_takes_all_it_started_along(t
         assert generator.call("add", 1) == [1]
 
 
-def test_a_run_that_ends_leaves_no_keeper_behind(two_nodes: Any, tmp_path: Path) -> None:
+def test_a_run_that_ends_leaves_no_node_agent_behind(two_nodes: Any, tmp_path: Path) -> None:
     with RayCluster(tmp_path, address=two_nodes.address) as cluster:
         pids = [state["pid"] for state in cluster.slice("backend", 2).spawn(TARGET, {}).call("state")]
-        keepers = [parent(pid) for pid in pids]
-    wait_until(lambda: not any(map(alive, [*pids, *keepers])), "the keepers are gone")
+        agents = [parent(pid) for pid in pids]
+    wait_until(lambda: not any(map(alive, [*pids, *agents])), "the agents are gone")
 
 
 DRIVER = """
@@ -130,9 +168,9 @@ def test_nothing_on_any_node_outlives_a_killed_driver(two_nodes: Any, tmp_path: 
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 4
-        keepers = [parent(pid) for pid in pids[:2]]
+        agents = [parent(pid) for pid in pids[:2]]
         driver.kill()
-    wait_until(lambda: not any(map(alive, [*pids, *keepers])), "the workers, their children and keepers are gone")
+    wait_until(lambda: not any(map(alive, [*pids, *agents])), "the workers, their children and agents are gone")
 
 
 def test_a_lost_node_is_named_and_the_others_go_on(two_nodes: Any, tmp_path: Path) -> None:

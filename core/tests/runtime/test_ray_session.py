@@ -71,7 +71,7 @@ def test_a_session_waits_for_the_end_of_the_ray_before(
 @pytest.mark.parametrize(
     ("what", "limit", "told"),
     [
-        (resource.RLIMIT_FSIZE, 1 << 20, r"cannot grow to 83,886,080 bytes: .* 1,048,576 \(ulimit -f\)"),
+        (resource.RLIMIT_FSIZE, 1 << 20, r"cannot grow to 268,435,456 bytes: .* 1,048,576 \(ulimit -f\)"),
         (resource.RLIMIT_NOFILE, 100, r"Too many open files: a process may have 100 \(ulimit -n\)"),
     ],
 )

@@ -1,13 +1,15 @@
 """Calls to worker processes and the processes themselves: the types that `Connection` shares with its neighbours."""
 
-import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
 from whet.errors import WorkerError, WorkerLost
+from whet.runtime.traffic import Traffic
+from whet.runtime.wire import Buffer
 
 
 @define(eq=False)
@@ -69,6 +71,25 @@ class UnderWay:
         return f"{self.role}-{self.rank} {self.phase} since {self.seconds:.0f} s (its process {heard})"
 
 
+class MessageLine(Protocol):
+    """Both directions between the driver and one process. Messages that are sent before it is open wait."""
+
+    over: threading.Event
+    """Set when everything that the process sent has been taken, or when the line is closed."""
+
+    def open(self, end: Any, /) -> None:
+        """Start to send and receive, with what `HostProcess.start` returned."""
+        ...
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send one message, now or later, without waiting. Do not change its buffers before its answer has come."""
+        ...
+
+    def close(self) -> None:
+        """Close the line, and drop messages that still wait."""
+        ...
+
+
 class HostProcess(Protocol):
     """A process that runs `whet.runtime.worker_process`, however it is started. Its output goes to its log."""
 
@@ -82,8 +103,18 @@ class HostProcess(Protocol):
         """Return the name of its machine, once that is known."""
         ...
 
-    def start(self) -> socket.socket:
-        """Start the process and return the driver's end of its socket. Raises `OSError` or `WhetError` with the reason.
+    def line(
+        self,
+        traffic: Traffic,
+        take: Callable[[list[memoryview]], Any],
+        broken: Callable[[str], None],
+        heard: Callable[[], None],
+    ) -> MessageLine:
+        """Return the line to the process, which is not open yet; see `whet.runtime.traffic.Line`."""
+        ...
+
+    def start(self) -> Any:
+        """Start the process and return what its line opens. Raises `OSError` or `WhetError` with the reason.
 
         One thread calls `start` and `wait`. It lives as long as the process may. Both methods raise `ClusterGone`
         when no other process could be started in place of this one.

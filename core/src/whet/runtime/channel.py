@@ -1,13 +1,12 @@
 """Messages over a socket: a count, the sizes of the buffers, and the buffers, each aligned to 64 bytes."""
 
-import os
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,14 +26,11 @@ _FEW_BUFFERS: Final = 1 << 10
 _LIMIT: Final = 1 << 42
 
 
-def of_this_user(sock: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket is a process of this user."""
-    user: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return user == os.geteuid()
-
-
 class Framed(list[memoryview]):
     """The pieces of one message, in order."""
+
+    stored: Any = None
+    """What a launcher has made of the pieces to carry them to several processes; see `whet.runtime.ray_line`."""
 
 
 def frame(buffers: Sequence[Buffer]) -> Framed:
@@ -113,7 +109,13 @@ class Incoming:
             self._got += got
             yield from self._whole()
             return
-        data = scratch[:got]
+        yield from self.feed(scratch[:got])
+
+    def feed(self, data: memoryview) -> Iterator[list[memoryview]]:
+        """Take bytes that have arrived, and yield each message that is complete now.
+
+        The bytes are copied. They are free again after the last message.
+        """
         while data:
             if self._shape is None and not self._begin and 0 < (size := _bare_size(data)) <= self._limit:
                 room = _room(size)

@@ -1,7 +1,8 @@
 """The driver's end of one worker process: its open calls, their answers, and the end of the process.
 
-One thread for each process starts the process and waits for its end. The kernel ties the process to this thread. The
-messages of all processes pass through the one thread of `whet.runtime.traffic`. One `Clock` watches all deadlines.
+One thread for each process starts the process and waits for its end. The kernel ties a process of the driver's machine
+to this thread. The messages of all processes pass through the one thread of `whet.runtime.traffic`. One `Clock` watches
+all deadlines.
 """
 
 import math
@@ -16,7 +17,7 @@ from whet.runtime.call import Call, HostProcess, UnderWay
 from whet.runtime.deadlines import Clock
 from whet.runtime.process import last_words
 from whet.runtime.threads import watched
-from whet.runtime.traffic import Line, Traffic
+from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer, decode, encode
 
 _PATIENCE_FOR_STACKS = 0.1
@@ -43,7 +44,7 @@ class Connection:
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
         self._slots: set[int] = set()
-        self._line = Line(traffic, self._take, self.doubt, self._hear)
+        self._line = process.line(traffic, self._take, self.doubt, self._hear)
         self._lock = threading.Lock()
         self._gone = threading.Event()
         self._exited = False

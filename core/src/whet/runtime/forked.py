@@ -5,11 +5,11 @@ launcher makes a `Forked` in place of a `Child`.
 """
 
 import os
-import secrets
 import select
 import signal
 import socket
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whet.data.spans import Span
 from whet.errors import WhetError
-from whet.runtime.channel import of_this_user, receive, send
+from whet.runtime.channel import receive, send
 from whet.runtime.process import Child, Offspring, describe_end, new_mark
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import FAMILY
@@ -26,7 +26,6 @@ from whet.runtime.wire import decode, encode
 if TYPE_CHECKING:
     from whet.runtime.launcher import Host
 
-_MOST_WAITING: Final = 1024
 _STEP_SECONDS: Final = 0.2
 _FORK_SECONDS: Final = 30.0
 _END_SECONDS: Final = 5.0
@@ -39,7 +38,7 @@ _OF_EACH: Final = ("GLOO_SOCKET_IFNAME",)
 
 
 class NoForkServer(WhetError):  # noqa: N818 - it says what there is
-    """No fork server can fork the process. The connection that the process would get is still unused."""
+    """No fork server can fork the process."""
 
 
 class Forked(Offspring):
@@ -47,36 +46,34 @@ class Forked(Offspring):
 
     def __init__(
         self,
-        server: str,
+        server: "ForkServer",
         name: str,
         *,
         environment: Mapping[str, str],
         output: int,
-        connection: socket.socket | None = None,
-        patience_seconds: float = _FORK_SECONDS,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Ask the server to fork the process, and give it one end of a new socket pair, or the existing `connection`.
+        """Ask the server to fork the process, and give the process one end of a new socket pair.
 
         `environment` is added to the server's. The process writes its output to the descriptor `output`. Raises
         `NoForkServer` when the server is not ready in time, is gone, must not fork, or fails while it forks, and when
-        `stopped()` becomes true during the wait. The caller then still owns the `connection` that it passed.
+        `stopped()` becomes true during the wait.
         """
-        self._line = _greeted(server, time.monotonic() + patience_seconds, stopped)
-        self.socket, theirs = socket.socketpair() if connection is None else (connection, connection)
+        self._line = _greeted(server, stopped)
+        self.socket, theirs = socket.socketpair()
         mark = new_mark()
         try:
-            order = {"name": name, "environment": {**environment, FAMILY: mark}}
-            pid, self._end = _begun(self._line, order, theirs, output)
+            with theirs:
+                socket.send_fds(self._line, [b"+"], [theirs.fileno(), output])
+            send(self._line, encode({"name": name, "environment": {**environment, FAMILY: mark}}))
+            pid = int(_said(self._line, time.monotonic() + _FORK_SECONDS)["pid"])
+            self._end = os.pidfd_open(pid)
         except BaseException as error:
             self._line.close()
-            if connection is None:
-                self.socket.close()
-                theirs.close()
+            self.socket.close()
             if isinstance(error, OSError | EOFError | WhetError):
                 raise NoForkServer("the fork server failed while it forked") from error
             raise
-        theirs.close()
         self._line.settimeout(None)
         super().__init__(pid, mark)
         self._code: int | None = None
@@ -127,19 +124,31 @@ class ForkServer:
         patience_seconds: float = _FORK_SECONDS,
     ) -> None:
         """Start the server in the background. It imports from `folders`, as in `Launcher.import_folders`."""
-        self.name = f"whet-{secrets.token_hex(16)}"
         self.patience_seconds = patience_seconds
         """How long an owner that wants a process waits for the server to be ready."""
         self.began, self.imported = time.time(), 0.0
         """When the start began and when the imports were done, in seconds since the epoch; 0.0: not done yet."""
         self._title, self._environment, self._log = title, environment, log
-        self._order = encode({**folders, "modules": list(modules)})
         self._child: Child | None = None
         self._closed = False
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(f"\0{self.name}")  # an abstract address: a file would remain after a kill
-        self._listening.listen(_MOST_WAITING)
+        self._control, self._theirs = socket.socketpair()
+        send(self._control, encode({**folders, "modules": list(modules)}))
         self._thread = watched(f"whet-{title.strip()}", self._live, over=lambda: True)
+
+    def line(self) -> socket.socket:
+        """Return a new connection to the server, which may still start. Raises `OSError` when the server is gone.
+
+        The server's end crosses the socket pair that the server was started with, so no other process can reach it.
+        """
+        mine, theirs = socket.socketpair()
+        with theirs:
+            try:
+                rights = array("i", [theirs.fileno()])
+                self._control.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_DONTWAIT)
+            except BaseException:
+                mine.close()
+                raise
+        return mine
 
     def close(self) -> None:
         """Kill the server, and with it the processes that it forked."""
@@ -154,19 +163,16 @@ class ForkServer:
     def _live(self) -> None:
         """Start the server and wait for its end, on one thread: the kernel ends the server with the thread."""
         with suppress(OSError), self._log.open("ab") as log:
-            with self._listening:
-                self._child = Child(
-                    "whet.runtime.forkserver", self._title, environment=self._environment, stdout=log, stderr=log
-                )
-                with suppress(OSError):
-                    socket.send_fds(self._child.socket, [b"+"], [self._listening.fileno()])
-                    send(self._child.socket, self._order)
+            self._child = Child(
+                "whet.runtime.forkserver", self._title, environment=self._environment, stdout=log, stderr=log,
+                connection=self._theirs,
+            )  # fmt: skip
             if self._closed:
                 self._child.signal(signal.SIGKILL)
             with suppress(OSError, EOFError, WhetError):
-                self.imported = float(_said(self._child.socket)["imported"])
+                self.imported = float(_said(self._control)["imported"])
             self._child.wait()
-            self._child.socket.close()
+            self._control.close()
 
 
 class ForkServers:
@@ -226,16 +232,14 @@ def fixed(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in (*_ALONE, *_OF_EACH) if name in environment}
 
 
-def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socket.socket:
-    """Connect to a fork server, wait until it is ready to fork, and return the connection.
-
-    Raises `NoForkServer` when it cannot fork.
-    """
-    line = socket.socket(socket.AF_UNIX)
+def _greeted(server: ForkServer, stopped: Callable[[], bool]) -> socket.socket:
+    """Return a connection to a fork server that is ready to fork. Raises `NoForkServer` when it cannot fork."""
+    deadline = time.monotonic() + server.patience_seconds
     try:
-        line.connect(f"\0{server}")
-        if not of_this_user(line):
-            raise NoForkServer("the fork server is another user's")
+        line = server.line()
+    except OSError as error:
+        raise NoForkServer("the fork server is gone") from error
+    try:
         while not _readable(line, seconds=_STEP_SECONDS):
             if stopped() or time.monotonic() > deadline:
                 raise NoForkServer("the fork server is not ready")
@@ -248,25 +252,6 @@ def _greeted(server: str, deadline: float, stopped: Callable[[], bool]) -> socke
             raise NoForkServer("the fork server is gone") from error
         raise
     return line
-
-
-def _begun(line: socket.socket, order: Mapping[str, Any], connection: socket.socket, output: int) -> tuple[int, int]:
-    """Ask the server to fork a process, and allow the process to begin. Return its id and a descriptor of it."""
-    waiting, go = os.pipe()
-    with os.fdopen(go, "wb", buffering=0) as permit:
-        with os.fdopen(waiting, "rb"):  # closed here, so that only the new process holds it
-            socket.send_fds(line, [b"+"], [connection.fileno(), output, waiting])
-        send(line, encode(order))
-        pid = int(_said(line, time.monotonic() + _FORK_SECONDS)["pid"])
-        end = os.pidfd_open(pid)
-        try:
-            if _readable(line, seconds=0.0):
-                raise EOFError("it has ended, and its processes with it")
-            permit.write(b"+")
-        except BaseException:
-            os.close(end)
-            raise
-    return pid, end
 
 
 def _readable(*ends: socket.socket | int, seconds: float | None = None) -> bool:

@@ -1,17 +1,15 @@
 """A program that imports the modules of workers once, and forks itself for each worker process.
 
-    driver ── order: modules ──────> fork server ── fork ──> worker_process, with the owner's connection and output
-    owner  ── order, descriptors ──>      │                        │
-           <── greeting, pid, end ────────┘                        │
-           ── go ──────────────────────────────────────────────────┘
+    driver ── order: modules, a line for each process ──> fork server ── fork ──> worker_process
+    line   ── order, descriptors ──>      │
+           <── greeting, pid, end ────────┘
 
-The owner of a process (see `whet.runtime.forked`) is the driver, or under Ray a keeper on the driver's machine. When
-an owner closes its line, the server ends the owner's process. When the server ends, the kernel ends all processes that
-it forked. A process does not touch its connection until its owner says go. So if the server fails while it forks, the
-owner can give the connection to another process.
+The driver alone can reach the server, over the socket pair that the server was started with (see
+`whet.runtime.forked`). When the driver closes the line of a process, the server ends the process. When the server
+ends, the kernel ends all processes that it forked.
 
 A fork copies only the thread that forks, and locks that other threads held stay locked. So the server must have one
-thread only. Its greeting reports the number of threads. If an import has started another, the owner does not ask for a
+thread only. Its greeting reports the number of threads. If an import has started another, the driver does not ask for a
 fork, and starts its process in the normal way.
 """
 
@@ -29,14 +27,13 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.errors import WhetError
-from whet.runtime.channel import of_this_user, receive, send
+from whet.runtime.channel import receive, send
 from whet.runtime.watchdog import die_with, kill_group, leave_signals_to_driver
 from whet.runtime.wire import decode, encode
 from whet.runtime.worker_process import host_workers, import_ahead, import_from
 
 _ORDER_SECONDS: Final = 10.0
 _LARGEST_ORDER: Final = 1 << 16
-_PAUSE_SECONDS: Final = 0.1
 _PR_SET_NAME: Final = 15
 
 
@@ -51,25 +48,23 @@ class Order:
 
 
 class ForkServer:
-    """Serves the lines of owners, and watches the processes that it forked for them."""
+    """Serves the driver's lines, and watches the processes that it forked for them."""
 
-    def __init__(self, driver: socket.socket, listening: socket.socket) -> None:
-        self._driver, self._listening = driver, listening
+    def __init__(self, driver: socket.socket) -> None:
+        self._driver = driver
         self._waiting = select.poll()
         self._lines: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}  # descriptor of a line -> process id
         self._ends: dict[int, tuple[int, int]] = {}  # descriptor of a process -> its id, descriptor of its line
-        for end in (driver, listening):
-            self._waiting.register(end, select.POLLIN)
+        self._waiting.register(driver, select.POLLIN)
 
     def serve(self) -> Order | None:
         """Serve until the driver is gone, then return None. In a forked process, return its order."""
         while True:
             for descriptor, _ in self._waiting.poll():
                 if descriptor == self._driver.fileno():
-                    return None
-                if descriptor == self._listening.fileno():
-                    self._welcome()
+                    if not self._welcome():
+                        return None
                 elif descriptor in self._ends:
                     self._ended(descriptor)
                 elif descriptor in self._pids:
@@ -77,27 +72,28 @@ class ForkServer:
                 elif descriptor in self._lines and (order := self._fork(descriptor)) is not None:
                     return order
 
-    def _welcome(self) -> None:
+    def _welcome(self) -> bool:
+        """Take a new line from the driver. Return whether the driver is still there."""
         try:
-            line, _ = self._listening.accept()
-        except OSError:  # no descriptor is left, or the owner left; it then starts its process without a fork
-            time.sleep(_PAUSE_SECONDS)
-            return
-        if not of_this_user(line):
-            line.close()
-            return
+            word, given, _, _ = socket.recv_fds(self._driver, 1, 1)
+        except OSError:
+            return False
+        if not word or not given:  # without a line: no descriptor is left, and the driver starts its process itself
+            return bool(word)
+        line = socket.socket(fileno=given[0])
         line.settimeout(_ORDER_SECONDS)
         self._lines[line.fileno()] = line
         self._waiting.register(line, select.POLLIN)
         with suppress(OSError):  # `serve` notices a line that is closed
             send(line, encode({"threads": threads()}))
+        return True
 
     def _fork(self, descriptor: int) -> Order | None:
         """Take an order and fork. Return the order in the new process, and None in the server."""
         line = self._lines[descriptor]
         try:
-            _, given, _, _ = socket.recv_fds(line, 1, 3)
-            if len(given) != 3:
+            _, given, _, _ = socket.recv_fds(line, 1, 2)
+            if len(given) != 2:
                 raise EOFError
             said = decode(receive(line, _LARGEST_ORDER, time.monotonic() + _ORDER_SECONDS))
         except (OSError, EOFError, WhetError):
@@ -128,27 +124,24 @@ class ForkServer:
         self._say(descriptor, {"pid": pid})
         return None
 
-    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int, go: int) -> Order:
-        """Become an independent process, wait until the owner says go, and return the order of this process."""
+    def _become(self, said: dict[str, Any], parent: int, connection: int, output: int) -> Order:
+        """Become an independent process, and return its order."""
         os.setsid()
         die_with(parent)
         for target in (1, 2):
             os.dup2(output, target)
         os.close(output)
         os.set_inheritable(connection, False)
-        for line in (self._driver, self._listening, *self._lines.values()):
+        for line in (self._driver, *self._lines.values()):
             line.close()
         for end in self._ends:
             os.close(end)
-        if not os.read(go, 1):
-            os._exit(1)
-        os.close(go)
         os.environ.update(said["environment"])
         _show_name(said["name"])
         return Order(socket.socket(fileno=connection), said["name"])
 
     def _ended(self, end: int) -> None:
-        """Send the exit code of a process to its owner. The zombie keeps the process id until the line is closed."""
+        """Send the exit code of a process over its line. The zombie keeps the process id until the line is closed."""
         pid, descriptor = self._ends.pop(end)
         self._waiting.unregister(end)
         os.close(end)
@@ -161,7 +154,7 @@ class ForkServer:
             os.waitpid(pid, 0)
 
     def _leave(self, descriptor: int) -> None:
-        """Kill the process of an owner that closed its line. If the process has already ended, release its id."""
+        """Kill the process of a line that was closed. If the process has already ended, release its id."""
         line, pid = self._lines.pop(descriptor), self._pids.pop(descriptor, None)
         self._waiting.unregister(descriptor)
         line.close()
@@ -203,14 +196,12 @@ def main() -> None:
     leave_signals_to_driver()
     os.set_inheritable(descriptor, False)
     driver = socket.socket(fileno=descriptor)
-    _, (listening,), _, _ = socket.recv_fds(driver, 1, 1)
-    os.set_inheritable(listening, False)
     wanted = decode(receive(driver))
     import_from(wanted["path"], wanted["add"])
     import_ahead(wanted["modules"])
     gc.freeze()  # otherwise garbage collection would soon copy this memory into every process
     send(driver, encode({"imported": time.time()}))
-    order = ForkServer(driver, socket.socket(fileno=listening)).serve()
+    order = ForkServer(driver).serve()
     if order is not None:
         host_workers(order.connection, order.name)
 

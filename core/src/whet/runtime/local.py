@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from whet.runtime.call import HostProcess
 from whet.runtime.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
 from whet.runtime.launcher import Cluster, Host
 from whet.runtime.process import Child, extra_folders, import_folders, on_loopback, worker_environment
+from whet.runtime.traffic import Line, Traffic
 from whet.runtime.watchdog import watchdog
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,16 @@ class LocalProcess:
         """Return the process id; 0 before the start."""
         return 0 if self._child is None else self._child.pid
 
+    def line(
+        self,
+        traffic: Traffic,
+        take: Callable[[list[memoryview]], Any],
+        broken: Callable[[str], None],
+        heard: Callable[[], None],
+    ) -> Line:
+        """Return a line that opens with a socket."""
+        return Line(traffic, take, broken, heard)
+
     def start(self) -> socket.socket:
         """Start the process from this thread and return the driver's end of its socket. It ends with the thread."""
         with self._log.open("ab") as log:
@@ -145,8 +156,8 @@ class LocalProcess:
             return None
         try:
             return Forked(
-                self._server.name, self._name, environment=fixed(self._environment), output=output,
-                patience_seconds=self._server.patience_seconds, stopped=lambda: self._killed,
+                self._server, self._name, environment=fixed(self._environment), output=output,
+                stopped=lambda: self._killed,
             )  # fmt: skip
         except NoForkServer as error:
             logger.info("%s is not forked: %s", self._name, error)

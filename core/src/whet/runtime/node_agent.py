@@ -1,176 +1,233 @@
-"""A Ray actor, the keeper, that starts one worker process on a node, forwards its output to the driver, and ends it.
+"""A Ray actor, the node agent, that starts one worker process on a node, carries its messages and output, and ends it.
 
-    driver ── Connection ──────── TCP ─────────> worker_process      the same as on the driver's own machine
-       └───── RayProcess ── TCP ── Keeper ── child, output, signals ──┘
+    driver ── RayLine, RayProcess ── Ray ── NodeAgent ── socket pair, output, signals ──> worker_process
 
 Workers do not run in the actor. The worker process is a child of the actor, for three reasons: its exit code or signal
 is known, its stacks can be read while its interpreter is stuck, and its threads, imports and environment are not those
-of Ray. Only builtins cross Ray.
+of Ray. Only builtins and arrays of bytes cross Ray.
 """
 
 import os
 import platform
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
-from whet.errors import ConfigError, WhetError, in_words
-from whet.runtime.channel import receive, send
-from whet.runtime.door import knock
-from whet.runtime.forked import Forked, NoForkServer, fixed
+import numpy as np
+
+from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
 from whet.runtime.ports import reserve
 from whet.runtime.process import Child, on_loopback, worker_environment
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
-from whet.runtime.wire import decode, encode
 
-OURS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
+OURS: Final = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Environment variables that Ray sets for its own processes. A worker process does not get them."""
-_PATIENCE_FOR_OUTPUT = 2.0
-_PATIENCE_FOR_AN_END = 5.0
-_PATIENCE_FOR_RAY = 2.0
+THREADS: Final = 8
+"""Threads of the actor for `start`, `exchange` and `send`; more than the exchanges that wait at one time."""
+CONTROL_THREADS: Final = 4
+"""Threads of the group `control`: one for `drain`, the others for what must not wait behind messages."""
+NUMBER: Final = struct.Struct("<Q")
+"""The number of a message or an answer, before its bytes."""
+LARGE: Final = 1 << 16
+"""Bytes from which on a message or an answer goes through the object store."""
+_PATIENCE_FOR_OUTPUT: Final = 2.0
+_PAUSE_FOR_OUTPUT: Final = 0.01
+"""Least time between two pieces of output, so that a process that prints much does not keep Ray busy."""
+_CHUNK: Final = 1 << 18
+_MOST_HELD: Final = 16 << 20
+"""Bytes from the process that wait for the driver. The process waits while there are more."""
 
 
-class Keeper:
-    """The actor. `keep` returns at once, so that the actor can always answer Ray."""
+Found = bytes | tuple[int, list[tuple[str, Any]]]
+"""A number, and the bytes of a piece that the process has sent; or a number, and pieces with their kinds."""
 
-    def keep(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Connect to the driver and start the worker process. Return this node's versions and an `error`, or ""."""
-        found = {**versions(), "error": ""}
+
+class NodeAgent:
+    """The actor. It is threaded: `exchange`, `send` and `drain` may run in any order, so what they carry is numbered.
+
+    The driver calls `drain` and all methods after it in the concurrency group `control`.
+    """
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+        self._held_port: socket.socket | None = None
+        """A bound socket. It keeps the port of the ranks' rendezvous free for them."""
+        self._sending, self._early, self._next = threading.Lock(), dict[int, Any](), 0
+        """Messages that came before one with a lower number, and the number that is sent next."""
+        self._lock = threading.Lock()
+        self._drained = threading.Condition(self._lock)
+        self._found: list[tuple[str, Any]] = []
+        """What the driver has not got yet, in order: a kind, and its bytes or words."""
+        self._size, self._answers = 0, 0
+        self._waiting: list[threading.Lock] = []
+        """The calls that wait for something to return. The last one is served first."""
+
+    def start(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Start the worker process. Return this node's versions and address, the process id and an `error`, or ""."""
+        found = {**versions(), "error": "", "pid": 0, "address": _address(order["one_machine"])}
         if {key: found[key] for key in order["versions"]} != order["versions"]:
             return found  # the driver compares the versions and raises
         if words := _unfit(order["python"]):
             return {**found, "error": words}
+        started: Future[Child] = Future()
+        watched("whet-node-agent", lambda: self._live(order, started), self._lost, lambda: True)
         try:
-            address, token, name = tuple(order["address"]), order["token"], order["name"]
-            control, connection = (knock(address, token, f"{name}/{end}") for end in ("control", "host"))
-        except (OSError, EOFError, WhetError) as error:
-            return {**found, "error": f"the driver at {address[0]}:{address[1]} cannot be reached: {in_words(error)}"}
-        Keeping(control, connection, order).begin()
-        return found
+            self._child = started.result()
+        except OSError as error:
+            return {**found, "error": f"its process could not be started: {error}"}
+        return {**found, "pid": self._child.pid}
+
+    def exchange(self, message: bytes, pieces: Sequence[Any] = ()) -> Found:
+        """Do `send`, and then the same as `drain`. The reply of the process to a message returns to its own call."""
+        self.send(message, pieces)
+        return self._next_found(urgent=True)
+
+    def send(self, message: bytes, pieces: Sequence[Any] = ()) -> None:
+        """Send a message to the process, after all messages with lower numbers.
+
+        `message` begins with the number. `pieces` are arrays of bytes that follow.
+        """
+        assert self._child is not None
+        with self._sending:
+            self._early[NUMBER.unpack_from(message)[0]] = [memoryview(message)[NUMBER.size :], *pieces]
+            while self._next in self._early:
+                with suppress(OSError):  # the process is gone, which `_read` notices
+                    for piece in self._early.pop(self._next):
+                        self._child.socket.sendall(piece)
+                self._next += 1
+
+    def drain(self) -> Found:
+        """Wait until the process has sent or printed something, or has ended. Return all of that, numbered."""
+        return self._next_found(urgent=False)
+
+    def kill(self) -> None:
+        """Kill the worker process."""
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+
+    def state(self) -> str:
+        """Return the kernel's letter for the state of the worker process."""
+        return "" if self._child is None else self._child.state()
+
+    def show_stacks(self) -> None:
+        """Signal the worker process to write its stacks to its output."""
+        if self._child is not None:
+            self._child.show_stacks()
+
+    def port(self, address: str) -> int | str:
+        """Reserve a port for the rendezvous of ranks. Return the port, or the reason why there is none."""
+        try:
+            self._held_port = reserve(address)
+        except WhetError as error:
+            return str(error)
+        port: int = self._held_port.getsockname()[1]
+        return port
 
     def ping(self) -> None:
         """Return at once. Where the actor is lost, Ray raises an error with the cause instead."""
 
+    def leave(self) -> None:
+        """End the worker process and this process, because the driver has lost Ray, which would do that."""
+        self.kill()
+        os._exit(0)
 
-class Keeping:
-    """One worker process, and the control connection over which the driver sends orders for this process."""
+    def _next_found(self, *, urgent: bool) -> Found:
+        """Wait until there is something to return, and return all of it, numbered. Urgent calls are served first."""
+        while True:
+            with self._lock:
+                if self._found:
+                    found, self._found, self._size = self._found, [], 0
+                    number, self._answers = self._answers, self._answers + 1
+                    self._drained.notify()
+                    small = len(found) == 1 and isinstance(found[0][1], bytes) and found[0][0] == "sent"
+                    return NUMBER.pack(number) + found[0][1] if small else (number, found)
+                turn = threading.Lock()
+                turn.acquire()
+                self._waiting.insert(len(self._waiting) if urgent else 0, turn)
+            turn.acquire()
 
-    def __init__(self, control: socket.socket, connection: socket.socket, order: Mapping[str, Any]) -> None:
-        self._control, self._connection, self._order = control, connection, order
-        self._sending, self._started, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._child: Child | Forked | None = None
-        self._held: socket.socket | None = None
-        """A bound socket. It keeps the port of the ranks' rendezvous free for them."""
+    def _put(self, kind: str, value: Any) -> None:
+        with self._lock:
+            self._found.append((kind, value))
+            self._size += len(value)
+            if self._waiting:
+                self._waiting.pop().release()
 
-    def begin(self) -> None:
-        """Start the worker process from a thread that lives as long as the process, and take orders in another one."""
-        watched("whet-keeper", self._live, self._lost, self._over.is_set)
-        watched("whet-keeper-orders", self._obey, self._lost)
-
-    def _live(self) -> None:
+    def _live(self, order: Mapping[str, Any], started: "Future[Child]") -> None:
+        """Start the process and wait for its end. The kernel ties the process to this thread."""
         watchdog().detached = True  # when an actor ends, Ray kills its children, but no grandchildren
         try:
-            self._child, output = self._start()
+            reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+            with writing:
+                child = Child(
+                    "whet.runtime.worker_process", order["process"], environment=_environment(order),
+                    stdout=writing, stderr=writing, python=order["python"],
+                )  # fmt: skip
         except OSError as error:
-            self._started.set()
-            self._over.set()
-            self._say(ended=f"its process could not be started: {error}")
+            started.set_exception(error)
             return
-        self._started.set()
-        self._say(started=self._child.pid)
-        pump = watched("whet-keeper-log", lambda: self._pass_on(output), self._lost, lambda: True)
-        end = self._child.end()
-        self._over.set()
-        pump.join(_PATIENCE_FOR_OUTPUT)  # the driver gets the last output before the message that the process ended
-        self._say(ended=end)
+        started.set_result(child)
+        pump = watched("whet-output", lambda: self._pass_on(reading), self._lost, lambda: True)
+        reader = watched("whet-reader", lambda: self._read(child.socket), self._lost, lambda: True)
+        end = child.end()
+        for thread in (pump, reader):  # the driver gets the last output and messages before the end
+            thread.join(_PATIENCE_FOR_OUTPUT)
+        self._put("ended", end)
 
     def _lost(self, words: str) -> None:
         """Kill the process and send the reason to the driver, because a thread that serves the process has ended."""
-        self._started.set()
-        self._say(ended=words)
-        if self._child is not None:
-            self._child.signal(signal.SIGKILL)
-
-    def _start(self) -> tuple[Child | Forked, IO[bytes]]:
-        """Start the process and return it with its output. Fork it where the driver names a fork server.
-
-        A fork server exists only where the driver is on this machine.
-        """
-        name, server = self._order["process"], self._order["fork_server"]
-        reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
-        with writing:
-            try:
-                return self._forked(name, server, writing.fileno()), reading
-            except NoForkServer:
-                child = Child(
-                    "whet.runtime.worker_process", name, environment=self._environment(),
-                    stdout=writing, stderr=writing,
-                    connection=self._connection, python=self._order["python"],
-                )  # fmt: skip
-                return child, reading
-
-    def _forked(self, name: str, server: str, output: int) -> Forked:
-        if not server:
-            raise NoForkServer("the driver has none")
-        return Forked(
-            server, name, environment=fixed(self._environment()), output=output, connection=self._connection,
-            patience_seconds=self._order["patience_seconds"],
-        )  # fmt: skip
-
-    def _meeting_point(self) -> int | str:
-        """Reserve a port for the rendezvous of ranks. Return the port, or the reason why there is none."""
-        try:
-            self._held = reserve(self._control.getsockname()[0])
-        except WhetError as error:
-            return str(error)
-        port: int = self._held.getsockname()[1]
-        return port
-
-    def _environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if name not in OURS}
-        own = on_loopback(own) if self._order["one_machine"] else own
-        gpus = own.get("CUDA_VISIBLE_DEVICES", "") if self._order["gpu"] else ""
-        return {**worker_environment(own, self._order["threads"], gpus), **self._order["environment"]}
+        self._put("ended", words)
+        self.kill()
 
     def _pass_on(self, output: IO[bytes]) -> None:
-        while words := os.read(output.fileno(), 1 << 16):
-            self._say(output=words)
+        """Pass the process's output on to the driver, and to the log that Ray keeps of this actor."""
+        while words := os.read(output.fileno(), LARGE):
+            self._put("output", words)
+            with suppress(OSError):
+                os.write(1, words)
+            time.sleep(_PAUSE_FOR_OUTPUT)
 
-    def _obey(self) -> None:
-        """Carry out the driver's orders. When the driver is gone, end the worker process and this process."""
-        try:
-            while True:
-                said = decode(receive(self._control))
-                order, number = said["do"], said["number"]
-                self._started.wait()
-                if self._child is not None and order == "kill":
-                    self._child.signal(signal.SIGKILL)
-                elif self._child is not None and order == "stacks":
-                    self._child.show_stacks()
-                elif self._child is not None and order == "state":
-                    self._say(number=number, answer=self._child.state())
-                elif order == "port":
-                    self._say(number=number, answer=self._meeting_point())
-        except (EOFError, OSError, WhetError):
-            self._started.wait()
-            if self._over.is_set():
-                time.sleep(_PATIENCE_FOR_RAY)  # the driver has Ray end this actor; Ray reports an exit as an error
-            if self._child is not None:
-                self._child.signal(signal.SIGKILL)
-                self._over.wait(_PATIENCE_FOR_AN_END)
-            os._exit(0)
+    def _read(self, connection: socket.socket) -> None:
+        """Receive what the process sends, until its end. The messages are not taken apart here."""
+        room = np.empty(_CHUNK, np.uint8)
+        while True:
+            with self._lock:
+                self._drained.wait_for(lambda: self._size < _MOST_HELD)
+            try:
+                size = connection.recv_into(room.data)
+            except OSError:
+                size = 0
+            if not size:
+                self._put("closed", "its process closed the connection to the driver")
+                return
+            if size < LARGE:
+                self._put("sent", room[:size].tobytes())
+            else:
+                self._put("sent", room[:size])
+                room = np.empty(_CHUNK, np.uint8)
 
-    def _say(self, **words: Any) -> None:
-        with suppress(OSError), self._sending:  # `_obey` notices when the driver is gone
-            send(self._control, encode(words))
+
+def _environment(order: Mapping[str, Any]) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name not in OURS}
+    own = on_loopback(own) if order["one_machine"] else own
+    gpus = own.get("CUDA_VISIBLE_DEVICES", "") if order["gpu"] else ""
+    return {**worker_environment(own, order["threads"], gpus), **order["environment"]}
+
+
+def _address(one_machine: bool) -> str:
+    """Return the address at which the other nodes of the run reach this one."""
+    ray: Any = import_module("ray")
+    return "127.0.0.1" if one_machine else str(ray.util.get_node_ip_address())
 
 
 def _unfit(python: str) -> str:

@@ -64,7 +64,7 @@ def _fault(address: str) -> str:
         return ""
     if address.startswith("ray://"):
         return (
-            "which is for Ray's client: workers connect to the driver, so it must run on a machine of the cluster: "
+            "which is for Ray's client, and the driver must run on a machine of the cluster: "
             f"{_SUBMIT}, or `whet run` there with `host:port` of the head"
         )
     if "://" in address:

@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, Final
 
 from attrs import frozen
 
 from whet.errors import WhetError
 from whet.runtime.launcher import Host
+from whet.runtime.node_agent import CONTROL_THREADS, THREADS, NodeAgent
 from whet.runtime.ray_session import PROCESS, Node, RaySession
 
 STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
@@ -65,21 +67,22 @@ class Bundle:
     resources: Mapping[str, float]
     session: RaySession
 
-    def start(self, cls: type, name: str, namespace: str) -> Any:
-        """Start an actor of a class in this bundle, with all resources of the bundle, and return it."""
-        import ray
+    def start(self, name: str, namespace: str) -> Any:
+        """Start a node agent in this bundle, with all resources of the bundle, and return it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = dict(self.resources)
         cpus, gpus = rest.pop("CPU", 0), rest.pop("GPU", 0)
         strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
+        ray: Any = import_module("ray")
         return (
-            ray.remote(cls)
+            ray.remote(concurrency_groups={"control": CONTROL_THREADS})(NodeAgent)
             .options(
                 num_cpus=cpus,
                 num_gpus=gpus,
                 resources=rest,
                 max_restarts=0,
+                max_concurrency=THREADS,
                 scheduling_strategy=strategy,
                 name=name,
                 namespace=namespace,

@@ -38,7 +38,7 @@ from whet.runtime.watchdog import watchdog
 PROCESS: Final = "whet_process"
 """The resource that each process takes of a Ray that whet starts. The plan, not Ray, divides the machine's CPUs."""
 _MANY: Final = 100_000
-_OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray accepts; whet stores no objects in it
+_OBJECT_STORE_BYTES: Final = 256 << 20  # for large messages, until they have been received
 _LEAST_FILES: Final = 128
 _LONGEST_FOLDER: Final = 20  # a socket's path has 107 characters at most; Ray adds up to 68, whet adds 18
 _END_SECONDS: Final = 15.0

@@ -197,13 +197,8 @@ class Line:
             self._heard()
         except BlockingIOError:
             return
-        except (EOFError, OSError):
-            self._break("its process closed the connection to the driver")
-        except (WhetError, LookupError, TypeError, MemoryError) as error:
-            self._break(f"its process sent no proper answer: {error}")
         except Exception as error:  # the edge: an error of one line must not stop the other lines
-            log.exception("an answer could not be taken")
-            self._break(f"its process sent what the driver could not take: {in_words(error)}")
+            self._break(fault_of(error))
 
     def send_waiting(self) -> None:
         """Send waiting messages, as far as the socket accepts them now. Only the thread calls this."""
@@ -246,3 +241,13 @@ class Line:
             self._deaf = True
             self._waiting.clear()
         return not self._waiting
+
+
+def fault_of(error: Exception) -> str:
+    """Return why no more messages can be taken from a process, given what receiving or taking one has raised."""
+    if isinstance(error, EOFError | OSError):
+        return "its process closed the connection to the driver"
+    if isinstance(error, WhetError | LookupError | TypeError | MemoryError):
+        return f"its process sent no proper answer: {error}"
+    log.error("an answer could not be taken", exc_info=error)
+    return f"its process sent what the driver could not take: {in_words(error)}"
