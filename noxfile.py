@@ -132,7 +132,8 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation's site in docs/_build/html; a warning is an error. No torch is needed."""
-    editable = [word for path in ("core", "plugins/libraries/ops", "plugins/tools/testing") for word in ("-e", path)]
+    needed = ("core", "plugins/libraries/ops", "plugins/libraries/sandbox", "plugins/tools/testing")
+    editable = [word for path in needed for word in ("-e", path)]
     session.install(*CONSTRAINTS, *editable, "-r", "docs/requirements.txt")
     session.run("sphinx-build", "-c", "docs", "-W", "--keep-going", ".", "docs/_build/html", *session.posargs)
 

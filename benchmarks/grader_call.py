@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from whet.runtime.pool import GraderPool
+from whet_sandbox.pool import GraderPool
 
 
 def same(given: str, wanted: str) -> bool:

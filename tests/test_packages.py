@@ -72,6 +72,11 @@ def project(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+def offers(folder: Path) -> bool:
+    """Return whether a distribution has a component, a feature or a command; a library comes with what needs it."""
+    return bool({"whet", "whet.commands"} & set(project(folder)["project"].get("entry-points", ())))
+
+
 @every_distribution
 def test_a_distribution_says_who_made_it_what_it_is_and_under_which_licence(folder, built):
     metadata = built[folder].metadata
@@ -146,7 +151,8 @@ def test_bundles_name_distributions_of_this_repository_in_versions_that_there_ar
     versions = {project(folder)["project"]["name"]: project(folder)["project"]["version"] for folder in FOLDERS}
     extras = project(ROOT / "core")["project"]["optional-dependencies"]
     assert set(CATALOG["bundles"]) == {*BUNDLED, "endpoint", "all", "testing"}
-    assert set(CATALOG["bundles"]["all"]) == set(versions) - {"whet", *CATALOG["bundles"]["testing"]}
+    libraries = {project(folder)["project"]["name"] for folder in FOLDERS[1:] if not offers(folder)}
+    assert set(CATALOG["bundles"]["all"]) == set(versions) - {"whet", *CATALOG["bundles"]["testing"], *libraries}
     from packaging.requirements import Requirement
 
     needs = [Requirement(line) for name in CATALOG["bundles"] for line in extras[name]]

@@ -7,7 +7,7 @@ from attrs import frozen
 from whet import hookimpl
 from whet.component import Component
 from whet.data.records import Task
-from whet.runtime.pool import GraderPool
+from whet_sandbox.pool import GraderPool
 
 
 @frozen

@@ -15,7 +15,7 @@ from whet.component import Component
 from whet.data.records import Task
 from whet.data.spans import Spans
 from whet.run.run_folder import RunFolder
-from whet.runtime.pool import GraderPool
+from whet_sandbox.pool import GraderPool
 
 TASKS = 50
 

@@ -14,7 +14,7 @@ FORK_SERVER = "fork server"
 KINDS = (
     (re.compile(r"-m whet\.runtime\.worker_process .* (\S+-\d+)$"), "{}"),
     (re.compile(r"-m whet\.runtime\.forkserver "), FORK_SERVER),
-    (re.compile(r"-m whet\.runtime\.grader "), "grader"),
+    (re.compile(r"-m whet_sandbox\.grader "), "grader"),
     (re.compile(r"whet/runtime/watchdog\.py "), "watchdog"),
     (re.compile(r"-m whet\.cli run "), "driver"),
     (re.compile(r"/raylet/raylet "), "raylet"),

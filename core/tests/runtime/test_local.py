@@ -463,18 +463,15 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path: Path) ->
 
 
 DRIVER = """
-import asyncio, os, sys, time
+import os, sys, time
 from pathlib import Path
 from whet.runtime.local import LocalCluster
-from whet.runtime.pool import GraderPool
 from whet_testing.scripted_worker import TARGET
 
 cluster = LocalCluster(Path(sys.argv[1]))
 workers = cluster.slice("backend", 2).spawn(TARGET, {})
 pids = [state["pid"] for state in workers.call("state")]
 pids += workers.call("start_child") + workers.call("start_child", True)
-graders = GraderPool("os:getpid")
-pids.append(asyncio.run(graders.call()))
 hanging = workers.start("hang")
 print(*pids, flush=True)
 if sys.argv[2] == "raise":
@@ -498,7 +495,7 @@ def test_nothing_outlives_a_driver_however_it_ends(tmp_path: Path, how: str) -> 
     assert driver.stdout is not None
     with driver.stdout:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert len(pids) == 7
+        assert len(pids) == 6
         assert all(map(alive, pids)) or how == "raise"
         if how != "raise":
             driver.send_signal(signal.Signals[how])

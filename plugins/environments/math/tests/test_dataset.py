@@ -9,10 +9,10 @@ from whet.data.readers import read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.undecided import noted
-from whet.runtime.pool import GraderCrash, GraderRaised
 from whet_env_math import verifier
 from whet_env_math.config import MathConfig
 from whet_env_math.dataset import MathDataset
+from whet_sandbox.pool import GraderCrash, GraderRaised
 from whet_testing.fakes import FakeModel
 
 RECORDS = [

@@ -23,9 +23,9 @@ from whet.data.records import Task
 from whet.errors import DataError, Undecided
 from whet.interfaces.environment import Model
 from whet.interfaces.undecided import note
-from whet.runtime.pool import GraderCrash, GraderPool, GraderRaised
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
+from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,10 @@ that ends its process does not end the run: the pool starts another process.
 import asyncio
 import itertools
 import logging
-import os
-import select
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,22 +36,18 @@ from attrs import field, frozen
 from whet.component import import_path
 from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, in_words
 from whet.interfaces.undecided import note
-from whet.runtime.channel import receive, send
-from whet.runtime.grader import OUT_OF_MEMORY
-from whet.runtime.process import Child, describe_end, import_folders, printable
+from whet.runtime.process import import_folders
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
-from whet.runtime.wire import Buffer, decode, encode
+from whet.runtime.wire import Buffer, encode
+from whet_sandbox.grader import OUT_OF_MEMORY
+from whet_sandbox.process import GraderProcess
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_ANSWER: Final = 1 << 24
-_MOST_WORDS: Final = 1 << 14
 _MOST_AHEAD: Final = 16
 """Calls that may be sent to a process before it has answered the first of them."""
 _MOST_AHEAD_BYTES: Final = 1 << 15  # far below a socket's buffer, so that sending never waits
-
-
 _PATIENCE: Final = 10
 """The wall-clock limit of a call as a multiple of its limit of processor time, because the machine may be busy."""
 
@@ -128,7 +120,7 @@ class GraderPool:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._graders: list[_Grader] = []
+        self._graders: list[GraderProcess] = []
         self._folder: Path | None = None
         self._closed = False
         self._lost: GraderCrash | None = None
@@ -182,13 +174,13 @@ class GraderPool:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="whet-grader-"))
         watchdog().guard("folder", str(self._folder))
-        self._graders = [_Grader(self._order, self._folder, self._start_seconds) for _ in range(self._workers)]
+        self._graders = [GraderProcess(self._order, self._folder, self._start_seconds) for _ in range(self._workers)]
         for number, grader in enumerate(self._graders):
             # Each process has its own thread, which starts it, because the kernel kills it when that thread ends.
             serve = partial(self._serve, grader)
             self._threads.append(watched(f"whet-grader-{number}", serve, self._lose, over=lambda: self._closed))
 
-    def _serve(self, grader: "_Grader") -> None:
+    def _serve(self, grader: GraderProcess) -> None:
         """Take calls, send them to one process, and pass on its answers, until the pool is closed."""
         jobs: list[_Job] = []
         try:
@@ -212,7 +204,7 @@ class GraderPool:
             self._lost = GraderCrash(f"the grader {self.target} failed: {words}")
         self._fail_waiting(self._lost)
 
-    def _ready(self, grader: "_Grader", jobs: list[_Job]) -> bool:
+    def _ready(self, grader: GraderProcess, jobs: list[_Job]) -> bool:
         """Start the process if it is not running. Return whether it runs; else fail these calls and all that wait."""
         error = self._prepare(grader)
         if error is not None:
@@ -220,7 +212,7 @@ class GraderPool:
             self._fail_waiting(error)
         return error is None
 
-    def _prepare(self, grader: "_Grader") -> GraderCrash | None:
+    def _prepare(self, grader: GraderProcess) -> GraderCrash | None:
         """Start the process if it is not running. Return the error where it cannot be started, else None."""
         if grader.alive:
             return None
@@ -258,7 +250,7 @@ class GraderPool:
             self._jobs.extendleft(reversed(jobs))
             self._changed.notify()
 
-    def _grade(self, grader: "_Grader", jobs: list[_Job], alone: bool = False) -> _Job | None:
+    def _grade(self, grader: GraderProcess, jobs: list[_Job], alone: bool = False) -> _Job | None:
         """Send calls and receive their answers. Return a call to try again alone in a new process, or None."""
         waiting = deque(job for job in jobs if not job.future.cancelled())
         limit = self.timeout_seconds * _PATIENCE
@@ -335,98 +327,3 @@ class GraderPool:
             self._jobs.clear()
         for job in jobs:
             job.finish(None, error)
-
-
-class _Grader:
-    """One grader process. Only one thread uses it, except for `kill`, which any thread may call."""
-
-    def __init__(self, order: dict[str, Any], folder: Path, start_seconds: float) -> None:
-        self._order, self._folder, self._start_seconds = order, folder, start_seconds
-        self._child: Child | None = None
-        self._words = b""
-        self._killed = False
-        self.code = 0
-        """The exit code of the last process that ended."""
-
-    @property
-    def alive(self) -> bool:
-        return self._child is not None
-
-    def start(self) -> None:
-        """Start the process and wait until it is ready."""
-        keep = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ}
-        environment = {
-            **keep, "LANG": "C.UTF-8", "HOME": str(self._folder), "TMPDIR": str(self._folder),
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-        }  # fmt: skip
-        self._words = b""
-        self._child = Child(
-            "whet.runtime.grader",
-            self._order["target"],
-            environment=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            folder=self._folder,
-        )
-        if self._killed:
-            self.kill()
-        self.send(encode(self._order), self._start_seconds)
-        answer = self.receive(self._start_seconds)
-        if "ready" not in answer:
-            raise WhetError(str(answer.get("raised"))[:600])
-
-    def send(self, buffers: Sequence[Buffer], timeout_seconds: float) -> None:
-        assert self._child is not None
-        self._child.socket.settimeout(timeout_seconds)
-        send(self._child.socket, buffers)
-
-    def receive(self, timeout_seconds: float) -> Any:
-        """Wait for an answer and return it. Read the stderr of the process meanwhile, because a full pipe blocks it."""
-        assert self._child is not None
-        assert self._child.stderr is not None
-        deadline = time.monotonic() + timeout_seconds
-        connection, words = self._child.socket, self._child.stderr.fileno()
-        waiting = select.poll()
-        waiting.register(connection, select.POLLIN)
-        waiting.register(words, select.POLLIN)
-        while ready := waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            for descriptor, _ in ready:
-                if descriptor == words:
-                    self._listen(waiting, words)
-            if any(descriptor != words for descriptor, _ in ready):
-                answer = decode(receive(connection, _LARGEST_ANSWER, deadline), records=False, packed=False)
-                return answer if type(answer) is dict else {}
-        raise TimeoutError
-
-    def end(self, patience_seconds: float = 0.0) -> str:
-        """Kill the process and all that it started, and return how it ended, with its last output.
-
-        `patience_seconds` is the time for a dying process to end by itself.
-        """
-        child, self._child = self._child, None
-        if child is None:
-            return "its process could not be started"
-        child.socket.close()
-        child.ended(patience_seconds)
-        child.signal()
-        self.code = child.wait()
-        end = describe_end(self.code)
-        if child.stderr is not None:
-            os.set_blocking(child.stderr.fileno(), False)
-            self._words += child.stderr.read() or b""
-            child.stderr.close()
-        words = printable(self._words)
-        return f"{end}\nIts last words:\n{words}" if words else end
-
-    def _listen(self, waiting: "select.poll", words: int) -> None:
-        said = os.read(words, 1 << 16)
-        self._words = (self._words + said)[-_MOST_WORDS:]
-        if not said:  # closed
-            waiting.unregister(words)
-
-    def kill(self) -> None:
-        """Kill the process from another thread. A process that is started later is killed too."""
-        self._killed = True
-        child = self._child
-        if child is not None:
-            child.signal()

@@ -1,7 +1,11 @@
 import asyncio
+import importlib
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -14,7 +18,8 @@ import pytest
 from whet.component import resolve
 from whet.errors import PluginError, Undecided, WhetError
 from whet.interfaces.undecided import noted
-from whet.runtime.pool import GraderCrash, GraderPool, GraderRaised, _Grader
+from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised
+from whet_sandbox.process import GraderProcess
 from whet_testing.contracts.workers import alive, wait_until
 
 GRADINGS = f"file:{Path(__file__).with_name('gradings.py')}"
@@ -113,7 +118,7 @@ def test_an_answer_that_is_too_large_is_undecided_and_the_next_call_works(
 def test_an_error_of_the_driver_fails_the_call_under_way_and_the_next_call_works(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(grader: _Grader, *args: Any) -> Any:
+    def fail(grader: GraderProcess, *args: Any) -> Any:
         monkeypatch.undo()
         raise MemoryError("no room")
 
@@ -124,7 +129,7 @@ def test_an_error_of_the_driver_fails_the_call_under_way_and_the_next_call_works
     try:
         if method != "start":
             call(pool, "same", 1, 1)
-        monkeypatch.setattr(_Grader, method, fail)
+        monkeypatch.setattr(GraderProcess, method, fail)
         if method == "start":  # the first try, before there is a call, is forgiven
             assert asyncio.run(run(pool, "echo", 1)) == 1
         else:
@@ -138,7 +143,7 @@ def test_an_error_of_the_driver_fails_the_call_under_way_and_the_next_call_works
 def test_calls_fail_when_the_thread_that_serves_them_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(grader: _Grader, timeout_seconds: float) -> Any:
+    def fail(grader: GraderProcess, timeout_seconds: float) -> Any:
         raise SystemExit("no more")
 
     async def run(pool: GraderPool) -> list[Any]:
@@ -148,7 +153,7 @@ def test_calls_fail_when_the_thread_that_serves_them_is_lost(
     pool = GraderPool(f"{GRADINGS}:obey")
     try:
         call(pool, "same", 1, 1)
-        monkeypatch.setattr(_Grader, "receive", fail)
+        monkeypatch.setattr(GraderProcess, "receive", fail)
         for results in (asyncio.run(run(pool)), asyncio.run(run(pool))):
             assert [type(result) for result in results] == [GraderCrash] * 3
             assert all("no more" in str(result) for result in results)
@@ -245,14 +250,14 @@ def test_a_late_call_is_killed_and_the_next_one_works(
     pool = GraderPool(f"{GRADINGS}:obey", timeout_seconds=0.3)
     try:
         call(pool, "same", 1, 1)
-        started: list[_Grader] = []
-        start = _Grader.start
+        started: list[GraderProcess] = []
+        start = GraderProcess.start
 
-        def counted(grader: _Grader) -> None:
+        def counted(grader: GraderProcess) -> None:
             started.append(grader)
             start(grader)
 
-        monkeypatch.setattr(_Grader, "start", counted)
+        monkeypatch.setattr(GraderProcess, "start", counted)
         with pytest.raises(Undecided, match=f"obey cannot decide about an answer: {how}"):
             call(pool, *order)
         assert (pool.undecided, pool.crashes) == (1, 0)
@@ -287,17 +292,17 @@ def test_calls_behind_a_late_or_crashing_one_are_not_lost(pool: GraderPool) -> N
 def test_answers_given_before_a_crash_count_also_while_more_is_sent(
     pool: GraderPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(grader: _Grader, buffers: Any, timeout_seconds: float) -> None:
+    def slowly(grader: GraderProcess, buffers: Any, timeout_seconds: float) -> None:
         time.sleep(0.3)  # so that it is dead before all is sent
         send(grader, buffers, timeout_seconds)
 
     async def run() -> list[Any]:
         await pool.call("echo", 0)
-        monkeypatch.setattr(_Grader, "send", slowly)
+        monkeypatch.setattr(GraderProcess, "send", slowly)
         orders = [("echo", 0), ("die", 1, ""), ("echo", 1), ("echo", 2)]
         return await asyncio.gather(*[pool.call(*order) for order in orders], return_exceptions=True)
 
-    send = _Grader.send
+    send = GraderProcess.send
     first, second, *rest = asyncio.run(run())
     assert (first, type(second), rest) == (0, Undecided, [1, 2])
 
@@ -395,3 +400,43 @@ def test_close_ends_graders_and_what_they_started_and_fails_calls_under_way() ->
 @pytest.mark.usefixtures("no_orphans")
 def test_a_pool_that_was_never_used_starts_nothing() -> None:
     GraderPool(f"{GRADINGS}:obey").close()
+
+
+DRIVER = """
+import asyncio, os, sys, time
+from whet_sandbox.pool import GraderPool
+
+graders = GraderPool("os:getpid")
+print(asyncio.run(graders.call()), flush=True)
+if sys.argv[1] == "raise":
+    raise SystemExit("the driver ends without closing anything")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
+def test_no_grader_outlives_its_driver_however_it_ends(tmp_path: Path, how: str) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert driver.stdout is not None
+    with driver.stdout:
+        pid = int(driver.stdout.readline())
+        assert alive(pid) or how == "raise"
+        if how != "raise":
+            driver.send_signal(signal.Signals[how])
+        driver.wait(10.0)
+    wait_until(lambda: not alive(pid), "the grader is gone")
+    wait_until(lambda: not list(tmp_path.glob("whet-*")), "its folder is gone")
+
+
+def test_the_path_in_core_leads_here_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"whet\.runtime\.pool has moved to whet_sandbox\.pool"):
+        old = importlib.import_module("whet.runtime.pool")
+    assert old.GraderPool is GraderPool

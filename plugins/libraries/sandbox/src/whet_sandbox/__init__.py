@@ -1,0 +1,1 @@
+"""Processes with limits, in which code may read what a model wrote."""
