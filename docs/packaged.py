@@ -10,13 +10,11 @@ then names the distribution to install.
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from whet.component import KINDS
-from whet.plan.load import load_config
-from whet.plan.plan import selections
 from whet.plugins.registry import Registry
 
 CATALOG = "core/src/whet/plugins/catalog.json"
@@ -66,11 +64,6 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
         feature: name for name, project in named.items()
         for feature in project.get("tool", {}).get("whet", {}).get("features", ())
     }  # fmt: skip
-    demos = {
-        demo: needed(core.parent, project["project"]["name"], table["recipes"], registry)
-        for folder, project in plugins.items() if (file := package(folder) / "demos.toml").is_file()
-        for demo, table in tomllib.loads(file.read_text(encoding="utf-8")).items()
-    }  # fmt: skip
     commands = {
         command: name for name, project in named.items()
         for command in project["project"].get("entry-points", {}).get("whet.commands", ())
@@ -85,21 +78,11 @@ def catalog(core: Path, projects: Mapping[Path, Mapping[str, Any]], registry: Re
             for kind in KINDS
         },
         "recipes": dict(sorted(recipes.items())),
-        "demos": dict(sorted(demos.items())),
         "commands": dict(sorted(commands.items())),
         "features": dict(sorted(features.items())),
         "bundles": bundles,
     }  # fmt: skip
     return json.dumps(document, indent=1) + "\n"
-
-
-def needed(root: Path, owner: str, recipes: Sequence[str], registry: Registry) -> list[str]:
-    """Return the distributions that recipes use, after the one that ships them."""
-    found = [owner]
-    for name in recipes:
-        config = load_config(root / "recipes" / f"{name}.yaml", registry=registry).config
-        found += [selection.distribution for _, selection in selections(config)]
-    return list(dict.fromkeys(found))
 
 
 def _name(requirement: str) -> str:

@@ -1,7 +1,7 @@
 """What people do with pip alone: `nox -s packages`, or `python tests/packages [FOLDER] [--steps 100]`.
 
     build a wheel of every distribution -> an empty environment -> core alone answers in words
-    -> the bundle `grpo` from these wheels, third-party packages from the index -> whet demo, recipe, check, run
+    -> whet-demo from these wheels, third-party packages from the index -> whet demo, recipe, check, run, report
 
 Nothing of the repository is on the path, and all of it happens in a folder outside. Prints sizes and times.
 """
@@ -24,6 +24,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
 BUNDLE = "grpo"
+FIRST = ("whet-demo", f"whet[{BUNDLE}]")
+"""What the first run is installed from."""
 
 
 def main() -> None:
@@ -37,9 +39,8 @@ def main() -> None:
         wheels = build(folder / "wheels")
         venv.create(folder / "env", with_pip=True)
         core_alone(folder, wheels)
-        requirements = sorted(set(third_party(f"whet[{BUNDLE}]", wheels)))
-        pip(folder, "-c", str(CONSTRAINTS), *requirements)
-        pip(folder, "--no-index", "--find-links", str(wheels), f"whet[{BUNDLE}]")
+        pip(folder, "-c", str(CONSTRAINTS), *sorted({need for name in FIRST for need in third_party(name, wheels)}))
+        pip(folder, "--no-index", "--find-links", str(wheels), *FIRST)
         first_run(folder, arguments.steps)
 
 
@@ -74,7 +75,7 @@ def core_alone(folder: Path, wheels: Path) -> None:
     pip(folder, "--no-index", "--find-links", str(wheels), "whet")
     recipe = str(ROOT / "recipes" / "quickstart-grpo.yaml")
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "plugins"))
-    expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "demo", code=1))
+    expect("pip install whet-demo", whet(folder, "demo", code=2))
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "check", recipe, code=1))
     expect("pip install whet-dpo", whet(folder, "schema", "dpo", code=1))
     expect("pip install whet-dpo", whet(folder, "plugins", "why", "dpo", code=1))

@@ -21,7 +21,6 @@ CATALOG = {
         "generators": {"fast": "whet-far"},
     },
     "recipes": {"spiral-small": "whet-far"},
-    "demos": {"sums": ["whet-far", "whet-offers"]},
     "commands": {"shine": "whet-far", "polish": "whet-tool"},
     "features": {},
     "bundles": {

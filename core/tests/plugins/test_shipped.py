@@ -1,18 +1,13 @@
-"""Recipes and demos in the packages of plugins, and the demo's folder."""
+"""Recipes in the packages of plugins."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from whet.data.small_models import make_start
-from whet.errors import ConfigError, PluginError
+from whet.errors import ConfigError
 from whet.plugins.registry import Registry, load_plugins
-from whet.plugins.shipped import demo, demos, rebased, recipe, recipes, with_bases
-from whet.run.demo import course, stages
-from whet.run.demo import make_start as make_demo_start
+from whet.plugins.shipped import recipe, recipes, with_bases
 
 WARM = """\
 # A warm start: nothing is sharp yet. More follows.
@@ -30,27 +25,18 @@ algorithm: loop
 backend: trainer
 data: {train: [{path: runs/sums/start/train.jsonl}]}
 """
-DEMO = """\
-[sums]
-about = "it adds"
-demonstrations = "kit.sums:demonstrations"
-folder = "runs/sums"
-recipes = ["warm", "sharp"]
-minutes = 1
-"""
 Kit = Callable[..., Registry]
 
 
 @pytest.fixture
 def kit(site: Path, install: Callable[..., Path], offers: Registry) -> Kit:
-    """Install a package with recipes and a demo; return the registry."""
+    """Install a package with recipes; return the registry."""
 
-    def make(name: str = "kit", demo: str = DEMO, **files: str) -> Registry:
+    def make(name: str = "kit", **files: str) -> Registry:
         package = site / name
         (package / "recipes").mkdir(parents=True)
         (package / "__init__.py").touch()
         (package / "hooks.py").touch()
-        (package / "demos.toml").write_text(demo)
         for stem, text in (files or {"warm": WARM, "sharp": SHARP}).items():
             (package / "recipes" / f"{stem}.yaml").write_text(text)
         info = install(f"whet-{name}", {})
@@ -75,117 +61,7 @@ def test_a_recipe_comes_with_what_it_extends(kit: Kit, site: Path) -> None:
         with_bases(recipe(registry, "child"))
 
 
-def test_an_unknown_recipe_or_demo_gives_the_nearest(kit: Kit) -> None:
+def test_an_unknown_recipe_gives_the_nearest(kit: Kit) -> None:
     registry = kit()
     with pytest.raises(ConfigError, match="there is no recipe 'warmm' \\(did you mean 'warm'\\?\\)"):
         recipe(registry, "warmm")
-    with pytest.raises(ConfigError, match="there is no demo 'sumss' \\(did you mean 'sums'\\?\\)"):
-        demo(registry, "sumss")
-
-
-def test_a_demo_with_wrong_keys_is_refused_by_file_and_key(kit: Kit) -> None:
-    with pytest.raises(PluginError, match=r"demos\.toml: \[sums\] must have the keys .*; see: minute, minutes"):
-        demos(kit(demo=DEMO.replace("minutes", "minute")))
-
-
-@pytest.mark.parametrize("folder", ["tried", "/some/where else", "it's: #1", "a,b"])
-def test_a_demo_writes_its_recipes_with_paths_in_its_own_folder(kit: Kit, tmp_path: Path, folder: str) -> None:
-    registry, into = kit(), tmp_path / folder.removeprefix("/")
-    warm, sharp = stages(demo(registry, "sums"), into, registry)
-    assert [stage.folder for stage in (warm, sharp)] == [into / "warm", into / "sharp"]
-    written = yaml.safe_load(warm.recipe.read_text())
-    assert written["model"]["path"] == f"{into}/start"
-    assert written["data"]["train"] == [{"path": f"{into}/start/train.jsonl"}]
-    assert yaml.safe_load(sharp.recipe.read_text())["model"]["path"] == f"{into}/warm/model"
-    assert warm.overrides == sharp.overrides == ()
-
-
-def test_other_paths_are_left_alone() -> None:
-    text = "a: runs/sums-2/x\nb: my/runs/sums\nc: runs/sums\n# runs/sums, of course: (runs/sums/warm).\n"
-    assert rebased(text, "runs/sums", "here") == (
-        "a: runs/sums-2/x\nb: my/runs/sums\nc: here\n# here, of course: (here/warm).\n"
-    )
-
-
-def test_fewer_steps_shorten_all_runs_alike_and_a_seed_is_for_all(kit: Kit, tmp_path: Path) -> None:
-    registry = kit()
-    warm, sharp = stages(demo(registry, "sums"), tmp_path / "it", registry, steps=5, seed=3)
-    assert (warm.steps, sharp.steps) == (15, 5)
-    assert warm.overrides == ("run.seed=3", "run.steps=15")
-    assert sharp.overrides == ("run.seed=3", "run.steps=5")
-
-
-def test_a_recipe_that_was_changed_is_kept(kit: Kit, tmp_path: Path) -> None:
-    registry = kit()
-    warm, _ = stages(demo(registry, "sums"), tmp_path / "it", registry)
-    warm.recipe.write_text(warm.recipe.read_text().replace("steps: 60", "steps: 6"))
-    assert [stage.steps for stage in stages(demo(registry, "sums"), tmp_path / "it", registry)] == [6, 20]
-
-
-def test_the_course_of_a_run_is_its_reward_or_else_its_held_out_loss(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        '{"step": 0, "validation/loss": 3.0}\n{"step": 5, "loss": 1.0}\n{"step": 9, "validation/loss": 2.0}\n'
-    )
-    found = course(tmp_path)
-    assert found is not None
-    assert (found.metric, found.values) == ("validation/loss", ((0, 3.0), (9, 2.0)))
-    file.write_text('{"step": 0, "validation/loss": 3.0, "evaluation/sums/reward": 0.5}\n')
-    found = course(tmp_path)
-    assert found is not None
-    assert found.metric == "evaluation/sums/reward"
-    file.write_text('{"step": 0, "loss": 3.0}\n')
-    assert course(tmp_path) is None
-    file.write_text('{"step": 0, "validation/loss": 3.0}\n{"step": 1, "valid\n7\n{"validation/loss": 2.0}\n{"step": 2')
-    found = course(tmp_path)
-    assert found is not None
-    assert found.values == ((0, 3.0),), "damaged lines are left out"
-
-
-def test_a_start_is_a_model_and_its_data_and_is_made_once(tmp_path: Path) -> None:
-    records = [
-        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": str(n)}]}
-        for n in range(30)
-    ]
-    make_start(tmp_path / "start", records, held_out=10)
-    lines = {name: (tmp_path / "start" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "validation")}
-    assert (len(lines["train"]), len(lines["validation"])) == (20, 10)
-    assert not list((tmp_path / "start").glob("*.partial"))
-    assert not set(lines["train"]) & set(lines["validation"])
-    assert (tmp_path / "start" / "model.safetensors").is_file()
-    assert (tmp_path / "start" / "tokenizer.json").is_file()
-    make_start(tmp_path / "start", [], held_out=10)
-    assert len((tmp_path / "start" / "train.jsonl").read_text().splitlines()) == 20
-
-
-def test_a_start_that_was_cut_short_is_made_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last file is the mark of all of it, so it appears in one piece."""
-    records = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(30)]
-    write = Path.write_text
-
-    def cut(self: Path, text: str, *arguments: Any, **options: Any) -> int:
-        if not self.name.startswith("validation"):
-            return write(self, text, *arguments, **options)
-        write(self, text[:20], *arguments, **options)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "write_text", cut)
-        make_start(tmp_path / "start", records, held_out=10)
-    make_start(tmp_path / "start", records, held_out=10)
-    assert len((tmp_path / "start" / "validation.jsonl").read_text().splitlines()) == 10
-
-
-def test_a_start_of_another_seed_is_refused(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
-        return [{"messages": [{"role": "user", "content": str(n)}]} for n in range(300)]
-
-    monkeypatch.setattr("whet.run.demo.resolve", lambda path: demonstrations)
-    chosen, folder = demo(kit(), "sums"), tmp_path / "it"
-    make_demo_start(chosen, folder, seed=1)
-    make_demo_start(chosen, folder, seed=1)
-    with pytest.raises(ConfigError, match="made from the seed 1, and --seed is 2; state --seed 1 to go on, or another"):
-        make_demo_start(chosen, folder, seed=2)
-    (folder / "start" / "seed.txt").unlink()  # as an earlier version made it
-    make_demo_start(chosen, folder, seed=2)
-    assert not (folder / "start" / "seed.txt").exists()

@@ -103,8 +103,6 @@ def _next(path: Path, registry: "Registry") -> Iterator[str]:
     if absent := list(_absent(document)):
         yield "it names what is not here; put yours in its place, in the file or on the command line:"
         yield from (f"  {key}={value}" for key, value in absent)
-        if any(key == "model.path" for key, _ in absent):
-            yield "`whet demo` makes a small model to try things with, and says where it is"
     yield f"next:  whet check {path}  &&  whet run {path}"
 
 

@@ -1,7 +1,6 @@
 """Small random models with their tokenizers, made on the spot for demos and tests: nothing is downloaded."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +86,3 @@ def make_model(
     use_umask(*folder.glob("*.safetensors"))
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def has_start(folder: Path) -> bool:
-    """Return whether a folder holds all that `make_start` writes."""
-    return (folder / "validation.jsonl").exists()
-
-
-def make_start(folder: Path, records: Iterable[Mapping[str, Any]], *, held_out: int = 256, seed: int = 0) -> None:
-    """Write what a small run starts from: a random model of 0.9 million parameters, `train.jsonl`, `validation.jsonl`.
-
-    The records are conversations, `{"messages": [...]}`, of which the last `held_out` are for validation. The
-    tokenizer is made of the first 3,000. A folder that is complete is left as it is.
-    """
-    if has_start(folder):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    every = list(records)
-    corpus = ["".join(m["role"] + "\n" + m["content"] + "\n" for m in record["messages"]) for record in every[:3000]]
-    make_model(folder, make_tokenizer(corpus), hidden=128, layers=4, heads=4, kv_heads=4, mlp=384, seed=seed)
-    for file, part in (("train.jsonl", every[:-held_out]), ("validation.jsonl", every[-held_out:])):
-        partial = folder / f"{file}.partial"
-        partial.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
-        partial.rename(folder / file)  # the last one shows that all is there

@@ -25,8 +25,6 @@ class Catalog:
     """For each kind of component, the distribution that offers it, by the word after `use:`."""
     recipes: Mapping[str, str]
     """The distribution that ships a recipe, by the name of the recipe."""
-    demos: Mapping[str, tuple[str, ...]]
-    """The distributions that a demo needs, by the name of the demo. The first one ships it."""
     commands: Mapping[str, str]
     """The distribution that offers a command of `whet`, by the command."""
     features: Mapping[str, str]
@@ -69,11 +67,8 @@ class Catalog:
 def catalog() -> Catalog:
     """Return the catalog. It is read once."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
-    demos, bundles = ({name: tuple(held) for name, held in found[key].items()} for key in ("demos", "bundles"))
-    return Catalog(
-        found["distributions"], found["components"], found["recipes"], demos, found["commands"], found["features"],
-        bundles,
-    )  # fmt: skip
+    bundles = {name: tuple(held) for name, held in found["bundles"].items()}
+    return Catalog(**{**found, "bundles": bundles})
 
 
 def install_words(distributions: Iterable[str]) -> str:

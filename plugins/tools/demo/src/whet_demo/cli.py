@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from whet.plugins.registry import Registry
-    from whet.plugins.shipped import Demo
-    from whet.run.demo import Stage
+    from whet_demo.demos import Demo
+    from whet_demo.stages import Stage
 
 SHOWN = 6
 """Number of values of a learning curve in the table."""
 
 
 class _Demo(Command):
-    """Lists the demos at the end of its help. The catalog is read only then, so that `whet --help` stays fast."""
+    """Lists the demos at the end of its help."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from whet.plugins.catalog import catalog
+        from whet.plugins.registry import load_plugins
+        from whet_demo.demos import demos
 
         formatter.write_paragraph()
-        formatter.write_text(f"Demos: {', '.join(catalog().demos)}.")
+        formatter.write_text(f"Demos: {', '.join(demos(load_plugins()))}.")
 
 
 @click.command(cls=_Demo, short_help="Make a small model and train it.")
@@ -55,15 +56,15 @@ def demo(name: str | None, folder: Path | None, steps: int | None, seed: int) ->
     NAME is one of the demos that plugins ship; without NAME, the first of them. Each takes a few minutes on two CPU
     cores, and needs neither a GPU nor a download. The same command continues where it was ended.
     """
-    from whet.plugins.catalog import catalog
     from whet.plugins.registry import load_plugins
-    from whet.plugins.shipped import demo as find
-    from whet.run.demo import make_start, refuse_shorter, stages
+    from whet_demo.demos import demo as find
+    from whet_demo.demos import demos
+    from whet_demo.stages import refuse_shorter, stages
+    from whet_demo.start import make_start
 
     registry, began = load_plugins(), time.monotonic()
     warn_of_broken(registry)
-    first = next(iter(catalog().demos))
-    chosen = find(registry, name or first)
+    chosen = find(registry, name or next(iter(demos(registry)), "arithmetic"))
     folder = folder or Path("runs") / f"{chosen.recipes[-1].rpartition('-')[0]}-{seed}"
     runs = stages(chosen, folder, registry, steps or None, seed)
     refuse_shorter(runs)
@@ -109,7 +110,7 @@ def _show(runs: "Sequence[Stage]", seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from whet.run.demo import course
+    from whet_demo.stages import course
 
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "steps", "measured on held-out data", "from first to last"):

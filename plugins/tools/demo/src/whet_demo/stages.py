@@ -7,30 +7,18 @@
 Whatever is there already is used, so the same command goes on where it was ended.
 """
 
-import importlib.util
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import frozen
 
-from whet.component import resolve
-from whet.data import small_models
 from whet.data.files import read_metrics
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError
 from whet.plan.load import Loaded, load_config
-from whet.plugins.catalog import catalog, install_words
 from whet.plugins.registry import Registry
-from whet.plugins.shipped import Demo, rebased, recipe
+from whet.plugins.shipped import recipe
 from whet.run.run_folder import RunFolder
-
-RECORDS = 40_000
-"""Demonstrations to train on."""
-HELD_OUT = 256
-SEED = "seed.txt"
-"""The file in `start` that holds the seed of its model and data."""
-MODULES = ("torch", "transformers", "safetensors")
-"""Needed to make the model; core does not install them."""
+from whet_demo.demos import Demo, rebased
 
 
 @frozen
@@ -98,39 +86,6 @@ def _written(demo: Demo, name: str, folder: Path, registry: Registry) -> Path:
         text = recipe(registry, name).path.read_text(encoding="utf-8")
         path.write_text(rebased(text, demo.folder, folder.as_posix()), encoding="utf-8")
     return path
-
-
-def make_start(demo: Demo, folder: Path, seed: int = 0) -> None:
-    """Make model and data of a demo where they are not there.
-
-    Raises `WhetError` where that needs what is not here, and where they are there and were made from another seed.
-    """
-    _refuse_another_seed(folder, seed)
-    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        known = catalog().demos.get(demo.name)
-        command = catalog().command(known) if known else install_words(missing)
-        raise WhetError(f"making the model needs {' and '.join(missing)}, which this Python lacks: {command}")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    records: Callable[..., object] = resolve(demo.demonstrations)
-    given = records(RECORDS + HELD_OUT, seed=seed)
-    if not small_models.has_start(folder / "start"):
-        (folder / "start").mkdir(parents=True, exist_ok=True)
-        (folder / "start" / SEED).write_text(f"{seed}\n", encoding="utf-8")
-    small_models.make_start(folder / "start", given, held_out=HELD_OUT, seed=seed)  # type: ignore[arg-type] # of a plugin
-
-
-def _refuse_another_seed(folder: Path, seed: int) -> None:
-    """Raise `ConfigError` where the model and data that are there were made from another seed."""
-    made = folder / "start" / SEED
-    with suppress(FileNotFoundError, ValueError):
-        if (found := int(made.read_text(encoding="utf-8"))) != seed:
-            raise ConfigError(
-                f"{folder / 'start'}: its model and data were made from the seed {found}, and --seed is {seed}; state "
-                f"--seed {found} to go on, or another --folder to begin from {seed}"
-            )
 
 
 def course(run: Path) -> Course | None:

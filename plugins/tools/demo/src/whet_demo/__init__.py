@@ -1,0 +1,1 @@
+"""The command `whet demo`: trains a small model that starts from nothing."""
