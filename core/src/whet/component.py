@@ -109,8 +109,8 @@ class Facts:
     `whet check` looks for them. Empty: it does not look."""
     encode: str = ""
     """For an algorithm that trains on `data`: `package.module:function`, called as `function(config, model)`, which
-    returns the `Encode` (see `whet.data.offline`) that turns a record into sequences. `run.epochs` and `whet data look`
-    need it."""
+    returns the `Encode` (see `whet.data.offline`) that turns a record into sequences. `run.epochs` and commands that
+    show data need it."""
     records_per_step: int | None = None
     """For an algorithm that trains on `data`: number of records of one step. `run.epochs` needs it."""
     outputs_needed: frozenset[str] = frozenset()

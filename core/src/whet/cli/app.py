@@ -8,7 +8,6 @@ import click
 from whet.cli.check import check
 from whet.cli.commands import Commands
 from whet.cli.config import config
-from whet.cli.data import data
 from whet.cli.doctor import doctor
 from whet.cli.env import env
 from whet.cli.evaluate import evaluate
@@ -25,7 +24,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, data, doctor, evaluate, export, plugins, schema, recipe, env):
+for _command in (run, check, config, doctor, evaluate, export, plugins, schema, recipe, env):
     group.add_command(_command)
 
 

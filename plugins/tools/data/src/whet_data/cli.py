@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from whet.component import Facts
     from whet.config.sections import Config
     from whet.data.chat import ChatTokenizer
-    from whet.data.look import Counts, Piece, Shown
     from whet.data.messages import Conversation
     from whet.data.model_info import ModelInfo
+    from whet_data.look import Counts, Piece, Shown
 
 Split = Literal["train", "validation"]
 
@@ -114,9 +114,9 @@ def _records(
     config: "Config", model: "ModelInfo", facts: "Facts", chat: "ChatTokenizer", rows: int, split: Split, most: int,
     status: _Status,
 ) -> Seen:  # fmt: skip
-    from whet.data.look import look_at_records
     from whet.errors import ConfigError
     from whet.plan.prepare import encode_of, field_names, look_at_data
+    from whet_data.look import look_at_records
 
     files = getattr(config.data, split) if config.data else []
     if config.data is None or not files:
@@ -161,9 +161,9 @@ def _prompts(
     config: "Config", model: "ModelInfo", facts: "dict[str, Facts]", chat: "ChatTokenizer", rows: int, split: Split,
     most: int,
 ) -> Seen:  # fmt: skip
-    from whet.data.look import look_at_prompts
     from whet.errors import ConfigError
     from whet.run.inputs import build_route
+    from whet_data.look import look_at_prompts
 
     where = "environments" if split == "train" else "evaluation.environments"
     entries = config.environments if split == "train" else config.evaluation.environments
@@ -203,8 +203,8 @@ def _added(one: "Counts", other: "Counts") -> "Counts":
 
 
 def _lines(seen: Seen, style: str) -> Iterator[str]:
-    from whet.data.look import pieces, whole_characters
     from whet.data.pieces import escaped
+    from whet_data.look import pieces, whole_characters
 
     yield seen.title
     yield from (f"  {escaped(line)}" for line in seen.files)
@@ -277,7 +277,7 @@ def _summary(seen: Seen) -> Iterator[str]:
 def _as_json(seen: Seen) -> dict[str, Any]:
     import attrs
 
-    from whet.data.look import pieces
+    from whet_data.look import pieces
 
     counts = seen.counts
     return {

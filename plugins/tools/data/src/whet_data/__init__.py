@@ -1,0 +1,1 @@
+"""The command `whet data`: what the data of a config becomes, token by token."""
