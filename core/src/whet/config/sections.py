@@ -1,8 +1,6 @@
-"""The sections of a config file. A default is defined here and nowhere else; its documentation is the string beneath
-it.
+"""The sections of a config file. A default is defined here alone; the string beneath it is its documentation.
 
-Fields of type `Selection` hold a component chosen by `use:`; `selection(kind)` fixes its kind. Keys of a field's
-metadata:
+Fields of type `Selection` hold a component chosen by `use:`; `selection(kind)` fixes its kind. A field's metadata:
 
     off         the value that switches the section off
     path        True: the value may name a file or folder
@@ -18,7 +16,7 @@ from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import deep_iterable, deep_mapping, ge, gt, le, min_len, optional
+from attrs.validators import deep_iterable, ge, gt, le, min_len, optional
 
 from whet.component import Kind, Selection
 from whet.config.bounds import (
@@ -28,22 +26,18 @@ from whet.config.bounds import (
     PROCESSES,
     RECORDS,
     RETRIES,
-    SECONDS,
     SEED,
     STEPS,
     TOKENS,
     above,
     between,
-)
-from whet.config.paths import absolute_paths
+)  # fmt: skip
+from whet.config.cluster import ClusterSection as ClusterSection
+from whet.config.cluster import DeadlinesSection as DeadlinesSection
+from whet.config.cluster import RecoverySection as RecoverySection
 from whet.config.renamed import renamed
 
-_SHARE: Any = optional(above(0, FACTOR))
-_EPOCHS: Any = optional(above(0, 1_000_000))
 _COUNTS: Any = deep_iterable(between(1, GROUP))
-_RANKS: Any = deep_mapping(value_validator=between(1, PROCESSES))
-_GPUS: Any = deep_mapping(value_validator=between(0, PROCESSES))
-_AMOUNTS: Any = deep_mapping(value_validator=deep_mapping(value_validator=above(0, FACTOR)))
 
 
 def _file_name(instance: object, attribute: Any, value: str) -> None:
@@ -59,12 +53,6 @@ def _folder(instance: object, attribute: Any, value: str) -> None:
 
 
 _FOLDER: Any = [min_len(1), _folder]
-
-
-def _heartbeat(instance: object, attribute: Any, value: float) -> None:
-    """Refuse a bound that would end healthy workers."""
-    if value and not value >= 1:
-        raise ValueError(f"is {value:g}, wanted 0 or at least 1: a worker that is busy may be silent for a moment")
 
 
 def _length(instance: Any, attribute: Any, value: float | None) -> None:
@@ -95,15 +83,13 @@ def selection(kind: Kind, default: str | None = None, *, inline: bool = False) -
     `default` names the component that is used where the key is left out. An `inline` component takes all keys beside
     `use:` that the class around it does not have.
     """
-    metadata = {"kind": kind, "default": default, "inline": inline}
-    if default is None:
-        return attrs.field(metadata=metadata, kw_only=True)
-    return attrs.field(metadata=metadata, default=None, kw_only=True)
+    absent: Any = attrs.NOTHING if default is None else None
+    return field(metadata={"kind": kind, "default": default, "inline": inline}, default=absent, kw_only=True)
 
 
 def optional_selection(kind: Kind) -> Any:
     """Return a field that holds a component of a kind, or None where the key is left out."""
-    return attrs.field(metadata={"kind": kind, "default": None, "inline": False}, default=None, kw_only=True)
+    return field(metadata={"kind": kind}, default=None, kw_only=True)
 
 
 @frozen
@@ -114,7 +100,7 @@ class RunSection:
     """The folder that the run writes to."""
     steps: int | None = field(default=None, validator=optional(between(1, STEPS)))
     """Number of steps to take, counted over resumes. State this or `epochs`."""
-    epochs: float | None = field(default=None, validator=[_EPOCHS, _length])
+    epochs: float | None = field(default=None, validator=[optional(above(0, 1_000_000)), _length])
     """For algorithms that train on data files, instead of `steps`: how often to train on every record, e.g. 3 or 0.5.
     The last step takes the records that are left, which may be fewer than `batch_size`."""
     seed: int = field(default=0, validator=between(0, SEED))
@@ -158,98 +144,9 @@ class RoleSection:
     component: Selection = selection("backends", inline=True)
     """The backend that holds the model."""
     like: Literal["", "backend"] = ""
-    """`backend`: a key that is not given here has the value of the section `backend`, except for keys that only the
-    policy has, e.g. `reference` and `teacher` of `fsdp2`."""
+    """`backend`: a key that is missing here has the value of the section `backend`, except keys of the policy alone."""
     model: ModelSection | None = None
     """The model; by default the model that the run starts from."""
-
-
-@frozen
-class DeadlinesSection:
-    """How long each kind of wait may take, in seconds, before the run ends with an error that names it."""
-
-    start: float = field(default=600.0, validator=above(0, SECONDS))
-    """Workers importing, loading the model and answering for the first time."""
-    train: float = field(default=1800.0, validator=above(0, SECONDS))
-    """One optimizer step, scoring or loss evaluation."""
-    generate: float = field(default=1800.0, validator=above(0, SECONDS))
-    """One completion, from request to last token."""
-    weight_sync: float = field(default=600.0, validator=above(0, SECONDS), metadata=renamed("refit"))
-    """One weight sync: backend to generator."""
-    save: float = field(default=1800.0, validator=above(0, SECONDS))
-    """Writing or reading a checkpoint."""
-    episode: float = field(default=3600.0, validator=above(0, SECONDS))
-    """One episode with all its turns."""
-    heartbeat: float = field(default=120.0, validator=[_heartbeat, between(0, SECONDS)])
-    """A worker process that is silent for this long counts as hung, whatever it is doing; 0: no limit. Code that holds
-    Python's interpreter lock for longer is silent too."""
-    notice: float = field(default=60.0, validator=between(0, SECONDS))
-    """A wait of this length that is also twice as long as the longest of its kind so far is reported: who waits for
-    whom, with stacks in `logs/waits.log`. Nothing is ended. 0: never."""
-
-
-@frozen
-class RecoverySection:
-    """What happens when a worker process dies or hangs. An exception that a worker raises always ends the run
-    at once.
-    """
-
-    enabled: bool = field(default=True, metadata={"off": False})
-    """`false`: the first death ends the run with its error."""
-    replicas: int = field(default=8, validator=between(0, RETRIES))
-    """How often single replicas of the generator may be restarted."""
-    restarts: int = field(default=3, validator=between(0, RETRIES))
-    """How often the run may restart from its last checkpoint after another worker is lost."""
-    refill: int = field(default=100, validator=between(0, STEPS))
-    """Number of new steps after which a restart no longer counts; 0: it always counts."""
-
-
-@frozen
-class ClusterSection:
-    """Where the roles run."""
-
-    launcher: Literal["local", "ray"] = "local"
-    """`local`: on this machine. `ray`: on the nodes of a Ray cluster."""
-    address: str = ""
-    """For the launcher `ray`: `host:port` of the head of a cluster to join, as `ray start --head` prints it. `auto`:
-    the cluster that the environment variable RAY_ADDRESS names, else the one that was started on this machine. `local`:
-    Ray is started on this machine for this run, and ends with it. Empty: as RAY_ADDRESS states, else `local`."""
-    workers: Literal["process", "inline"] = "process"
-    """`process`: every role in worker processes. `inline`: everything in this process, so that a debugger works."""
-    ranks: dict[str, int] = field(factory=dict, validator=_RANKS)
-    """Number of worker processes of each role; 1 for a role that is not named."""
-    gpus: dict[str, int] = field(factory=dict, validator=_GPUS)
-    """Number of GPUs of each role; none named: the CPU. One rank for each GPU unless `ranks` states otherwise."""
-    threads: dict[str, int] = field(factory=dict, validator=_RANKS)
-    """Compute threads of each rank of a role. By default the machine's cores are divided among the ranks that work at
-    the same time."""
-    colocate: list[list[str]] | None = field(default=None, metadata=renamed("share"))
-    """Groups of roles that share their worker processes (and devices) and take turns. By default all roles of one
-    Python environment share, except the generator where `rollout.max_staleness` is above 0."""
-    offload: Literal["auto", "always", "never"] = field(default="auto", metadata=renamed("sleep"))
-    """Whether backend and generator release their memory while the other one works: on GPUs to the host, on CPUs to
-    files. `auto`: if they share GPUs, `rollout.max_staleness` is 0 and both support it. `always`: wherever they are; a
-    component that does not support it is an error."""
-    placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
-    """For the launcher `ray`: how the ranks of a role are placed on nodes. `pack`: on as few as possible, the default.
-    `spread`: on as many as possible. `one-node`: all on one node, or the run is refused. Roles that share processes
-    have one placement."""
-    resources: dict[str, dict[str, float]] = field(factory=dict, validator=_AMOUNTS)
-    """For the launcher `ray`: the custom resources of Ray that each rank of a role takes, e.g. `{generator: {a100: 1}}`
-    for nodes started with `ray start --resources='{"a100": 8}'`."""
-    memory: Literal["check", "ignore"] = "check"
-    """`check`: refuse a run whose weights, gradients, optimizer and caches alone need more memory than a host or a GPU
-    has. `ignore`: start it anyway."""
-    transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"] = ""
-    """How weights are sent from backend to generator. Empty: the fastest way that both support and their placement
-    allows."""
-    python: dict[str, str] = field(factory=dict, converter=absolute_paths, metadata={"names_path": True})
-    """The Python environment of a role's worker processes, if it is not the driver's: the name of an environment that
-    `whet env create` has made, or a path, which contains a slash, e.g. `{generator: vllm}`."""
-    deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
-    """How long waits may take."""
-    recovery: RecoverySection = attrs.Factory(RecoverySection)
-    """What happens when a worker process dies or hangs."""
 
 
 @frozen
@@ -334,8 +231,7 @@ class RolloutSection:
     max_infrastructure_groups: int = field(default=16, validator=between(1, RETRIES))
     """The same for groups that were dropped because the infrastructure failed."""
     max_filtered_groups: int = field(default=0, validator=between(0, RETRIES))
-    """Number of groups that filters may drop in a row before the run ends with an error; 0: 20 times the groups of a
-    step."""
+    """Number of groups that filters may drop in a row before the run ends; 0: 20 times the groups of a step."""
     record: RecordSection = attrs.Factory(RecordSection)
     """What is recorded token by token, for `whet report`."""
 
@@ -448,7 +344,7 @@ class DataFile:
     fields: dict[str, str] = field(factory=dict, validator=_known_columns)
     """Names of this file's columns that differ from the usual ones, e.g. `{prompt: question, completion: answer}`. They
     take precedence over `algorithm.fields`."""
-    weight: float | None = field(default=None, validator=_SHARE)
+    weight: float | None = field(default=None, validator=optional(above(0, FACTOR)))
     """For training: share of the records that come from this file, relative to the weights of the others. All files
     have a weight, or none; without weights, an epoch has every record once."""
 
@@ -497,9 +393,7 @@ class Config:
     """The data to train on, for offline algorithms."""
     cluster: ClusterSection = attrs.Factory(ClusterSection)
     """Where the run is placed."""
-    loggers: list[Selection] = attrs.field(
-        factory=list, metadata={"kind": "loggers", "default": None, "inline": False}, kw_only=True
-    )
+    loggers: list[Selection] = field(factory=list, metadata={"kind": "loggers"}, kw_only=True)
     """Further receivers of the metrics, beside the run folder."""
     plugins: list[str] = attrs.Factory(list)
     """Single Python files that are loaded as plugins, relative to the config file."""
