@@ -8,11 +8,8 @@ from typing import Any
 
 from attrs import frozen
 
-from whet import hookimpl
-from whet.component import Component
+import whet
 from whet.data.randomness import generator
-from whet.data.records import Task
-from whet.interfaces.environment import SingleTurn
 
 
 @frozen
@@ -23,18 +20,18 @@ class LettersConfig:
     """Letters of each word."""
 
 
-def build(config: LettersConfig) -> SingleTurn:
+def build(config: LettersConfig) -> whet.SingleTurn:
     """Build the environment with the splits `train` and `test`."""
     splits = {
         split: [task(seed, i, config.length) for i in range(1000)] for seed, split in enumerate(("train", "test"))
     }
-    return SingleTurn(splits, rewards={"correct": correct}, answer=str.strip)
+    return whet.SingleTurn(splits, rewards={"correct": correct}, answer=str.strip)
 
 
-def task(seed: int, position: int, length: int) -> Task:
+def task(seed: int, position: int, length: int) -> whet.Task:
     """Make the task at a position: the same word every time it is asked for."""
     word = "".join(generator(seed, "letters", position).choice(list("abcd"), length))
-    return Task(f"How many times is a in {word}? Answer with a number.", {"answer": str(word.count("a"))})
+    return whet.Task(f"How many times is a in {word}? Answer with a number.", {"answer": str(word.count("a"))})
 
 
 def correct(answer: str, data: Mapping[str, Any]) -> float:
@@ -42,7 +39,7 @@ def correct(answer: str, data: Mapping[str, Any]) -> float:
     return float(answer.strip() == data["answer"])
 
 
-@hookimpl
-def whet_environments() -> Iterable[Component]:
+@whet.hookimpl
+def whet_environments() -> Iterable[whet.Component]:
     """Offer `letters`."""
-    return [Component("letters", LettersConfig, ":build")]
+    return [whet.Component("letters", LettersConfig, ":build")]

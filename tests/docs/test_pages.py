@@ -29,6 +29,7 @@ import pytest
 import yaml
 from attrs import frozen
 
+from whet import __all__ as names_of_whet
 from whet.cli.app import group
 from whet.plan.load import load_config
 
@@ -253,3 +254,9 @@ def test_links_lead_somewhere(page):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
             assert not os.path.isabs(target)
+
+
+def test_the_page_for_authors_of_plugins_lists_what_import_whet_has():
+    text = (ROOT / "docs" / "reference" / "api" / "plugins.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("## `import whet`")
+    assert set(re.findall(r"`whet\.(\w+)`", section.partition("\n## ")[0])) == set(names_of_whet)

@@ -1,6 +1,7 @@
 """whet fine-tunes language models: a thin core that composes plugins from one YAML file.
 
-Importing this package loads nothing heavy; each name below is imported when it is first used.
+Importing this package loads nothing heavy; each name below is imported when it is first used. A plugin's author needs
+little else: `import whet`, then `whet.Component`, `whet.hookimpl` and the names of what the plugin offers.
 """
 
 import sys
@@ -9,7 +10,22 @@ TYPE_CHECKING = False  # that of `typing`, whose import takes as long as all els
 if TYPE_CHECKING:
     import pluggy
 
-    from whet.run.compose import open as open
+    from whet.component import Component, Facts, Problem, Selection
+    from whet.config.bounds import between
+    from whet.config.sections import Config, selection
+    from whet.data.batch import Batch
+    from whet.data.messages import Message
+    from whet.data.metrics import Metric
+    from whet.data.model_info import ModelInfo
+    from whet.data.records import Completion, Request, Task
+    from whet.errors import ConfigError, DataError, WhetError
+    from whet.interfaces.algorithm import Algorithm, Parts
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.environment import Environment, Model, SingleTurn
+    from whet.interfaces.generator import Generator
+    from whet.interfaces.logger import Logger, RunInfo
+    from whet.interfaces.loss import Loss, LossResult
+    from whet.run.compose import open
 
     hookimpl = pluggy.HookimplMarker("whet")
     """Mark a function of a plugin's `hooks.py` as an implementation of the hook of that name."""
@@ -32,14 +48,34 @@ class _PathsOfBefore:
 
 sys.meta_path.append(_PathsOfBefore)  # type: ignore[arg-type]
 
-__all__ = ["__version__", "hookimpl", "open"]
+__all__ = [
+    "Algorithm", "Backend", "Batch", "Completion", "Component", "Config", "ConfigError", "DataError", "Environment",
+    "Facts", "Generator", "Logger", "Loss", "LossResult", "Message", "Metric", "Model", "ModelInfo", "Parts", "Problem",
+    "Request", "RunInfo", "Selection", "SingleTurn", "Task", "WhetError", "__version__", "between", "hookimpl", "open",
+    "selection",
+]  # fmt: skip
+_HOMES = {
+    "component": ("Component", "Facts", "Problem", "Selection"),
+    "config.bounds": ("between",),
+    "config.sections": ("Config", "selection"),
+    "data.batch": ("Batch",),
+    "data.messages": ("Message",),
+    "data.metrics": ("Metric",),
+    "data.model_info": ("ModelInfo",),
+    "data.records": ("Completion", "Request", "Task"),
+    "errors": ("ConfigError", "DataError", "WhetError"),
+    "interfaces.algorithm": ("Algorithm", "Parts"),
+    "interfaces.backend": ("Backend",),
+    "interfaces.environment": ("Environment", "Model", "SingleTurn"),
+    "interfaces.generator": ("Generator",),
+    "interfaces.logger": ("Logger", "RunInfo"),
+    "interfaces.loss": ("Loss", "LossResult"),
+    "run.compose": ("open",),
+}
+"""The module of each name, without the leading `whet.`."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "open":
-        from whet.run.compose import open as open_run
-
-        return open_run
     if name == "hookimpl":
         import pluggy
 
@@ -48,4 +84,13 @@ def __getattr__(name: str) -> object:
         from whet.component import CORE_VERSION
 
         return CORE_VERSION
+    for home, names in _HOMES.items():
+        if name in names:
+            from importlib import import_module
+
+            return getattr(import_module(f"whet.{home}"), name)
     raise AttributeError(f"module 'whet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
