@@ -62,7 +62,7 @@ class Package:
     distributions: tuple[str, ...]
     """Distributions that offer it."""
     install: str
-    """What to do if it is missing."""
+    """The command or the change that makes it available."""
 
     @property
     def is_here(self) -> bool:
@@ -79,7 +79,7 @@ class MemoryTerm:
     """A part of the memory of one rank, as far as it is known before the run."""
 
     what: str
-    """What it is, e.g. `gradients`, and how many ranks share it."""
+    """Its name, e.g. `gradients`, and how many ranks share it."""
     bytes: int
     """Bytes on this rank; over all its GPUs, if it has several."""
     when: Literal["working", "loading"] = "working"
@@ -93,7 +93,7 @@ class MemoryTerm:
     """On a GPU: the share of its memory that the whole role takes. This term is what the other terms leave of that
     share."""
     change: str = ""
-    """What to change to reduce it, e.g. `lower generator.cache_gib`."""
+    """The change that reduces it, e.g. `lower generator.cache_gib`."""
 
 
 @frozen

@@ -39,7 +39,7 @@ class FieldDoc:
     kind: Kind | None = None
     """The kind of component that the field holds."""
     allowed: str = ""
-    """What its validators require beyond the type, e.g. `at least 1`."""
+    """The bounds that its validators require beyond the type, e.g. `at least 1`."""
 
 
 def describe(cls: type) -> list[FieldDoc]:

@@ -225,15 +225,15 @@ class RolloutSection:
     retries: int = field(default=2, validator=between(0, RETRIES))
     """How often a failed episode is played again before its group is dropped."""
     infrastructure_retries: int = field(default=3, validator=between(0, RETRIES))
-    """The same if the infrastructure failed instead of the episode: a grader's process, a sandbox, a connection."""
+    """As `retries`, if the infrastructure failed and not the episode: a grader's process, a sandbox, a connection."""
     max_failed_groups: int = field(default=16, validator=between(1, RETRIES))
     """Number of dropped groups in a row after which the run ends with the last error."""
     max_infrastructure_groups: int = field(default=16, validator=between(1, RETRIES))
-    """The same for groups that were dropped because the infrastructure failed."""
+    """As `max_failed_groups`, for groups that were dropped because the infrastructure failed."""
     max_filtered_groups: int = field(default=0, validator=between(0, RETRIES))
     """Number of groups that filters may drop in a row before the run ends; 0: 20 times the groups of a step."""
     record: RecordSection = attrs.Factory(RecordSection)
-    """What is recorded token by token, for `whet report`."""
+    """Which training rollouts are recorded token by token, for `whet report`."""
 
 
 @frozen
@@ -290,7 +290,7 @@ class EvaluationSection:
     """How samples without a final answer vote in maj@k. `silent`: they have no vote. `vote`: together they vote for an
     answer that never passes, as in NeMo RL."""
     passing: PassingSection = attrs.Factory(PassingSection)
-    """What counts as a pass."""
+    """The smallest reward that counts as a pass."""
 
 
 @frozen

@@ -70,7 +70,7 @@ _FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
     MemoryError,
 )  # fmt: skip
-"""What a template can raise while it is rendered."""
+"""The exceptions that a template can raise while it is rendered."""
 
 
 def read_text(file: Path) -> str:

@@ -21,7 +21,7 @@ class Check:
     """`warn`: a run may suffer. `fail`: it will not work."""
     found: str
     change: str = ""
-    """What to do about it."""
+    """The change that makes the check pass."""
 
 
 Checker = Callable[[], Iterator[Check]]

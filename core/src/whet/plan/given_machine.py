@@ -41,9 +41,9 @@ class NodeSection:
     cores: int = field(default=0, validator=between(0, PROCESSES))
     """Processor cores of each; 0: not known."""
     memory: str = ""
-    """Of each host, e.g. `512GB`; empty: not known, and not checked."""
+    """Memory of each host, e.g. `512GB`; empty: not known, and not checked."""
     gpus: str = ""
-    """Of each, e.g. `8xH100-80GB`, or `4xA100-40GB+4xA100-80GB`; empty: none."""
+    """The GPUs of each host, e.g. `8xH100-80GB`, or `4xA100-40GB+4xA100-80GB`; empty: none."""
     resources: dict[str, float] = field(factory=dict, validator=_AMOUNTS)
     """Custom resources of each Ray node, as `cluster.resources` asks for them."""
 

@@ -29,7 +29,7 @@ class Loaded:
     """The file with what it extends and the overrides, before any default."""
     path: Path
     layers: tuple[Layer, ...]
-    """What the document was put together from, the weakest first."""
+    """The layers of the document, the weakest first."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Registry | None = None) -> Loaded:

@@ -36,9 +36,9 @@ class Room:
     needs: int
     """Bytes at least, at the worst moment."""
     terms: tuple[tuple[str, int], ...] = ()
-    """What that consists of, the largest first: words and bytes."""
+    """The parts of that need, the largest first: words and bytes."""
     changes: tuple[str, ...] = ()
-    """What to change for less, that of the largest first."""
+    """The changes that reduce the need; the first one concerns the largest part."""
 
     @property
     def overfull(self) -> bool:

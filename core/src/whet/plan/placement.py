@@ -20,9 +20,9 @@ class Machine:
     """0: not known."""
     gpus: int = 0
     memory_bytes: int | None = None
-    """Of the host, in all; None: not known."""
+    """Memory of the host in bytes; None: not known."""
     gpu_bytes: tuple[int | None, ...] = ()
-    """Of each GPU; empty: not known."""
+    """Memory of each GPU in bytes; empty: not known."""
     resources: Mapping[str, float] = field(factory=dict)
     """Custom resources of its Ray node."""
     others: tuple["Machine", ...] = ()
@@ -50,9 +50,9 @@ class RolePlan:
     processes: str
     """Name of the group of processes; roles with equal names share theirs and take turns."""
     memory: tuple[MemoryTerm, ...] = ()
-    """What each rank holds, as far as known."""
+    """The memory terms of each rank, as far as they are known."""
     memory_bytes: int | None = None
-    """Of each rank while it works, where it computes; None: not known."""
+    """Bytes of each rank while it works, where it computes; None: not known."""
     python: str = ""
     """Its Python environment, as the config names it; empty: the driver's."""
 

@@ -48,11 +48,11 @@ class Plan:
     """Modules that worker processes import while the driver still prepares."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What keeps this machine from running it, as another one might."""
+    """Reasons why this machine cannot run it, though another one might."""
     memory: tuple[Room, ...] = ()
-    """What every host and GPU must hold at least; empty where it is not known who lives where."""
+    """Memory that every host and GPU must have at least; empty: the placement of the roles is not known."""
     refusals: tuple[str, ...] = ()
-    """What would not fit on the machine that was planned for, and so must not be started."""
+    """Reasons why the run does not fit on the machine that it was planned for, and must not be started."""
     machines: int = 1
     """How many machines it was planned for."""
 

@@ -39,13 +39,13 @@ class Prepared:
     roles: Roles
     """The roles, with the facts of every chosen component."""
     models: Mapping[str, ModelInfo] = field(factory=dict)
-    """Of roles that have a model of their own."""
+    """The models of roles that have one of their own."""
     machine: Machine = field(factory=lambda: Machine(1))
-    """What it was planned for."""
+    """The machine of the plan."""
     interpreters: Mapping[str, Interpreter] = field(factory=dict)
-    """Of roles that do not run in the driver's, as far as this machine has them."""
+    """The Python interpreters of roles that do not run in the driver's, as far as this machine has them."""
     spans: tuple[Span, ...] = field(default=(), eq=False)
-    """What it took to get here."""
+    """The time that loading and planning took."""
 
     @property
     def config(self) -> "Config":

@@ -23,7 +23,7 @@ class RankPlacement:
     node: int
     """Index of its machine."""
     gpus: tuple[int, ...]
-    """Those of the machine that it computes on; empty: its processor."""
+    """The GPUs of the machine that it computes on; empty: it computes on the processor."""
 
 
 def place_ranks(config: Config, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[RankPlacement]:

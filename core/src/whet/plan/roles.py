@@ -21,11 +21,11 @@ class Role:
     selection: Selection
     """Its component."""
     facts: Facts
-    """Of its component."""
+    """The facts of its component."""
     ranks: int
-    """Those that the config asks for, else as many as its GPUs allow, else what its component wants."""
+    """The number of ranks in the config, or else as many as its GPUs allow, or else as its component wants."""
     gpus: int
-    """Of all its ranks."""
+    """The number of GPUs of all its ranks."""
     trained: bool
     """Whether it is trained: the backend is, and further models that a component wants trained."""
     group: tuple[str, ...]
@@ -37,10 +37,10 @@ class Roles:
     """The roles of a run, in order: backend, generator, further models."""
 
     facts: Mapping[str, Facts]
-    """Of every chosen component, by path into the config."""
+    """The facts of every chosen component, by path into the config."""
     by_name: Mapping[str, Role]
     needs: Mapping[str, RoleNeed]
-    """What is wanted of each further model, whether there is such a role or not."""
+    """The needs of each further model, whether there is such a role or not."""
     sharing: tuple[tuple[str, ...], ...]
     """Groups of roles that are to share processes, the default filled in."""
     known: tuple[str, ...]

@@ -23,20 +23,20 @@ class Setting:
     key: str
     """Dotted path."""
     value: Any
-    """As builtins."""
+    """The value as builtins."""
     type: str
-    """In words."""
+    """The type in words."""
     allowed: str
-    """What its validators ask for beyond the type."""
+    """The bounds of its validators beyond the type."""
     doc: str
     owner: str
-    """Whose key it is: a section, or a component with its distribution."""
+    """The owner of the key: a section, or a component with its distribution."""
     origins: tuple[Origin, ...]
-    """Who says so: the one in force, then those it replaced."""
+    """The places that set the key: the one in force, then those that it replaced."""
 
     @property
     def origin(self) -> Origin:
-        """The one in force."""
+        """The place in force."""
         return self.origins[0]
 
 

@@ -62,7 +62,7 @@ class Broken:
     distribution: str
     """The distribution, or the path of a single-file plugin."""
     reason: str
-    """What was wrong, on one line, with the place in the plugin if it is known."""
+    """The fault on one line, with the place in the plugin if it is known."""
     kind: Kind | None = None
     """The only kind of component that may be missing because of this. None: any kind."""
     last_lines: str = ""

@@ -13,19 +13,19 @@ from whet_ops.algorithms.demonstrations import FIELDS, TrainOn, known_fields, re
 
 TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
 TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})
-"""What losses read of a teacher: its opinion of the likeliest tokens, or of the tokens that were said."""
+"""The batch columns that losses read from a teacher: its logprobs of the likeliest tokens, or of the sampled tokens."""
 
 
 @frozen(kw_only=True)
 class TaughtConfig:
-    """What both ways of distillation have in common."""
+    """The keys that distillation from rollouts and from data share."""
 
     topk: int = field(default=64, validator=between(1, GROUP))
-    """Tokens at each place of which teacher and student are compared; of losses that read them."""
+    """Number of tokens that teacher and student are compared on at each position, for losses that read them."""
     topk_of: Literal["teacher", "student"] = "teacher"
-    """Whose likeliest tokens these are. `student` costs a forward pass of the student."""
+    """The model whose likeliest tokens are compared. `student` costs a forward pass of the student."""
     loss: Selection = selection("losses", "topk-kl")
-    """What is minimised."""
+    """The loss to minimise."""
 
 
 @frozen(kw_only=True)
@@ -33,18 +33,18 @@ class DistillConfig(TaughtConfig):
     """On-policy distillation: the student answers, and teachers say what they would have said."""
 
     prompts_per_step: int = field(default=32, validator=between(1, BATCH))
-    """Groups that one step consumes."""
+    """Number of groups of one step."""
     group_size: int = field(default=1, validator=between(1, GROUP))
     """Answers to each prompt."""
     minibatches: int = field(default=1, validator=between(1, BATCH))
-    """Optimizer steps taken on each batch."""
+    """Number of optimizer steps on each batch."""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    """Of losses that read advantages: whose logprobs the teacher's are compared with, and the ratio is taken against.
-    `sampler`: those recorded while sampling. `trainer`: those of the student's weights before the step, as in NeMo RL,
-    at the cost of a forward pass."""
+    """For losses that read advantages: the logprobs that the teacher's are compared with, which are also the
+    denominator of the ratio. `sampler`: those recorded while sampling. `trainer`: those of the student's weights before
+    the step, as in NeMo RL, at the cost of a forward pass."""
     teachers: dict[str, str] = field(factory=dict)
-    """The role of the teacher for each environment, by the environment's name; `teacher` for those that are not
-    named."""
+    """The role of the teacher of each environment, by the environment's name. An environment that is not named has the
+    role `teacher`."""
 
 
 @frozen(kw_only=True)
@@ -52,13 +52,13 @@ class DistillDataConfig(TaughtConfig):
     """Off-policy distillation: a teacher says what it would have said in the place of a data set's answers."""
 
     batch_size: int = field(default=64, validator=between(1, BATCH))
-    """Records that one step consumes."""
+    """Number of records of one step."""
     train_on: TrainOn = "all"
-    """Which of the assistant's turns: `all`, or only the `last`."""
+    """The turns of the assistant to train on: `all`, or only the `last`."""
     fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
-    """Steps between validation losses; 0: only before the first and after the last step."""
+    """Number of steps between validation losses; 0: only before the first and after the last step."""
 
 
 def _share(instance: object, attribute: Any, value: float) -> None:
@@ -73,17 +73,17 @@ def _inside(instance: object, attribute: Any, value: float) -> None:
 
 @frozen
 class DivergenceConfig:
-    """What losses have in common that compare whole distributions."""
+    """The keys of losses that compare whole distributions."""
 
     divergence: Literal["mixed", "jensen-shannon"] = "mixed"
-    """`mixed`: the forward and the reverse divergence, as `forward` says. `jensen-shannon`: those of both to a mixture
-    of both, as `beta` says (GKD)."""
+    """`mixed`: a sum of the forward and the reverse divergence, weighted by `forward`. `jensen-shannon`: the
+    divergences of both models from a mixture of both, weighted by `beta` (GKD)."""
     forward: float = field(default=1.0, validator=[_share, between(0, 1)])
-    """Of `mixed`: share of the forward divergence KL(teacher || student); the rest is the reverse. 1: forward alone,
-    0: reverse alone."""
+    """For `mixed`: the share of the forward divergence KL(teacher || student); the rest is the reverse divergence. 1:
+    forward alone, 0: reverse alone."""
     beta: float = field(default=0.5, validator=[_inside, above(0, 1)])
-    """Of `jensen-shannon`: share of the teacher in the mixture. Towards 0 it is a forward divergence, towards 1 a
-    reverse one, of little weight."""
+    """For `jensen-shannon`: the share of the teacher in the mixture. Towards 0 it becomes a forward divergence of
+    little weight, towards 1 a reverse one."""
 
     @property
     def needed(self) -> frozenset[str]:
@@ -96,9 +96,9 @@ class TopkKlConfig(DivergenceConfig):
     """The divergence of student and teacher over a few tokens at each place, as the mean over all trained tokens."""
 
     outside: Literal["renormalise", "zero", "ignore", "rest"] = "renormalise"
-    """What becomes of tokens that are not compared; see Numerics."""
+    """How tokens that are not compared count; see Numerics."""
     likelihood: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of the negative log-likelihood of the tokens themselves, beside."""
+    """Weight of a second term: the negative log-likelihood of the trained tokens."""
 
 
 @frozen
@@ -106,19 +106,19 @@ class FullKlConfig(DivergenceConfig):
     """The divergence over the whole vocabulary. The student's workers must hold the teacher: `backend.teacher`."""
 
     likelihood: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of the negative log-likelihood of the tokens themselves, beside."""
+    """Weight of a second term: the negative log-likelihood of the trained tokens."""
 
 
 @frozen
 class TeacherPgConfig:
-    """A policy gradient whose advantage at each token is by how much the teacher likes it more than the student did."""
+    """A policy gradient. The advantage of a token is the teacher's logprob minus the student's."""
 
     clip_low: float = field(default=0.2, validator=[validators.ge(0), validators.le(1)])
     """A ratio below 1 minus this is no longer pushed down."""
     clip_high: float = field(default=0.2, validator=between(0, FACTOR))
     """A ratio above 1 plus this is no longer pushed up."""
     clip_advantages: float = field(default=0.0, validator=between(0, FACTOR))
-    """Advantages are clamped to plus or minus so many nats; 0: not at all."""
+    """Bound of the advantages in both directions, in nats; 0: no bound."""
 
 
 def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:

@@ -15,7 +15,7 @@ from whet_ops.algorithms.preferences import PAIR_FIELDS
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 LABELLED_FIELDS = ("prompt", "completion", "label", "chosen", "rejected")
-"""What a record of KTO may have: `prompt`, `completion` and `label`, or those of a pair."""
+"""The columns of a record of KTO: `prompt`, `completion` and `label`, or those of a pair."""
 
 
 def _known(*names: str) -> Any:
@@ -42,7 +42,7 @@ class DpoConfig:
     the backend to hold a copy (`backend.reference`). `none`: there are none. `auto`: `precomputed` where the loss reads
     them, else `none`."""
     loss: Selection = selection("losses", "dpo")
-    """What is minimised."""
+    """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validations; 0: only before the first and after the last step."""
 
@@ -60,11 +60,11 @@ class KtoConfig:
     """Where the reference's logprobs come from; see `dpo`. `auto`: `precomputed`. With a baseline, of the answers in
     their place only: those in another's are scored with each batch."""
     baseline: Literal["batch", "none"] = "batch"
-    """What the loss `kto` compares a reward with. `batch`: the divergence of the policy from the reference, estimated
-    over the whole batch from answers to other prompts; needs the backend to hold a copy of the weights that the run
-    started from (`backend.reference`). `none`: 0. Losses that read no baseline have none computed."""
+    """The number that the loss `kto` compares a reward with. `batch`: the divergence of the policy from the reference,
+    estimated over the whole batch from responses to other prompts; needs the backend to hold a copy of the weights that
+    the run started from (`backend.reference`). `none`: 0. Losses that read no baseline have none computed."""
     loss: Selection = selection("losses", "kto")
-    """What is minimised."""
+    """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validations; 0: only before the first and after the last step."""
 

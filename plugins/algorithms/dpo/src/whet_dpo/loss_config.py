@@ -21,7 +21,7 @@ BASELINE = "kl_baseline"
 """Column [B] of the number that KTO compares scores with."""
 POSITIVE = above(0, FACTOR)
 SHARE = below(0, 0.5)
-"""What a share of labels that are wrong may be."""
+"""The bounds of a share of labels that are wrong."""
 
 
 @frozen
@@ -34,7 +34,8 @@ class SftTerm:
     """`token`: the mean over all chosen tokens of the batch. `sequence`: the mean over answers of each one's mean over
     tokens. `none`: the mean over answers of each one's sum."""
     of: Literal["answer", "conversation"] = "answer"
-    """Whose tokens: those of the `answer`, or of the whole `conversation`, its prompt included, as TRL's ORPO."""
+    """The tokens that count: those of the `answer`, or of the whole `conversation`, its prompt included, as in TRL's
+    ORPO."""
 
 
 @frozen
@@ -42,7 +43,7 @@ class PairMetrics:
     """How rewards and logprobs are reported. None of it changes what is learned."""
 
     ties: Literal["half", "wrong", "right"] = "half"
-    """What a pair whose rewards are equal counts for in `rewards/accuracies`; in TRL and NeMo RL it is `wrong`."""
+    """How a pair with equal rewards counts in `rewards/accuracies`; in TRL and NeMo RL as `wrong`."""
     rewards: Literal["compared", "summed"] = "compared"
     """`compared`: the score that the loss compares. `summed`: the log-ratio, summed over tokens, also where the loss
     takes means or compares a function of it, as in TRL's DPO."""
@@ -77,7 +78,7 @@ class _Divergent(Preference):
     """Which divergence from the reference is held down. The score of an answer is a function of its log-ratio:
     `reverse-kl`: the log-ratio itself, as in DPO."""
     divergence_alpha: float = field(default=0.5, validator=between(0, 1))
-    """Of the divergence `alpha`: at 0 it is `reverse-kl`, at 1 `forward-kl`. TRL's coefficient is 1 minus this."""
+    """For the divergence `alpha`: at 0 it is `reverse-kl`, at 1 `forward-kl`. TRL's coefficient is 1 minus this."""
 
 
 @frozen
@@ -124,8 +125,8 @@ class DiscopopConfig(_Divergent):
     """DiscoPOP: the log-loss for pairs that are wrong, blended into the exponential loss for pairs that are right."""
 
     temperature: float = field(default=0.05, validator=above(0, 1))
-    """How far the blend reaches around a margin of 0 (the paper's tau). Below 0.1 a pair at a margin of 0 is at first
-    pushed the wrong way. Above 1 the loss of a wrong pair would grow exponentially."""
+    """Width of the blend around a margin of 0 (the paper's tau). Below 0.1 a pair at a margin of 0 is at first pushed
+    in the wrong direction. Above 1 the loss of a wrong pair would grow exponentially."""
 
 
 @frozen
@@ -197,9 +198,9 @@ class SftLossConfig:
     """The negative log-likelihood of the chosen answers of pairs, mostly as a term of a `weighted-sum`."""
 
     average: Literal["token", "sequence", "none"] = "token"
-    """What the mean is over; see `sft.average` of the loss `dpo`."""
+    """As `sft.average` of the loss `dpo`."""
     of: Literal["answer", "conversation"] = "answer"
-    """Whose tokens: those of the `answer`, or of the whole `conversation`, its prompt included."""
+    """The tokens that count: those of the `answer`, or of the whole `conversation`, its prompt included."""
 
     @property
     def sft(self) -> SftTerm:

@@ -27,7 +27,7 @@ class AnswerLoss(Generic[Config]):
 
     outputs: tuple[str, ...] = ("logprobs",)
     metric = ""
-    """What the number that scores are compared with is called in metrics."""
+    """The name in metrics of the number that scores are compared with."""
     column: str | None = None
     """The column that holds the number; without one it is 0."""
 

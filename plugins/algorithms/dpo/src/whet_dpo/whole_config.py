@@ -31,8 +31,8 @@ class BcoPairConfig(Preference):
     """BCO on pairs: classify each answer as chosen or rejected by its reward, compared with a shift."""
 
     shift: Shift = "batch"
-    """What rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their mean over
-    all batches up to this one. `none`: 0, which saves a forward pass."""
+    """The number that rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their
+    mean over all batches up to this one. `none`: 0, which saves a forward pass."""
     shift_mean: Mean = "kinds"
     """`kinds`: the mean of two means, over chosen and over rejected answers, as in the paper. `answers`: the mean over
     all answers, as in TRL."""
@@ -43,8 +43,8 @@ class BcoConfig(KtoLossConfig):
     """BCO on single answers: classify each as desirable or not by its reward, compared with a shift."""
 
     shift: Shift = "batch"
-    """What rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their mean over
-    all batches up to this one. `none`: 0, which saves a forward pass."""
+    """The number that rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their
+    mean over all batches up to this one. `none`: 0, which saves a forward pass."""
     shift_mean: Mean = "kinds"
     """`kinds`: the mean of two means, over desirable answers and over the others, as in the paper. `answers`: the mean
     over all answers, as in TRL."""
@@ -79,7 +79,7 @@ class SumTerm:
     weight: float = field(default=1.0, validator=between(0, FACTOR))
     """Weight of the loss."""
     name: str = ""
-    """What its metrics are called; by default the name of the loss."""
+    """The name of its metrics; by default the name of the loss."""
 
     @property
     def label(self) -> str:

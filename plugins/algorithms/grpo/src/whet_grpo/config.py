@@ -35,7 +35,7 @@ class GrpoConfig(PolicyConfig):
     clip_advantages_below: float | None = field(default=None, validator=optional(between(0, FACTOR)))
     """Negative advantages are clipped to minus this instead; 0: not at all, null: as positive ones."""
     loss: Selection = selection("losses", "clipped-pg")
-    """What is minimised."""
+    """The loss to minimise."""
 
 
 @frozen
@@ -46,12 +46,12 @@ class OffPolicySection:
     """An answer of negative advantage is left out where its tokens' logprobs have fallen by more nats than this on
     average since they were sampled; its tokens still count in the mean, and for `kl`. Null: none is left out."""
     since: Literal["sampler", "old"] = "sampler"
-    """What they have fallen since: the generator's logprobs, or the old logprobs of the ratio."""
+    """The logprobs that the fall is measured from: those of the generator, or the old logprobs of the ratio."""
 
 
 @frozen
 class GroupLossConfig(PolicyLossConfig):
-    """What all losses of this plugin have in common."""
+    """The keys that all losses of this plugin share."""
 
     off_policy: OffPolicySection = Factory(OffPolicySection)
     """Whether bad answers that are far from the policy are left out."""
@@ -67,7 +67,7 @@ class GspoConfig(GroupLossConfig):
     """GSPO: the clipped policy gradient with one ratio for each sequence, the geometric mean of its tokens'."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
-    """As in other losses; `sequence` is that of the paper."""
+    """As in the other losses. The paper uses `sequence`."""
     level: Literal["sequence", "token"] = "sequence"
     """`token`: GSPO-token, which lets tokens of one sequence have different advantages."""
     ratio: Literal["mean", "product"] = "mean"
@@ -84,7 +84,7 @@ class GmpoConfig(GroupLossConfig):
     """GMPO: the policy gradient with the geometric mean of a sequence's ratios, each of them clipped before."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
-    """As in other losses; `sequence` is that of the paper."""
+    """As in the other losses. The paper uses `sequence`."""
     clip_low: float = field(default=0.4, validator=between(0, FACTOR))
     """A token of a bad answer whose log-ratio is below minus this, in nats, is no longer pushed down."""
     clip_high: float = field(default=0.4, validator=between(0, FACTOR))
@@ -96,11 +96,11 @@ class SapoConfig(GroupLossConfig):
     """SAPO: a gradient that fades as a token's ratio leaves 1, in place of clipping."""
 
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
-    """As in other losses; `sequence` is that of the paper."""
+    """As in the other losses. The paper uses `sequence`."""
     temperature_positive: float = field(default=1.0, validator=above(0, FACTOR))
-    """How soon it fades for tokens of positive advantage; the higher, the sooner."""
+    """How fast the gradient fades for tokens of positive advantage. A higher value fades faster."""
     temperature_negative: float = field(default=1.05, validator=above(0, FACTOR))
-    """The same for all others."""
+    """The same for all other tokens."""
 
 
 @frozen
@@ -134,9 +134,10 @@ class GroupMeanConfig:
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as RLOO does."""
     std_over: Literal["group", "others"] = field(default="group", metadata=renamed("deviation_of"))
-    """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
+    """For the scale `group`: whether the deviation is taken over all rewards of the group, or over those of the other
+    samples, as in NeMo RL."""
     singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
-    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+    """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
 
 
 @frozen
@@ -146,11 +147,11 @@ class RlooConfig:
     whiten: bool = False
     """Also divide by the standard deviation over the batch."""
     unbiased: bool = True
-    """That deviation with n - 1 rather than n in the denominator."""
+    """Whether the deviation has n - 1 in its denominator rather than n."""
     epsilon: float = field(default=1.0e-4, validator=between(0, 1))
-    """Added to it."""
+    """Added to the deviation."""
     singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
-    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+    """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
 
 
 @frozen
@@ -158,24 +159,24 @@ class ReinforcePlusPlusConfig:
     """REINFORCE++: rewards normalised over the whole batch."""
 
     baseline: bool = False
-    """First take the mean of the group away: REINFORCE++ with baseline."""
+    """Subtract the mean of the group first: REINFORCE++ with baseline."""
     baseline_of: Literal["total", "reward"] = "total"
-    """What that mean is of. `total`: rewards with the penalty of `algorithm.kl_reward`, as in verl. `reward`: rewards
-    without it, as in OpenRLHF; with `kl_of: own`, as in NeMo RL, it always is."""
+    """The rewards of that mean. `total`: with the penalty of `algorithm.kl_reward`, as in verl. `reward`: without it,
+    as in OpenRLHF. With `kl_of: own`, as in NeMo RL, the penalty is never included."""
     per_token: bool = True
-    """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
-    sequence its whole reward."""
+    """Whether the advantage of a token is the sum of the rewards from this token on, which differs from token to token
+    with `algorithm.kl_reward`. If not, each token has the whole reward of its sequence."""
     kl_of: Literal["onwards", "own"] = "onwards"
-    """Which divergence of `algorithm.kl_reward` a token pays for: its own and what follows, as in the paper, or its own
-    alone, as in NeMo RL."""
+    """The divergence of `algorithm.kl_reward` that a token pays for: its own and that of all later tokens, as in the
+    paper, or its own alone, as in NeMo RL."""
     gamma: float = field(default=1.0, validator=[gt(0), le(1)])
     """Discount of a reward for each trained token that it comes later."""
     over: Literal["tokens", "sequences"] = "tokens"
-    """What mean and deviation are taken over: all trained tokens of the batch, or its episodes."""
+    """Whether mean and deviation are taken over all trained tokens of the batch, or over its episodes."""
     unbiased: bool = False
     """Variance with n - 1 rather than n in the denominator."""
     epsilon: float = field(default=1.0e-8, validator=above(0, 1))
-    """What keeps small variances from blowing up; see `epsilon_at`."""
+    """A small number that keeps the advantages finite where the variance is small; see `epsilon_at`."""
     epsilon_at: Literal["floor", "variance", "deviation"] = "floor"
     """`floor`: it is the smallest variance, as in OpenRLHF and NeMo RL. `variance`: it is added to the variance, as in
     verl. `deviation`: it is added to the deviation."""
@@ -188,7 +189,7 @@ class OpoConfig:
     """OPO: rewards less the mean of their group weighted by length, which is the baseline of least variance."""
 
     singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
-    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+    """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
 
 
 @frozen
@@ -196,8 +197,8 @@ class RemaxConfig:
     """ReMax: rewards less the reward of the likeliest answer, which is sampled beside each group at temperature 0."""
 
     per_token: bool = True
-    """Give each token what is still to come, which differs from token to token with `algorithm.kl_reward`; else each
-    sequence its whole reward."""
+    """Whether the advantage of a token is the sum of the rewards from this token on, which differs from token to token
+    with `algorithm.kl_reward`. If not, each token has the whole reward of its sequence."""
 
 
 @frozen
@@ -205,8 +206,8 @@ class GdpoConfig:
     """GDPO: each named reward normalised in its group, then added up, then scaled over the batch."""
 
     weights: dict[str, float] = field(factory=dict, validator=deep_mapping(value_validator=between(-FACTOR, FACTOR)))
-    """Of each named reward; those that are not named here do not count. Empty: all of them, with weight 1. The rewards
-    that `overlong` and `kl_reward` make are named `overlong` and `kl`."""
+    """Weight of each named reward; a reward that is not named here does not count. Empty: all rewards have weight 1.
+    The rewards of `overlong` and `kl_reward` are named `overlong` and `kl`."""
     scale: Literal["group", "none"] = "group"
     """Divide each reward by its deviation in the group, or by nothing."""
     unbiased: bool = True
@@ -216,18 +217,19 @@ class GdpoConfig:
     leave_one_out: bool = False
     """Centre by the mean of the group's other rewards, as NeMo RL does."""
     std_over: Literal["group", "others"] = field(default="group", metadata=renamed("deviation_of"))
-    """Of the scale `group`: the deviation of all its rewards, or of those of the others, as in NeMo RL."""
+    """For the scale `group`: whether the deviation is taken over all rewards of the group, or over those of the other
+    samples, as in NeMo RL."""
     singleton: Literal["zero", "reward"] = field(default="zero", metadata=renamed("alone"))
-    """What a sample gets that is alone in its group: 0, or its reward as it is, as in verl."""
+    """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
     over: Literal["sequences", "tokens"] = "sequences"
-    """What the deviation over the batch is taken over: its episodes, or all trained tokens, as in verl."""
+    """Whether the deviation over the batch is taken over its episodes, or over all trained tokens, as in verl."""
     centre: bool = False
-    """Also take away the mean over the batch. It is 0 but where tokens are counted, or others of the group compared."""
+    """Also subtract the mean over the batch. It differs from 0 only if `over` is `tokens` or `std_over` is `others`."""
     batch_epsilon: float | None = field(default=None, validator=optional(between(0, 1)))
-    """That of the deviation over the batch; null: `epsilon`."""
+    """The number added to the deviation over the batch; null: `epsilon`."""
     epsilon_at: Literal["floor", "variance", "deviation"] = "deviation"
-    """Where it goes over the batch. `deviation`: it is added to the deviation, as in TRL. `variance`: it is added to
-    the variance, as in verl. `floor`: it is the smallest variance."""
+    """How `batch_epsilon` is used. `deviation`: it is added to the deviation, as in TRL. `variance`: it is added to the
+    variance, as in verl. `floor`: it is the smallest variance."""
 
 
 @frozen

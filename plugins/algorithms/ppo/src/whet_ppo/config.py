@@ -18,7 +18,7 @@ from whet_ops.algorithms.config import (
 )
 
 CRITIC = "critic"
-"""The role of the model that gives values."""
+"""The role of the model that computes values."""
 
 
 @frozen
@@ -28,31 +28,33 @@ class GaeSection:
     gamma: float = field(default=1.0, validator=[ge(0), le(1)])
     """Discount of a reward for each token that it comes later."""
     lambda_value: float = field(default=1.0, validator=[ge(0), le(1)])
-    """Lambda of the returns that the critic learns. 1: the rewards that really came, however far they are from the
-    token, whatever the critic thought; below, a part of them decays on the way."""
+    """Lambda of the returns that the critic learns. 1: the rewards that came, however far they are from the token.
+    Below 1, rewards that are far away count less, and the critic's own values more."""
     lambda_policy: float = field(default=0.95, validator=[ge(0), le(1)])
     """Lambda of the advantages that the policy learns from: lower means less variance and more trust in the critic."""
     adaptive_alpha: float = field(default=0.0, validator=between(0, FACTOR))
     """Instead of `lambda_policy`: 1 - 1 / (this x tokens of the answer), at least 0, as in VAPO, which has 0.05. 0: the
     same lambda for all answers."""
     truncated: Literal["end", "bootstrap"] = "end"
-    """What comes after an answer that was cut by its length. `end`: nothing, as after any other. `bootstrap`: what the
-    critic expects there, beside the reward."""
+    """How a response that was cut by its length continues. `end`: with nothing, as any other response. `bootstrap`:
+    with the value that the critic expects there, in addition to the reward."""
     whiten: Literal["unbiased", "biased", "none"] = "unbiased"
-    """Give the advantages of all trained tokens of a batch mean 0 and deviation 1. `unbiased`: variance with n - 1 in
-    the denominator; `biased`: with n."""
+    """Scale the advantages of all trained tokens of a batch to mean 0 and deviation 1. `unbiased`: the variance has n -
+    1 in its denominator; `biased`: n."""
     whiten_epsilon: float = field(default=1.0e-8, validator=above(0, 1))
-    """What keeps small variances of advantages from blowing up; see `whiten_epsilon_at`."""
+    """A small number that keeps the advantages finite where their variance is small; see `whiten_epsilon_at`."""
     whiten_epsilon_at: Literal["floor", "variance"] = "floor"
     """`floor`: it is the smallest variance. `variance`: it is added to the variance, as in verl, NeMo RL and TRL."""
     whiten_rewards: bool = False
-    """First give the rewards of all trained tokens deviation 1, keeping their mean, as TRL can; variance and epsilon as
-    of the advantages."""
+    """Scale the rewards of all trained tokens to deviation 1 first, and keep their mean, as TRL can. Variance and
+    epsilon are as for the advantages."""
 
 
 @frozen
 class PpoConfig(PolicyConfig):
-    """Proximal policy optimisation: a critic says what to expect at each token, the policy learns from what differs."""
+    """Proximal policy optimisation: a critic predicts the return at each token, and the policy learns from the
+    difference.
+    """
 
     group_size: int = field(default=1, validator=between(1, GROUP))
     """Answers to each prompt. PPO compares none of them; several share the computation of their prompt."""
@@ -65,9 +67,9 @@ class PpoConfig(PolicyConfig):
     gae: GaeSection = Factory(GaeSection)
     """How rewards and values become advantages."""
     loss: Selection = selection("losses", "ppo-clip")
-    """What the policy minimises."""
+    """The loss of the policy."""
     value_loss: Selection = selection("losses", "value-clip")
-    """What the critic minimises."""
+    """The loss of the critic."""
 
 
 @frozen
@@ -85,7 +87,7 @@ class PpoClipConfig(ClipSection, PolicyLossConfig):
 
 @frozen
 class ValueClipConfig(AverageConfig):
-    """Half the squared error of the critic, which may move only so far from what it said before the step."""
+    """Half the squared error of the critic. Its values may move only by `clip` from their values before the step."""
 
     clip: float = field(default=0.2, validator=between(0, FACTOR))
     """Values count as at most this far from those before the step, where that makes the error larger, in units of the

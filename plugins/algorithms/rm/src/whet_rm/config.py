@@ -13,7 +13,7 @@ from whet_ops.algorithms.preferences import PAIR_FIELDS
 
 MARGIN = "margin"
 FIELDS = (*PAIR_FIELDS, MARGIN)
-"""What a record may have: that of a pair, and by how much its chosen answer is better."""
+"""The columns of a record: those of a pair, and by how much its chosen response is better."""
 
 
 def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
@@ -32,7 +32,7 @@ class RmConfig:
     """Names of the fields in the data where they are not `prompt`, `chosen`, `rejected` and `margin`; e.g.
     `{prompt: question, chosen: better}`."""
     loss: Selection = selection("losses", "bradley-terry")
-    """What is minimised."""
+    """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validations; 0: only before the first and after the last step."""
 
@@ -52,7 +52,7 @@ class BradleyTerryConfig:
     """Weight of the square of the sum of a pair's scores, which keeps scores around 0; 0: there is no such term. The
     paper's is 0.01."""
     ties: Literal["half", "wrong", "right"] = "half"
-    """What a pair whose scores are equal counts for in `rewards/accuracies`; in TRL and NeMo RL it is `wrong`."""
+    """How a pair with equal scores counts in `rewards/accuracies`; in TRL and NeMo RL as `wrong`."""
 
 
 def reads_margin(loss: Selection, model: ModelInfo) -> bool:

@@ -16,7 +16,7 @@ class SftConfig:
     batch_size: int = field(default=64, validator=between(1, BATCH))
     """Records that one step consumes."""
     train_on: TrainOn = "all"
-    """Which of the assistant's turns: `all`, or only the `last`."""
+    """The turns of the assistant to train on: `all`, or only the `last`."""
     fields: dict[str, str] = field(factory=dict, validator=known_fields(FIELDS))
     """Names of the fields in the data where they are not `messages`, or `prompt` and `completion`, or `text`; e.g.
     `{prompt: question, completion: answer}`."""
@@ -24,7 +24,7 @@ class SftConfig:
     """Take `prompt` and `completion` as text that goes on without a chat template, as models that are not tuned for
     chat have it."""
     loss: Selection = selection("losses", "nll")
-    """What is minimised."""
+    """The loss to minimise."""
     validate_every: int = field(default=0, validator=between(0, STEPS))
     """Steps between validation losses; 0: only before the first and after the last step."""
 

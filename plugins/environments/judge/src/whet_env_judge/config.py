@@ -55,10 +55,10 @@ class JudgeConfig:
     clip: tuple[float, float] | None = field(default=None, validator=[_bounds, _CLIP])
     """Bounds of the scaled reward, e.g. `[-5, 5]`. null: none."""
     too_long: Literal["refuse", "cut"] = "refuse"
-    """What to do with a conversation that has more tokens than the judge has positions. `refuse`: a run is refused if
+    """How to treat a conversation that has more tokens than the judge has positions. `refuse`: a run is refused if
     `rollout.max_context` allows such a conversation. If a conversation has more tokens for the judge's tokenizer than
-    for the policy's, its group is dropped with an error. `cut`: the judge reads only the end of the conversation, and
-    a warning counts such conversations."""
+    for the policy's, its group is dropped with an error. `cut`: the judge reads only the end of the conversation, and a
+    warning counts such conversations."""
     judge_weight: float = field(default=1.0, validator=_WEIGHT)
     """Weight of the judge's reward in the training reward."""
     environment_weight: float = field(default=0.0, validator=_WEIGHT)

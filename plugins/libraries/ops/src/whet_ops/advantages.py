@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Scale = Literal["group", "batch", "none"]
 Singleton = Literal["zero", "reward"]
-"""What a sample gets that is alone in its group: 0, or its reward, as in verl."""
+"""The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
 EpsilonAt = Literal["floor", "variance", "deviation"]
 """How an epsilon is used: as the smallest variance, added to the variance, or added to the deviation."""
 

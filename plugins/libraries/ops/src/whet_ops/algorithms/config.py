@@ -69,8 +69,8 @@ class KlControlSection:
     """Number of episodes in which the weight changes by the whole relative error, which counts as at most 0.2. A step
     must have fewer than five times as many episodes."""
     per: Literal["sequence", "token"] = "sequence"
-    """What the divergence is measured for. `sequence`: an episode, summed over its tokens, as in the paper. `token`: a
-    token, averaged over each sequence first, as in verl."""
+    """The unit of the divergence. `sequence`: an episode, summed over its tokens, as in the paper. `token`: a token,
+    averaged over each sequence first, as in verl."""
 
 
 @frozen
@@ -99,11 +99,11 @@ class KlLossSection:
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """How the divergence is estimated from one token."""
     importance: Literal["none", "score", "ratio", "sampler", "sequence"] = "none"
-    """What an estimate by k1 or k3 is multiplied by, with its gradient. `none`: nothing. `score`: a weight of value 1
-    whose gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old probability,
-    which makes it right off policy too. `sampler`: new probability over the generator's, whatever the old logprobs are,
-    as in NeMo RL's on-policy approximation. `sequence`: the geometric mean of the sequence's ratios, as TRL does with
-    ratios of sequences."""
+    """The weight that an estimate by k1 or k3 is multiplied by, with its gradient. `none`: no weight. `score`: a weight
+    of value 1 whose gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old
+    probability, which makes it right off policy too. `sampler`: new probability over the generator's, whatever the old
+    logprobs are, as in NeMo RL's on-policy approximation. `sequence`: the geometric mean of the sequence's ratios, as
+    TRL does with ratios of sequences."""
     straight_through: bool = False
     """Take the gradient of k2 whatever the estimator is, as verl's `k3+`. It is right on policy."""
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
@@ -157,8 +157,8 @@ class CorrectionSection:
     """Remove what is outside `low` to `high`: tokens by their own ratio (IcePop), sequences by the geometric mean of
     their tokens' ratios, or by the `product` of the ratios, or by the `worst` ratio."""
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """What `mask` compares: ratios, or an estimate of the divergence in nats, which must be at most `high`. The
-    estimate is that of a token; for `sequence` the mean over its tokens, for `product` the sum, for `worst` the
+    """The number that `mask` compares: a ratio, or an estimate of the divergence in nats, which must be at most `high`.
+    The estimate is that of a token; for `sequence` the mean over its tokens, for `product` the sum, for `worst` the
     largest."""
     low: float = field(default=0.5, validator=between(0, FACTOR))
     """Smallest ratio that is kept."""
@@ -242,7 +242,7 @@ class PolicyConfig:
     )
     """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
     overlong: OverlongSection = Factory(OverlongSection)
-    """What happens to answers that are too long."""
+    """What happens to responses that are too long."""
     kl_reward: KlRewardSection = Factory(KlRewardSection)
     """A penalty in the reward of each token for leaving the reference policy; the one in the loss is `loss.kl`."""
     correction: CorrectionSection = Factory(CorrectionSection)
@@ -250,7 +250,7 @@ class PolicyConfig:
     top_entropy: TopEntropySection = Factory(TopEntropySection)
     """Whether only tokens of high entropy teach the policy; a critic learns from all."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
-    """Whose logprobs the policy's ratio is taken against. `trainer`: those of the weights before the step, at the
+    """The logprobs in the denominator of the policy's ratio. `trainer`: those of the weights before the step, at the
     cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
     make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
     also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
