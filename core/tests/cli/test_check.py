@@ -1,6 +1,7 @@
 """`whet check` says what is wrong with a config, and what its run would do, without anything heavy."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def test_problems_are_a_line_each(command: Any, config: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "Error: 2 problems in the config",
-        "  run.stesp: unknown key (did you mean 'steps'?)",
-        "  run.seed: wanted an integer, found the text 'x'",
+        "  command line: run.stesp: unknown key (did you mean 'steps'?)",
+        "  command line: run.seed: wanted an integer, found the text 'x'",
     ]
     found = command("check", str(config), "run.stesp=1", "run.seed=x", "--json")
     assert found.returncode == 1
@@ -48,8 +49,8 @@ def test_data_files_that_are_not_there_are_problems(command: Any, config: Path) 
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "Error: 2 problems in the config",
-        "  data.train.0.path: there is no file 'gone.jsonl'",
-        "  data.validation.0.path: the folder . has no file for the split 'train'; it has data.jsonl",
+        "  command line: data.train.0.path: there is no file 'gone.jsonl'",
+        "  command line: data.validation.0.path: the folder . has no file for the split 'train'; it has data.jsonl",
     ]
 
 
@@ -66,7 +67,7 @@ def test_the_first_records_of_data_files_are_read(
     (tmp_path / "data.jsonl").write_text(text)
     done = command("check", str(config))
     assert done.returncode == 1
-    assert f"Error: data.train.0.path: {problem}" in done.stderr
+    assert re.search(rf"Error: .*it\.yaml:\d+: data\.train\.0\.path: {re.escape(problem)}", done.stderr)
 
 
 def test_one_bad_record_among_good_ones_is_left_to_the_run(command: Any, config: Path, tmp_path: Path) -> None:

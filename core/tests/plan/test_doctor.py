@@ -188,4 +188,4 @@ def test_a_python_that_does_not_fit_a_role_fails_the_config(good: Path, tmp_path
     python = make_environment(tmp_path / "other", without=["whet"])
     [check] = doctor._config(str(good), [f"cluster.python.backend={python}"], load_plugins(), [])
     assert check.status == "fail"
-    assert check.found.startswith(f"cluster.python.backend: {python} has no whet (ModuleNotFoundError")
+    assert check.found.startswith(f"command line: cluster.python.backend: {python} has no whet (ModuleNotFoundError")
