@@ -28,20 +28,6 @@ _EACH_VALUE: Any = type(deep_mapping(ge(0)))
 """Validator classes of attrs. attrs does not export their names."""
 
 
-class Offered(Protocol):
-    """A component that a plugin offers."""
-
-    @property
-    def component(self) -> Component:
-        """Return the component."""
-        ...
-
-    @property
-    def distribution(self) -> str:
-        """Return the distribution that offers the component, as text."""
-        ...
-
-
 class Components(Protocol):
     """The components in which selections are looked up. `whet.plugins.registry.Registry` has the installed ones."""
 
@@ -49,8 +35,11 @@ class Components(Protocol):
         """Return the offers of a kind, by name."""
         ...
 
-    def find(self, kind: Kind, name: str) -> Offered:
-        """Return the component with this name. Raises `PluginError` if there is none, or several have it."""
+    def find(self, kind: Kind, name: str) -> Any:
+        """Return the offer with this name: its `component` and the `distribution` that offers it.
+
+        Raises `PluginError` if there is none, or several have it.
+        """
         ...
 
 

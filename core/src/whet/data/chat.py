@@ -9,22 +9,22 @@ text is tokenised. A template that rewrites earlier messages (drops the reasonin
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from attrs import evolve, frozen
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import Encoding
 
-from whet.data.bounded import MODEL_VALUES, loads
 from whet.data.calls import CallFormat, call_format
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
 from whet.data.templates import ChatTemplate, read_template, read_text
+from whet.data.tokenizer_files import read_json, read_tokenizer, special_tokens
 from whet.errors import DataError
 
 TrainOn = Literal["all", "last"]
@@ -57,12 +57,12 @@ class ChatTokenizer:
         """
         self.folder = Path(folder)
         self._now = now or datetime.now()
-        self._config = _read_json(self.folder / "tokenizer_config.json")
+        self._config = read_json(self.folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:
-            self._config = {**self._config, **_read_json(self.folder / "special_tokens_map.json")}
-        self._special = _special_tokens(self._config)
-        self._tokenizer = _read_tokenizer(self.folder, self._config, self._special)
-        generation = _read_json(self.folder / "generation_config.json") or _read_json(self.folder / "config.json")
+            self._config = {**self._config, **read_json(self.folder / "special_tokens_map.json")}
+        self._special = special_tokens(self._config)
+        self._tokenizer = read_tokenizer(self.folder, self._config, self._special)
+        generation = read_json(self.folder / "generation_config.json") or read_json(self.folder / "config.json")
         self._eos = generation.get("eos_token_id")
         given = None if chat_template is None else given_template(chat_template)
         self._tools: Tools = ()
@@ -302,68 +302,6 @@ class ChatTokenizer:
         tokens = self._tokenizer.encode(closing, add_special_tokens=False).ids
         added = self._tokenizer.get_added_tokens_decoder().get(tokens[0]) if tokens else None
         return tokens[0] if added is not None and added.special else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = loads(file.read_bytes(), MODEL_VALUES)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{file} holds {type(value).__name__}, wanted a JSON object")
-    return value
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, as templates see them: `bos_token`, `eos_token`, ..."""
-    extra = config.get("extra_special_tokens")
-    named = {**config, **(extra if isinstance(extra, dict) else {})}
-    tokens = {name: _content(value) for name, value in named.items() if name.endswith("_token")}
-    return {name: text for name, text in tokens.items() if text is not None}
-
-
-def _content(token: object) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_tokenizer(folder: Path, config: dict[str, Any], special: dict[str, str]) -> Tokenizer:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(
-            f"{folder} has no tokenizer.json; write one with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    try:
-        missing = [token for token in _further_tokens(config, special) if token.content not in known]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / 'tokenizer_config.json'} has added tokens that are none: {error}") from error
-    tokenizer.add_tokens([token for token in missing if not token.special])
-    tokenizer.add_special_tokens([token for token in missing if token.special])
-    return tokenizer
-
-
-def _further_tokens(config: dict[str, Any], special: dict[str, str]) -> Iterator[AddedToken]:
-    """Yield the tokens that `tokenizer_config.json` adds, in order of id. Usually `tokenizer.json` has them all."""
-    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    decoder = config.get("added_tokens_decoder") or {}
-    for _, token in sorted(decoder.items(), key=lambda item: int(item[0])):
-        yield AddedToken(**{name: token[name] for name in names if name in token})
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    listed = [] if isinstance(extra, dict) else [_content(token) for token in extra]
-    for text in dict.fromkeys([*special.values(), *listed]):
-        if text:
-            yield AddedToken(text, special=True, normalized=False)
 
 
 def given_template(chat_template: str) -> str:
