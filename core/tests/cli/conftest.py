@@ -3,16 +3,29 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from whet_testing.forking import Programs
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Start what forks the commands. It has imported what every command imports."""
+    with Programs(["whet.cli.app", "whet.plan.prepare", "whet.plugins.registry"]) as started:
+        yield started
+
 
 @pytest.fixture
-def command(site: Path, tmp_path: Path) -> Any:
-    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others."""
+def command(site: Path, tmp_path: Path, programs: Programs) -> Any:
+    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others.
+
+    Python runs `code` where it is given, from its start.
+    """
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     alone = (
         "import importlib.metadata, whet.cli.commands, whet.plugins.registry; from whet.cli import main;"
@@ -20,7 +33,9 @@ def command(site: Path, tmp_path: Path) -> Any:
         "whet.cli.commands.distributions = whet.plugins.registry.distributions = found; main()"
     )
 
-    def run(*arguments: str, code: str = alone) -> "subprocess.CompletedProcess[str]":
+    def run(*arguments: str, code: str = "") -> "subprocess.CompletedProcess[str]":
+        if not code:
+            return programs.run(alone, arguments, folder=tmp_path, variables=environment, seconds=60)
         return subprocess.run(
             [sys.executable, "-c", code, *arguments],
             capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=False,
