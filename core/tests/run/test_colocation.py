@@ -30,7 +30,7 @@ class Parts:
     def __init__(self, sides: Any = SIDES) -> None:
         self.notes: list[str] = []
         self.loop, self.spans = EpisodeLoop(), Spans()
-        self.turns = Turns(sides, self.spans, lambda: self.loop)
+        self.turns = Turns(sides, self.spans, self.loop)
         self.raw: dict[str, Any] = {name: self.noted(name, FakeBackend()) for name in ("backend", "critic", "judge")}
         self.raw["generator"] = self.noted("generator", FakeGenerator("yes", delay_seconds=0.05))
         for role, handle in self.raw.items():

@@ -11,8 +11,8 @@ from whet.data.spans import Spans
 from whet.errors import WorkerLost
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
-from whet.run.closing import closing_all
 from whet.run.handles import BackendHandle, GeneratorHandle, busy, timed
+from whet.run.run_folder import closing_all
 from whet.run.weight_sync import WeightSync
 from whet_testing.fakes import Done, FakeBackend, FakeGenerator
 
@@ -30,7 +30,10 @@ class Noting(FakeGenerator):
 
 
 def weight_sync(generator: Any, backend: BackendHandle, spans: Spans, **options: Any) -> WeightSync:
-    return WeightSync(backend, generator, TransferSpec("disk", "nowhere", "", 0), spans, **options)
+    ends = {name: options.pop(name) for name in ("after", "probe") if name in options}
+    sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), spans, **options)
+    sync.connect(backend, generator, **ends)
+    return sync
 
 
 def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
@@ -54,9 +57,7 @@ def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
 def test_receivers_are_told_where_senders_were_at_the_weight_sync_before() -> None:
     spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
     generator = GeneratorHandle(Noting(), busy(spans))
-    sync = weight_sync(
-        generator, BackendHandle(backend, timed(spans)), spans, after=lambda version: None, places=lambda: tuple(known)
-    )
+    sync = weight_sync(generator, BackendHandle(backend, timed(spans)), spans, places=lambda: tuple(known))
     sync(version=1)
     known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
     sync(version=2)

@@ -61,7 +61,7 @@ def test_switched_off_nothing_is_granted(tmp_path):
 
 def test_before_the_first_weight_sync_a_replica_has_its_weights_already(tmp_path):
     given: list[TransferSpec | None] = []
-    Recovery(RecoverySection(), RunFolder(tmp_path)).sync(given.append)
+    Recovery(RecoverySection(), RunFolder(tmp_path)).replacing().sync(given.append)
     assert given == [None]
 
 

@@ -68,9 +68,8 @@ def test_a_generator_that_works_in_the_background_is_no_wait(spans, tmp_path, ca
 
 
 def test_a_trainer_that_waits_until_a_replica_has_its_weights_is_told_of(spans, tmp_path, capsys):
-    sync = WeightSync(
-        FakeBackend(), FakeGenerator("a"), TransferSpec("disk", "nowhere", "", 0), spans, after=lambda version: None
-    )
+    sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), spans)
+    sync.connect(FakeBackend(), FakeGenerator("a"))
     given, began = threading.Event(), threading.Event()
 
     def give(spec: TransferSpec | None, proof: Proof | None = None) -> None:

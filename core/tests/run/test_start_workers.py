@@ -5,7 +5,15 @@ import threading
 import pytest
 
 from whet.plan.placement import RolePlan
-from whet.run.start_workers import Starting, lanes
+from whet.run.start_workers import lanes, start_roles
+
+
+class Handle:
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    def close(self) -> None:
+        """Hold nothing."""
 
 
 def place(role: str, processes: str, *devices: str) -> RolePlan:
@@ -32,9 +40,15 @@ def test_lanes_that_meet_through_a_third_are_one():
 
 def test_lanes_start_at_the_same_time():
     together = threading.Barrier(2)
-    starting = Starting([["a"], ["b"]], lambda role: together.wait(10) is not None and role)
-    assert starting.result(["a", "b"]) == {"a": "a", "b": "b"}
-    assert starting.built() == ["a", "b"]
+    closers: list[object] = []
+
+    def build(role: str) -> Handle:
+        together.wait(10)
+        return Handle(role)
+
+    found = start_roles(["a", "b"], [["a"], ["b"]], build, closers)
+    assert {role: handle.role for role, handle in found.items()} == {"a": "a", "b": "b"}
+    assert closers == [found["a"].close, found["b"].close]
 
 
 def test_of_several_that_fail_the_first_is_told_and_what_follows_in_a_lane_is_not_begun():
@@ -48,9 +62,10 @@ def test_of_several_that_fail_the_first_is_told_and_what_follows_in_a_lane_is_no
         assert failed.wait(10)
         if role == "a":
             raise ValueError("a")
-        return role
+        return Handle(role)
 
-    starting = Starting([["a", "b"], ["c"], ["d"]], build)
+    closers: list[object] = []
     with pytest.raises(ValueError, match="a"):
-        starting.result(["a", "b", "c", "d"])
+        start_roles(["a", "b", "c", "d"], [["a", "b"], ["c"], ["d"]], build, closers)
     assert "b" not in begun
+    assert len(closers) <= 1

@@ -31,7 +31,7 @@ class Told:
             records=lambda step, batch: self.records.append(step) or {},
             evaluate=lambda step: self.evaluated.append(step) or {"evaluation/test/reward": mean(0.5)},
             log=lambda step, numbers: self.logged.append((step, dict(numbers))),
-            save=self.saved.append,
+            save=lambda step, carried, ends: self.saved.append(step),
             gather=lambda: {"reward/mean": mean(3.0, 4.0)},
         )
 
@@ -173,7 +173,7 @@ def test_a_second_sigterm_does_not_cut_saving_short(tmp_path):
                     os.kill(os.getpid(), signal.SIGTERM)
             step.finish(BATCH)
     steps._sinks = evolve(
-        steps._sinks, save=lambda step: (os.kill(os.getpid(), signal.SIGTERM), told.saved.append(step))
+        steps._sinks, save=lambda step, *_: (os.kill(os.getpid(), signal.SIGTERM), told.saved.append(step))
     )
     steps.save_now()
     assert told.saved == [1]
@@ -219,7 +219,7 @@ def test_what_an_algorithm_carries_is_that_of_the_last_finished_step(tmp_path):
     seen = []
     told = Told()
     section = RunSection(folder=str(tmp_path), steps=4, save_every=2)
-    sinks = evolve(told.sinks(), save=lambda step: seen.append((step, dict(steps.saved_state))))
+    sinks = evolve(told.sinks(), save=lambda step, carried, ends: seen.append((step, dict(carried))))
     steps = Steps(RunFolder(tmp_path), section, 1, 0, Spans(), sinks, state={"weight": 0.1, "seen": []})
     assert steps.state == {"weight": 0.1, "seen": []}
     for step in steps:

@@ -142,14 +142,8 @@ def test_the_first_two_and_every_fifth_are_probed_and_one_after_a_replica_that_n
     generator, batches = Halving(), list[Batch]()
     monkeypatch.setattr(Proof, "check", lambda self, replica, completions: 0.0)  # here it is about when
     probe = made(generator, batches)
-    sync = WeightSync(
-        FakeBackend(),
-        generator,
-        TransferSpec("disk", "nowhere", "", 0),
-        Spans(),
-        after=lambda version: None,
-        probe=probe,  # type: ignore[arg-type]
-    )
+    sync = WeightSync(TransferSpec("disk", "nowhere", "", 0), Spans())
+    sync.connect(FakeBackend(), generator, probe=probe)  # type: ignore[arg-type]
     assert due(sync, probe, batches, range(3, 8)) == [3, 4, 5]
     given: list[Any] = []
     sync.resync(lambda spec, proof=None: given.append((spec, proof)))

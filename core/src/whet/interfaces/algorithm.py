@@ -1,10 +1,13 @@
-"""The contract of an algorithm: a loop that fits on a page, and `Parts`, which is everything that the loop gets.
+"""The contract of an algorithm: a loop that fits on a page, and its parts, which are everything that the loop gets.
+
+    OnlineParts     of an algorithm that trains on rollouts
+    OfflineParts    of an algorithm that trains on data files
 
 An algorithm never learns which backend, generator or launcher stands behind its parts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from attrs import frozen
 
@@ -19,15 +22,6 @@ if TYPE_CHECKING:
     from whet.data.offline import OfflineData
     from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator
-
-
-@runtime_checkable
-class Algorithm(Protocol):
-    """The component's target is called as `target(config)`; `run` owns the optimizer steps."""
-
-    def run(self, parts: "Parts") -> None:
-        """Run from the first step of `parts.steps` to the last."""
-        ...
 
 
 class Step(Protocol):
@@ -96,12 +90,12 @@ class Rollouts(Protocol):
         ...
 
 
-@frozen
+@frozen(kw_only=True)
 class Parts:
-    """The parts of a run, ready to use."""
+    """What every algorithm gets, ready to use."""
 
     config: "Config"
-    algorithm: "Algorithm"
+    algorithm: "Algorithm[Any]"
     hooks: Any
     """Calls a hook of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
     backend: "Backend"
@@ -111,10 +105,6 @@ class Parts:
     chat: "ChatTokenizer"
     loss: Spec
     """The algorithm's loss, in the form in which it is sent to the backend's workers."""
-    rollouts: "Rollouts | None"
-    """Set for algorithms that train on rollouts: `take(n)` returns a batch of n groups."""
-    data: "OfflineData | None"
-    """Set for algorithms that train on data files."""
     sync_weights: Callable[..., None]
     """`sync_weights(version=n)` sends the backend's weights to the generator."""
     steps: "Steps"
@@ -131,3 +121,34 @@ class Parts:
     def build(self, selection: Selection) -> Any:
         """Build a component that runs on the driver, e.g. an advantage estimator."""
         return build_selection(selection)
+
+
+@frozen(kw_only=True)
+class OnlineParts(Parts):
+    """What an algorithm gets that trains on rollouts."""
+
+    generator: "Generator"
+    rollouts: "Rollouts"
+    """`take(n)` returns a batch of n groups."""
+
+
+@frozen(kw_only=True)
+class OfflineParts(Parts):
+    """What an algorithm gets that trains on data files."""
+
+    data: "OfflineData"
+
+
+Wanted = TypeVar("Wanted", bound=Parts, contravariant=True)
+
+
+@runtime_checkable
+class Algorithm(Protocol[Wanted]):
+    """The component's target is called as `target(config)`; `run` owns the optimizer steps.
+
+    `Wanted` is `OnlineParts` where the facts say that it trains on `rollouts`, else `OfflineParts`.
+    """
+
+    def run(self, parts: Wanted) -> None:
+        """Run from the first step of `parts.steps` to the last."""
+        ...

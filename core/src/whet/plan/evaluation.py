@@ -106,15 +106,14 @@ def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
     )
 
 
-def passes(config: "Config") -> "Scoring":
+def passes(section: "EvaluationSection") -> "Scoring":
     """Return what passes in training: what `evaluation.passing` says."""
     from whet.rollout.scoring import Passing, Scoring
 
-    passing = config.evaluation.passing
-    return Scoring(passing=Passing(passing.reward, passing.at_least))
+    return Scoring(passing=Passing(section.passing.reward, section.passing.at_least))
 
 
-def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
+def scoring(section: "EvaluationSection", i: int, environment: "Environment") -> "Scoring":
     """Return what is worked out of the environment at a position of `evaluation.environments`.
 
     Raises `ConfigError` where votes are wanted of an environment that does not say what an answer is.
@@ -122,7 +121,7 @@ def scoring(config: "Config", i: int, environment: "Environment") -> "Scoring":
     from whet.interfaces.environment import states_answers
     from whet.rollout.scoring import Passing, Scoring
 
-    entry, section = config.evaluation.environments[i], config.evaluation
+    entry = section.environments[i]
     pass_at, majority_at, passing = (chosen(entry, section, key) for key in OWN)
     if majority_at and not states_answers(environment):
         raise ConfigError(str(_no_votes(i, entry)))

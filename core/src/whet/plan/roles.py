@@ -62,6 +62,11 @@ class Roles:
         """Return the roles of each group of processes, in order of its first; a role alone is a group, too."""
         return tuple(dict.fromkeys(role.group for role in self))
 
+    def asked_by(self, section: str) -> list[str]:
+        """Return the further models that the environments below a path into the config ask."""
+        asking = [found for path, found in self.facts.items() if path.startswith(section) and path != "algorithm"]
+        return list(dict.fromkeys(name for found in asking for name in found.roles))
+
     def share(self, one: str, other: str) -> bool:
         """Return whether two roles share their processes."""
         return any(one in group and other in group for group in self.sharing)

@@ -10,7 +10,7 @@ core records, never a tensor.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -80,7 +80,7 @@ def whet_check_config(config: "Config") -> "Iterable[Problem]":  # type: ignore[
 
 
 @hookspec(firstresult=True)
-def whet_run(algorithm: "Algorithm", parts: "Parts") -> object:
+def whet_run(algorithm: "Algorithm[Any]", parts: "Parts") -> object:
     """Run the algorithm. Core's own implementation calls `algorithm.run(parts)`; profilers and notifiers wrap it.
 
     :param algorithm: the built algorithm. :param parts: the parts of the run, which the algorithm uses.

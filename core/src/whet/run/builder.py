@@ -1,418 +1,386 @@
-"""Builds the parts of a run, in the order in which they need each other: slices -> handles -> parts."""
+"""Builds the parts of a run in the order in which they need each other. Each stage returns what it made.
+
+begin         worker processes, which import meanwhile; inputs; the run folder at its last checkpoint    -> Begun
+build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weight sync, steps             -> Parts
+"""
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from attrs import Factory, frozen
 
 from whet.component import Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
 from whet.data.spans import Spans
-from whet.interfaces.algorithm import Parts
+from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import RunInfo
-from whet.interfaces.weights import Places, TransferSpec
 from whet.interfaces.workers import Site
-from whet.plan.plan import facts_of
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
 from whet.run.colocation import Turns
-from whet.run.handles import BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
-from whet.run.inputs import evaluation_routes, make_scorers, open_chat, open_data, training_routes
+from whet.run.handles import Around, BackendHandle, GeneratorHandle, TimedRollouts, busy, timed
+from whet.run.inputs import Inputs, read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.resume import Opened, nothing_left, open_run, own_fingerprint
+from whet.run.resume import Opened, open_run
 from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import StallMonitor
-from whet.run.start_workers import Starting, lanes, make_slices
+from whet.run.start_workers import Slices, lanes, make_slices, start_roles
 from whet.run.startup_time import Startup
-from whet.run.weight_sync import WeightSync, make_probe
-from whet.weights.transfer import MEETING
+from whet.run.weight_sync import WeightSync, make_probe, make_weight_sync
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from whet.config.sections import RecordSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
-    from whet.data.offline import OfflineData
     from whet.evaluation.evaluate import Evaluator
     from whet.interfaces.backend import Backend
     from whet.interfaces.workers import Slice
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
-    from whet.rollout.scorer import Scorer
     from whet.rollout.stream import RolloutStream
-    from whet.run.checkpoint import Checkpoint
-    from whet.run.steps import Steps
+    from whet.run.steps import Sinks
     from whet.runtime.event_loop import EpisodeLoop
-    from whet.runtime.launcher import Cluster
     from whet.weights.probe import Probe
 
 
-class Builder:
-    """Builds the parts of a run. Adds a function to `closers` for each part that must be closed.
+@frozen(eq=False)
+class Attempt:
+    """What everything shares that is built in one attempt of a run, or in a job beside it."""
 
-    The caller calls these functions in reverse order.
+    folder: RunFolder
+    observers: Observers
+    closers: list[Callable[[], None]]
+    """Close what was built; called in reverse order."""
+    recovery: Recovery
+    interrupts: Interrupts = Factory(Interrupts)
+    again: bool = False
+    """Whether this process has built the run before, and lost its workers."""
+    spans: Spans = Factory(Spans)
+    roles: dict[str, "Backend"] = Factory(dict)
+    """Further models, by name, once they are started."""
+
+
+@frozen(eq=False)
+class Begun:
+    """What a run has before any model is started."""
+
+    slices: Slices
+    stalls: StallMonitor
+    inputs: Inputs
+    run: Opened
+    startup: Startup
+
+
+@frozen(eq=False)
+class Models:
+    """The models of a run, as the driver calls them."""
+
+    built: Mapping[str, Any]
+    """By role, as their components built them."""
+    turns: Turns
+    loop: "EpisodeLoop"
+    backend: BackendHandle
+    generator: GeneratorHandle | None
+    trained: "Mapping[str, Backend]"
+    """Those that a checkpoint saves, by the names of their folders in it."""
+
+    def within_turn(self, *around: Around) -> BackendHandle:
+        """Return a handle of the backend whose calls wait for its turn, and are made inside of `around`."""
+        return BackendHandle(self.built["backend"], *self.turns.around("backend"), *around)
+
+
+def begin(prepared: Prepared, attempt: Attempt) -> Begun:
+    """Start worker processes, which import while the driver opens the inputs and the run folder."""
+    folder, spans, status = attempt.folder, attempt.spans, attempt.observers.status
+    startup = Startup(time.time() if attempt.again else prepared.spans[0].begin)
+    if not attempt.again:
+        spans.add(prepared.spans)
+    slices = make_slices(prepared, folder.logs, attempt.closers)
+    notice = prepared.config.cluster.deadlines.notice
+    stalls = StallMonitor(spans, folder.logs / "waits.log", notice, slices.cluster)
+    attempt.closers.append(stalls.close)
+    with spans.phase("run", "prepare"):
+        inputs = read_inputs(prepared, folder.began(), attempt.roles, spans, status, attempt.closers)
+        run = open_run(prepared, folder, inputs.data, inputs.training, status, attempt.again)
+    return Begun(slices, stalls, inputs, run, startup)
+
+
+def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflineParts | OnlineParts:
+    """Build all parts of a run. Its models have the weights of its last checkpoint, the generator among them."""
+    from whet.run.steps import Steps
+
+    config, run, facts, folder, inputs = prepared.config, begun.run, prepared.facts, attempt.folder, begun.inputs
+    if attempt.again:
+        attempt.observers.rewind(run.saved.step if run.saved else -1)
+    else:
+        for chosen in config.loggers:
+            attempt.observers.add(chosen.name, build_selection(chosen, _info(prepared, folder, run.total, run.done)))
+    sync = make_weight_sync(
+        prepared.plan.way, folder.scratch, config.cluster, begun.slices.cluster, attempt.spans,
+        config.rollout.on_weight_update, attempt.closers,
+    ) if prepared.plan.way else None  # fmt: skip
+    models = _start_models(prepared, attempt, begun, sync)
+    if run.saved:
+        with attempt.spans.phase("backend", "load"):
+            for name, model in models.trained.items():
+                model.load(run.saved.part(name))
+    endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
+    stream = _stream(prepared, attempt, begun, models, endpoints)
+    probe = None
+    if sync is not None and models.generator is not None:
+        probe = make_probe(
+            prepared, models.within_turn(), models.built["generator"], inputs.chat, models.loop, models.turns.probing
+        )
+        after = stream.set_version if stream else (lambda version: None)
+        sync.connect(models.backend, models.generator, before=models.turns.training, after=after, probe=probe)
+    evaluate: Callable[[int], Metrics] = lambda step: {}  # noqa: E731
+    if inputs.evaluation:
+        status = attempt.observers.status
+        evaluator = make_evaluator(
+            prepared, inputs.evaluation, models.generator, inputs.chat, status, endpoints, models.loop
+        )
+        evaluate = _evaluation(evaluator, attempt, models.turns, stream, run.total)
+    recording = models.within_turn(timed(attempt.spans, names={"score": "record"}))
+    recorder = _recorder(config.rollout.record, facts["backend"].outputs_given, recording, inputs.chat)
+    served, per_step = ExitStack(), facts["algorithm"].records_per_step
+    sinks = _sinks(attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close)
+    steps = Steps(
+        folder, config.run, run.done, config.evaluation.every, attempt.spans, sinks, begun.startup, run.total,
+        run.saved.state.get("algorithm", {}) if run.saved else {}, attempt.interrupts,
+    )  # fmt: skip
+    attempt.closers.append(steps.close)
+    loss = getattr(config.algorithm.config, "loss", None)
+    common: dict[str, Any] = {
+        "config": config,
+        "algorithm": build_selection(config.algorithm),
+        "hooks": attempt.observers.hooks,
+        "backend": models.backend,
+        "roles": attempt.roles,
+        "generator": models.generator,
+        "chat": inputs.chat,
+        "loss": to_spec(loss) if isinstance(loss, Selection) else Spec(""),
+        "sync_weights": sync or (lambda version: None),
+        "steps": steps,
+        "evaluate": evaluate,
+        "seed": config.run.seed,
+    }
+    if sync is not None:
+        sync(version=run.done)
+    if config.endpoint.serve:
+        served.callback(_serve(prepared, attempt, models, inputs.chat, stream, endpoints))
+    if stream is None:
+        assert inputs.data is not None  # the plan refuses a run without rollouts and without data
+        return OfflineParts(**common, data=inputs.data)
+    rollouts = TimedRollouts(
+        stream, attempt.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
+        models.turns.generation,
+    )  # fmt: skip
+    return OnlineParts(**common, rollouts=rollouts)
+
+
+def _info(prepared: Prepared, folder: RunFolder, total: int, done: int = 0) -> RunInfo:
+    return RunInfo(folder.path.resolve(), folder.path.name, unstructure(prepared.config), total, done)
+
+
+def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: WeightSync | None) -> Models:
+    """Start the workers of all roles; those that take turns sleep until theirs comes."""
+    from whet.runtime.event_loop import EpisodeLoop
+
+    loop, spans, slices = EpisodeLoop(), attempt.spans, begun.slices
+    begun.stalls.episodes = loop.where
+    turns = Turns(prepared.plan.turns, spans, loop)
+    attempt.closers.append(turns.close)
+    try:
+        built = start(prepared, attempt, prepared.roles.names, slices.of, begun.run.total, sync, turns)
+    finally:
+        attempt.closers.append(loop.close)
+    if slices.cluster is not None:
+        spans.add(slices.cluster.preparations())
+    backend = BackendHandle(built["backend"], *turns.around("backend"), timed(spans))
+    generator = GeneratorHandle(
+        built["generator"], *turns.requests(), busy(spans), receiving=turns.took_weights
+    ) if "generator" in built else None  # fmt: skip
+    further = {f"roles/{name}": one for name, one in attempt.roles.items() if prepared.roles[name].trained}
+    return Models(built, turns, loop, backend, generator, {"backend": backend, **further})
+
+
+def start(
+    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], Slice]", total: int = 0,
+    sync: WeightSync | None = None, turns: Turns | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
+
+    `turns`: each role sleeps as soon as it is started. `sync`: what a generator's new replicas get their weights from.
     """
+    asked, info = prepared.roles.asked_by(""), _info(prepared, attempt.folder, total)
+    replacing = attempt.recovery.replacing(sync.resync if sync else None)
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        folder: RunFolder,
-        closers: list[Callable[[], None]],
-        observers: Observers | None = None,
-        recovery: Recovery | None = None,
-        interrupts: Interrupts | None = None,
-    ) -> None:
-        self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
-        self.folder, self.closers = folder, closers
-        self.observers = observers or Observers(prepared.loaded.registry.manager, folder)
-        self.recovery, self._interrupts = recovery, interrupts
-        self.opened = False
-        """Whether the run folder is known to belong to this run. The journal of another run must not be changed."""
-        self.roles: dict[str, Backend] = {}
-        """Further models that are started, by name."""
-        self.asked = set[str]()
-        """Names of the further models that environments use."""
-        self.total = self.config.run.steps or 0
-        """Number of steps of the whole run. For a run in epochs it is 0 until the data has been read."""
-        self.spans = Spans()
-        self._startup = Startup(time.time())
-        self._turns = Turns((), self.spans, self._loop)
-        self._episodes: EpisodeLoop | None = None
-        self._cluster: Cluster | None = None
-        self._endpoints = InstalledEndpoints(self.config.endpoint, prepared.loaded.registry)
-        self._close_endpoint: Callable[[], None] = lambda: None
-
-    def parts(self, again: bool = False) -> Parts:
-        """Build and return all parts. Worker processes import while the driver prepares data and environments.
-
-        `again`: this process has built the run before, and lost its workers.
-        """
-        config = self.config
-        if not again:
-            self.spans.add(self.prepared.spans)
-            self._startup = Startup(self.prepared.spans[0].begin)
-        cluster = self.cluster()
-        self.closers.append(self._watch_stalls().close)
-        with self.spans.phase("run", "prepare"):
-            chat = self.chat()
-            data = self._data(chat)
-            environments = [
-                self.training_routes(),
-                self.evaluation_routes(),
-            ]
-            run = open_run(self.prepared, self.folder, data, environments[0], self.observers.status, again)
-        self.opened, self.total, saved = True, run.total, run.saved
-        if again:
-            self.observers.rewind(saved.step if saved else -1)
-        else:
-            self._open_loggers(run.done)
-        self._turns = Turns(self.plan.turns, self.spans, self._loop)
-        self.closers.append(self._turns.close)
-        built = self.handles(["backend", *config.roles, *(["generator"] if config.generator else [])], cluster)
-        turn = self._turns.around("backend")
-        trainer = BackendHandle(built["backend"], *turn)
-        backend = BackendHandle(built["backend"], *turn, timed(self.spans))
-        sampler = built.get("generator")
-        generator = GeneratorHandle(
-            sampler, *self._turns.requests(), busy(self.spans), receiving=self._turns.took_weights
-        ) if sampler else None  # fmt: skip
-        if self._cluster is not None:
-            self.spans.add(self._cluster.preparations())
-        if saved:
-            with self.spans.phase("backend", "load"):
-                for name, trained in self._saved(backend).items():
-                    trained.load(saved.part(name))
-        stream = self._stream(environments[0], generator, chat, saved)
-        evaluate = self._evaluation(environments[1], generator, chat, stream)
-        recorder = self._recorder(built["backend"], chat)
-        probe = make_probe(self.prepared, trainer, sampler, chat, self._loop, self._turns.probing)
-        steps = self._steps(run, self._saved(backend), stream, recorder, evaluate, probe, data)
-        self.closers.append(steps.close)
-        rollouts = TimedRollouts(
-            stream, self.spans, steps.interruptible, lambda batch: recorder.taken(steps.done + 1, batch),
-            self._turns.generation,
-        ) if stream else None  # fmt: skip
-        parts = Parts(
-            config=config, algorithm=build_selection(config.algorithm), hooks=self.observers.hooks, backend=backend,
-            roles=self.roles, generator=generator, chat=chat, loss=self._loss(), steps=steps, data=data,
-            evaluate=evaluate, rollouts=rollouts, sync_weights=self._weight_sync(backend, generator, stream, probe),
-            seed=config.run.seed,
-        )  # fmt: skip
-        parts.sync_weights(version=run.done)
-        if self.config.endpoint.serve:
-            self._serve(generator, chat, stream)
-        return parts
-
-    def refuse_another(self) -> None:
-        """Raise `CheckpointError` if the run folder holds another run. Starts no role and writes nothing."""
-        own_fingerprint(self.prepared, self.folder, self._data(self.chat()), self.training_routes())
-
-    def nothing_left(self, done: int) -> bool:
-        """Return whether no step is left after `done` steps. Data is read only if no checkpoint holds the answer."""
-        return nothing_left(self.prepared, self.folder, done, lambda: self._data(self.chat()), self.observers.status)
-
-    def _watch_stalls(self) -> StallMonitor:
-        def episodes() -> list[str]:
-            return [f"episodes: {', '.join(places)}"] if self._episodes and (places := self._episodes.where()) else []
-
-        log, notice = self.folder.logs / "waits.log", self.config.cluster.deadlines.notice
-        return StallMonitor(self.spans, log, notice, self._cluster, episodes)
-
-    def chat(self, role: str = "backend") -> "ChatTokenizer":
-        """Return the tokenizer of a role's model, with its chat template."""
-        return open_chat(self.prepared, self.folder.began(), role)
-
-    def _data(self, chat: "ChatTokenizer") -> "OfflineData | None":
-        return open_data(self.prepared, chat, self.spans, self.observers.status)
-
-    def training_routes(self) -> "list[Route]":
-        """Return the environments of training."""
-        return training_routes(self.prepared, self._scorers, self.closers)
-
-    def evaluation_routes(self) -> "list[Route]":
-        """Return the environments of `evaluation`."""
-        return evaluation_routes(self.prepared, self._scorers, self.closers)
-
-    def _scorers(self, names: Sequence[str]) -> "dict[str, Scorer]":
-        self.asked.update(names)
-        return make_scorers(self.prepared, names, self.roles, self.chat, self.closers)
-
-    def _info(self, done: int = 0) -> RunInfo:
-        folder = self.folder.path.resolve()
-        return RunInfo(folder, folder.name, unstructure(self.config), self.total, done)
-
-    def _open_loggers(self, done: int) -> None:
-        info = self._info(done)
-        for selection in self.config.loggers:
-            self.observers.add(selection.name, build_selection(selection, info))
-
-    def cluster(self, *only: str) -> "Callable[[str], Slice]":
-        """Return a function from a role to its slice. It knows all roles, or only the named ones."""
-        slices = make_slices(self.prepared, self.folder.logs, self.closers, only)
-        self._cluster = slices.cluster
-        return slices.of
-
-    def _saved(self, backend: "Backend") -> "dict[str, Backend]":
-        """Return the models that are saved in a checkpoint, by the names of their folders in it."""
-        trained = {f"roles/{name}": handle for name, handle in self.roles.items() if self.prepared.roles[name].trained}
-        return {"backend": backend, **trained}
-
-    def handles(self, roles: Sequence[str], slice_of: "Callable[[str], Slice]") -> dict[str, Any]:
-        """Start the workers of roles and return the driver's handles. Further models are then in `self.roles` as well.
-
-        If several roles fail, the error of the first one is raised.
-        """
-        groups = [list(roles)] if self.plan.inline else lanes(map(self.plan.role, roles))
-        starting = Starting(groups, lambda role: self._handle(role, slice_of))
-        try:
-            found = starting.result(roles)
-        finally:
-            self.closers += [handle.close for handle in starting.built()]
-        further = [role for role in roles if role in self.config.roles]
-        for role in further:
-            self.roles[role] = BackendHandle(found[role], *self._turns.around(role), timed(self.spans, role))
-        return found
-
-    def _handle(self, role: str, slice_of: "Callable[[str], Slice]") -> Any:
+    def build(role: str) -> Any:
         site = Site(
             slice=slice_of(role),
-            model=self.prepared.models.get(role, self.prepared.model),
-            run=self._info(),
-            seed=self.config.run.seed,
-            scratch=self.folder.scratch.resolve(),
-            status=self.observers.status,
+            model=prepared.models.get(role, prepared.model),
+            run=info,
+            seed=prepared.config.run.seed,
+            scratch=attempt.folder.scratch.resolve(),
+            status=attempt.observers.status,
             # With another chat template or tokenizer, a text may have more tokens than it has for the policy.
-            max_context=0 if role in self.asked else self.plan.max_context,
-            trained=role in ("backend", "generator") or self.prepared.roles[role].trained,
-            replacing=self.recovery if self.recovery and self.recovery.enabled else None,
+            max_context=0 if role in asked else prepared.plan.max_context,
+            trained=role == "generator" or prepared.roles[role].trained,
+            replacing=replacing,
         )
-        self.observers.status(f"{role} to start")
-        with self.spans.phase(role, "start"):
-            handle = build_selection(self.prepared.roles[role].selection, site)
-        self._turns.join(role, handle)
+        attempt.observers.status(f"{role} to start")
+        with attempt.spans.phase(role, "start"):
+            handle = build_selection(prepared.roles[role].selection, site)
+        if turns is not None:
+            turns.join(role, handle)
         return handle
 
-    def _loss(self) -> Spec:
-        chosen = getattr(self.config.algorithm.config, "loss", None)
-        return to_spec(chosen) if isinstance(chosen, Selection) else Spec("")
+    groups = [roles] if prepared.plan.inline else lanes(map(prepared.plan.role, roles))
+    built = start_roles(roles, groups, build, attempt.closers)
+    for role in roles:
+        if role in prepared.config.roles:
+            around = turns.around(role) if turns is not None else ()
+            attempt.roles[role] = BackendHandle(built[role], *around, timed(attempt.spans, role))
+    return built
 
-    def _loop(self) -> "EpisodeLoop":
-        """Return the one event loop on which all episodes are played."""
-        from whet.runtime.event_loop import EpisodeLoop
 
-        if self._episodes is None:
-            self._episodes = EpisodeLoop()
-            self.closers.append(self._episodes.close)
-        return self._episodes
+def _stream(
+    prepared: Prepared, attempt: Attempt, begun: Begun, models: Models, endpoints: InstalledEndpoints
+) -> "RolloutStream | None":
+    """Return the rollouts of training, at the position of the checkpoint; None: the run is fed by data files."""
+    from whet.rollout.stream import RolloutStream
 
-    def _stream(
-        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", saved: "Checkpoint | None"
-    ) -> "RolloutStream | None":
-        from whet.rollout.stream import RolloutStream
+    config, facts = prepared.config, prepared.facts
+    if models.generator is None or not begun.inputs.training:
+        return None
+    stream = RolloutStream(
+        begun.inputs.training, models.generator, begun.inputs.chat,
+        attrs.evolve(config.rollout, max_context=prepared.plan.max_context),
+        group_size=facts["algorithm"].group_size or 1, seed=config.run.seed,
+        filters=[build_selection(chosen) for chosen in getattr(config.algorithm.config, "filters", ())],
+        deadline_seconds=config.cluster.deadlines.episode, status=attempt.observers.status, loop=models.loop,
+        endpoints=endpoints, greedy=any(found.greedy_sample for found in facts.values()),
+    )  # fmt: skip
+    attempt.closers.append(stream.close)
+    if begun.run.saved:
+        stream.restore(begun.run.saved.state["rollouts"])
+    return stream
 
-        if not routes:
-            return None
-        algorithm = self.config.algorithm
-        filters = [build_selection(chosen) for chosen in getattr(algorithm.config, "filters", ())]
-        stream = RolloutStream(
-            routes, generator, chat, attrs.evolve(self.config.rollout, max_context=self.plan.max_context),
-            group_size=facts_of(algorithm, self.prepared.model).group_size or 1, seed=self.config.run.seed,
-            filters=filters, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.observers.status, loop=self._loop(), endpoints=self._endpoints,
-            greedy=any(found.greedy_sample for found in self.prepared.facts.values()),
-        )  # fmt: skip
-        self.closers.append(stream.close)
-        if saved:
-            stream.restore(saved.state["rollouts"])
-        return stream
 
-    def evaluator(self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer") -> "Evaluator":
-        """Return the evaluator of these environments."""
-        from whet.evaluation.evaluate import Evaluator
+def make_evaluator(
+    prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "ChatTokenizer",
+    status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
+) -> "Evaluator":  # fmt: skip
+    """Return the evaluator of these environments."""
+    from whet.evaluation.evaluate import Evaluator
 
-        return Evaluator(
-            routes, generator, chat, self.config.evaluation, self.config.rollout, max_context=self.plan.max_context,
-            seed=self.config.run.seed, deadline_seconds=self.config.cluster.deadlines.episode,
-            status=self.observers.status, loop=self._loop(), endpoints=self._endpoints,
-        )  # fmt: skip
+    config = prepared.config
+    return Evaluator(
+        routes, generator, chat, config.evaluation, config.rollout, max_context=prepared.plan.max_context,
+        seed=config.run.seed, deadline_seconds=config.cluster.deadlines.episode, status=status, loop=loop,
+        endpoints=endpoints,
+    )  # fmt: skip
 
-    def _evaluation(
-        self, routes: "list[Route]", generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None"
-    ) -> Callable[[int], Metrics]:
-        if not routes:
-            return lambda step: {}
-        evaluator = self.evaluator(routes, generator, chat)
 
-        def evaluate(step: int) -> Metrics:
-            if stream is not None and step >= self.total:
-                stream.close()  # no step is left that could use its rollouts
-            self._turns.generation()
-            # No other requests meanwhile: batches, and so rounding errors, must not depend on timing.
-            with self.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
-                result = evaluator.evaluate()
-            label = f"step-{step:06d}"
-            for name, rows in result.rows(f"{label}-").items():
-                self.folder.append(f"evaluations/{name}", rows)
-            self.folder.write_json(f"evaluations/{label}.json", result.summary(f"{label}-", step=step))
-            return result.metrics
+def _evaluation(
+    evaluator: "Evaluator", attempt: Attempt, turns: Turns, stream: "RolloutStream | None", total: int
+) -> Callable[[int], Metrics]:
+    """Return what evaluates after a step and writes the result to the run folder."""
 
-        return evaluate
+    def evaluate(step: int) -> Metrics:
+        if stream is not None and step >= total:
+            stream.close()  # no step is left that could use its rollouts
+        turns.generation()
+        # No other requests meanwhile: batches, and so rounding errors, must not depend on timing.
+        with attempt.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
+            result = evaluator.evaluate()
+        label = f"step-{step:06d}"
+        for name, rows in result.rows(f"{label}-").items():
+            attempt.folder.append(f"evaluations/{name}", rows)
+        attempt.folder.write_json(f"evaluations/{label}.json", result.summary(f"{label}-", step=step))
+        return result.metrics
 
-    def _serve(self, generator: Any, chat: "ChatTokenizer", stream: "RolloutStream | None") -> None:
-        """Start the endpoint of the run, which serves the model from its first weights on."""
-        from whet.rollout.gate import Gate
+    return evaluate
 
-        self._turns.generation()  # requests before the first step need a generator that is awake
-        self._close_endpoint = self._endpoints.serve(
-            generator, chat, self.config.rollout, max_context=self.plan.max_context, seed=self.config.run.seed,
-            gate=stream.gate if stream else Gate(), folder=self.folder, loop=self._loop(),
-        )  # fmt: skip
-        self.closers.append(self._close_endpoint)
 
-    def _hang_up(self) -> None:
-        """Close the endpoint if roles take turns: a save would wait for its requests in flight."""
-        if self._turns.sides:
+def _recorder(
+    section: "RecordSection", outputs: Collection[str], backend: BackendHandle, chat: "ChatTokenizer"
+) -> "Recorder":
+    """Return what records sequences token by token; with the trainer's logprobs if it can compute them."""
+    from whet.rollout.recorder import Recorder
+
+    def score(batch: "Batch") -> Any:
+        return backend.score(batch, ("logprobs",))["logprobs"]
+
+    return Recorder(section, score if "logprobs" in outputs else None, chat.pieces)
+
+
+def _sinks(
+    attempt: Attempt, begun: Begun, models: Models, stream: "RolloutStream | None", recorder: "Recorder",
+    evaluate: Callable[[int], Metrics], probe: "Probe | None", keep: int, records_per_step: int | None,
+    hang_up: Callable[[], object],
+) -> "Sinks":  # fmt: skip
+    """Return what the end of a step calls. `hang_up` closes the endpoint of the run."""
+    from whet.run.steps import Sinks
+
+    position = {"rollouts": stream.state() if stream else {}}
+    data = begun.inputs.data
+
+    def records(step: int, batch: "Batch") -> Mapping[str, Any]:
+        if stream is None:
+            return {}
+        # Read here and not when saving: a signal may end the run after the stream has returned the next batch.
+        position["rollouts"] = stream.state()
+        consumed = stream.collect()
+        attempt.folder.append_later(f"rollouts/step-{step:06d}.jsonl", recorder.rows(consumed.trained, batch))
+        return consumed.entry()
+
+    def log_step(step: int, numbers: Mapping[str, float]) -> None:
+        attempt.recovery.finished(step)
+        attempt.observers.log(step, numbers)
+
+    def save(step: int, carried: Mapping[str, Any], ends: bool) -> None:
+        if ends and models.turns.sides:  # the save would wait for the endpoint's requests in flight
             try:
-                self._close_endpoint()
+                hang_up()
             except Exception:  # a failure here must not prevent the checkpoint
                 log.exception("the endpoint could not be closed")
+        state = {**position, "algorithm": carried, "identity": begun.run.fingerprint}
+        if data is not None and records_per_step is not None:
+            state["data"] = data.position(step, records_per_step)
+        checkpoint.save_models(attempt.folder, step, state, models.trained, keep)
 
-    def _recorder(self, trainer: "Backend", chat: "ChatTokenizer") -> "Recorder":
-        from whet.rollout.recorder import Recorder
+    def gather() -> Metrics:
+        others = [stream.metrics() if stream else {}, probe.metrics() if probe else {}]
+        return merge([*others, models.turns.metrics()])
 
-        recording = timed(self.spans, names={"score": "record"})
-        handle = BackendHandle(trainer, *self._turns.around("backend"), recording)
+    return Sinks(records, evaluate, log_step, save, gather)
 
-        def score(batch: "Batch") -> Any:
-            return handle.score(batch, ("logprobs",))["logprobs"]
 
-        given = facts_of(self.config.backend, self.prepared.model).outputs_given
-        return Recorder(self.config.rollout.record, score if "logprobs" in given else None, chat.pieces)
+def _serve(
+    prepared: Prepared, attempt: Attempt, models: Models, chat: "ChatTokenizer", stream: "RolloutStream | None",
+    endpoints: InstalledEndpoints,
+) -> Callable[[], None]:  # fmt: skip
+    """Serve the model of the run from its first weights on, and return the function that ends it."""
+    from whet.rollout.gate import Gate
 
-    def _steps(
-        self, run: Opened, trained: "Mapping[str, Backend]", stream: "RolloutStream | None", recorder: "Recorder",
-        evaluate: Callable[[int], Metrics], probe: "Probe | None", data: "OfflineData | None",
-    ) -> "Steps":  # fmt: skip
-        from whet.run.steps import Sinks, Steps
-
-        position = {"rollouts": stream.state() if stream else {}}
-        size = self.prepared.facts["algorithm"].records_per_step
-        carried = run.saved.state.get("algorithm", {}) if run.saved else {}
-
-        def records(step: int, batch: "Batch") -> Mapping[str, Any]:
-            if stream is None:
-                return {}
-            # Read here and not when saving: a signal may end the run after the stream has returned the next batch.
-            position["rollouts"] = stream.state()
-            consumed = stream.collect()
-            rows = recorder.rows(consumed.trained, batch)
-            self.folder.append_later(f"rollouts/step-{step:06d}.jsonl", rows)
-            return consumed.entry()
-
-        def save(step: int) -> None:
-            if steps.stopped_by is not None:
-                self._hang_up()
-            state = {**position, "algorithm": steps.saved_state, "identity": run.fingerprint}
-            if data is not None and size is not None:
-                state["data"] = data.position(step, size)
-            checkpoint.save_models(self.folder, step, state, trained, self.config.run.keep)
-
-        def log(step: int, numbers: Mapping[str, float]) -> None:
-            if self.recovery is not None:
-                self.recovery.finished(step)
-            self.observers.log(step, numbers)
-
-        def gather() -> Metrics:
-            return merge([stream.metrics() if stream else {}, probe.metrics() if probe else {}, self._turns.metrics()])
-
-        sinks = Sinks(records, evaluate, log, save, gather)
-        every = self.config.evaluation.every
-        steps = Steps(
-            self.folder, self.config.run, run.done, every, self.spans, sinks, self._startup, run.total, carried,
-            self._interrupts,
-        )  # fmt: skip
-        return steps
-
-    def _weight_sync(
-        self, backend: "Backend", generator: Any, stream: "RolloutStream | None", probe: "Probe | None"
-    ) -> Callable[..., None]:
-        if generator is None:
-            return lambda version: None
-        spec, places = self._spec()
-        sync = WeightSync(
-            backend, generator, spec, self.spans, stream.set_version if stream else lambda version: None,
-            self.config.rollout.on_weight_update, probe, places,
-        )  # fmt: skip
-        if self.recovery is not None:
-            self.recovery.resync = sync.resync
-
-        def sync_weights(*, version: int) -> None:
-            self._turns.training()  # before `sync` takes its lock: requests may wait for a resync, which needs it too
-            sync(version=version)
-
-        return sync_weights
-
-    def _spec(self) -> "tuple[TransferSpec, Callable[[], Places]]":
-        """Return the spec that all weight syncs share, and a function that returns the last known places of senders."""
-        way, seconds, recovery = self.plan.way, self.config.cluster.deadlines.weight_sync, self.config.cluster.recovery
-        assert way is not None  # a run with a generator has one
-        if way.transport not in MEETING:
-            folder = str(self.folder.scratch.resolve() / "weights")
-            return TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds), tuple
-        from whet.weights.exchange import Exchange
-
-        exchange = Exchange(self._cluster.address() if self._cluster else "127.0.0.1")
-        self.closers.append(exchange.close)
-        spec = TransferSpec(
-            way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers,
-            timeout_seconds=seconds, token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
-        )  # fmt: skip
-        return spec, exchange.places
+    assert models.generator is not None  # the plan refuses to serve without one
+    models.turns.generation()  # requests before the first step need a generator that is awake
+    close = endpoints.serve(
+        models.generator, chat, prepared.config.rollout, max_context=prepared.plan.max_context,
+        seed=prepared.config.run.seed, gate=stream.gate if stream else Gate(), folder=attempt.folder,
+        loop=models.loop,
+    )  # fmt: skip
+    attempt.closers.append(close)
+    return close

@@ -9,7 +9,7 @@ a gate, an environment that asks a further model on the thread that it asks from
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
@@ -45,8 +45,8 @@ class Turns:
     sides: Sequence[Sequence[str]]
     """Roles that have their turn together: those of training, those of generation."""
     spans: Spans
-    loop: "Callable[[], EpisodeLoop]"
-    """Returns the loop on which requests are made."""
+    loop: "EpisodeLoop"
+    """The loop on which requests are made."""
     gate: Gate = field(factory=Gate, init=False)
     """Requests pass it."""
     _handles: dict[str, Sleeper] = field(factory=dict, init=False)
@@ -75,7 +75,7 @@ class Turns:
         """Begin the turn of the roles that generate, and open the gate to requests."""
         self._begin(GENERATION)
         if self.sides:
-            self.loop().call(self.gate.open)
+            self.loop.call(self.gate.open)
 
     def probing(self) -> None:
         """Begin the turn of the roles that generate, for requests that do not come through the gate."""
@@ -119,7 +119,7 @@ class Turns:
             self._turn = None
             if turn == TRAINING:
                 with self.spans.phase("generator", "drain"):
-                    self.loop().run(self.gate.shut())
+                    self.loop.run(self.gate.shut())
             self._changed.wait_for(lambda: not self._asking)
             for role in self.sides[1 - turn]:
                 if self._states[role] != "asleep":

@@ -14,16 +14,18 @@ from attrs import Factory, define, frozen
 
 from whet.config.sections import RunSection
 from whet.data.files import disk_errors, read_rows
+from whet.data.spans import Spans
 from whet.errors import WhetError, WorkerLost
 from whet.interfaces.algorithm import Parts
 from whet.plan.prepare import Prepared, prepare
 from whet.run import checkpoint
-from whet.run.builder import Builder
-from whet.run.closing import closing_all
+from whet.run.builder import Attempt, begin, build_parts
+from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.run_folder import RunFolder
+from whet.run.resume import nothing_left, own_fingerprint
+from whet.run.run_folder import RunFolder, closing_all
 
 if TYPE_CHECKING:
     from whet.interfaces.algorithm import Steps
@@ -78,14 +80,18 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     if left or not (folder.path / "identity.json").exists():
         return None
     with closing_all([]) as closers:
-        builder = Builder(prepared, folder, closers)
-        builder.refuse_another()
-        if not builder.nothing_left(done):
+        inputs = read_inputs(prepared, folder.began(), {}, Spans(), _nothing, closers, evaluation=False)
+        own_fingerprint(prepared, folder, inputs.data, inputs.training)
+        if not nothing_left(prepared, folder, done, inputs.data, _nothing):
             return None
     shutil.rmtree(folder.scratch, ignore_errors=True)  # of a run attempt that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
         folder.journal("closed")
     return done
+
+
+def _nothing(status: str) -> None:
+    """Show no status: no logger is open."""
 
 
 def _run_attempts(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
@@ -181,14 +187,12 @@ class _OpenRun:
         """Build all parts, and close them in the end; what is left of the run begins after its last checkpoint."""
         with closing_all([self.folder.settle]) as closers:
             self.interrupts.moment = "start-up"
-            builder = Builder(self.prepared, self.folder, closers, self.observers, self.recovery, self.interrupts)
+            attempt = Attempt(self.folder, self.observers, closers, self.recovery, self.interrupts, again=self.built)
             self.steps = None
-            self.recovery.resync = None  # an earlier run attempt's weight sync ended with its senders
             with self.interrupts.then_closing():
-                try:
-                    parts = builder.parts(again=self.built)
-                finally:
-                    self.opened = self.opened or builder.opened
+                begun = begin(self.prepared, attempt)
+                self.opened = True
+                parts = build_parts(self.prepared, attempt, begun)
                 self.built, self.steps = True, parts.steps
                 yield parts
 

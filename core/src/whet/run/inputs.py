@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from whet.config.build import build_selection
 from whet.errors import ConfigError, PluginError, WhetError, in_words
@@ -21,82 +22,77 @@ if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
     from whet.rollout.scorer import Scorer
 
-Scorers = Callable[[Sequence[str]], "dict[str, Scorer]"]
-"""(names of further models) -> what an environment asks of each."""
+
+@frozen(eq=False)
+class Inputs:
+    """What a run reads."""
+
+    chat: "ChatTokenizer"
+    """The tokenizer of the policy, with its chat template."""
+    data: "OfflineData | None"
+    """The data files, which are read when they are first needed; None: there are none."""
+    training: Sequence[Route]
+    """The environments of training."""
+    evaluation: Sequence[Route]
+    """The environments of `evaluation`."""
 
 
-def open_chat(prepared: Prepared, began: Any, role: str = "backend") -> "ChatTokenizer":
-    """Return the tokenizer of a role's model, with its chat template. `began`: when the run began, for templates."""
-    from whet.data.chat import ChatTokenizer
+def read_inputs(
+    prepared: Prepared, began: datetime, roles: "Mapping[str, Backend]", spans: "Spans", status: Callable[[str], None],
+    closers: list[Callable[[], None]], *, training: bool = True, evaluation: bool = True,
+) -> Inputs:  # fmt: skip
+    """Open the inputs of a run: those of training, of evaluation, or of both.
 
+    `began` is when the run began, for chat templates. `roles` will hold the further models that environments ask, when
+    these have been started.
+    """
     config = prepared.config
-    section = (config.roles[role].model if role in config.roles else None) or config.model
-    model = prepared.models.get(role, prepared.model)
-    chat = ChatTokenizer(model.path, section.chat_template, now=began)
-    if config.environments or config.evaluation.environments:
-        _ = chat.template  # one that is missing or cannot be read would fail every episode
-    return chat
 
+    def chat_of(role: str) -> "ChatTokenizer":
+        from whet.data.chat import ChatTokenizer
 
-def open_data(
-    prepared: Prepared, chat: "ChatTokenizer", spans: "Spans", status: Callable[[str], None]
-) -> "OfflineData | None":
-    """Return the data files of a run, which are read when they are first needed; None where there are none."""
-    from whet.data.offline import OfflineData
+        section = (config.roles[role].model if role in config.roles else None) or config.model
+        chat = ChatTokenizer(prepared.models.get(role, prepared.model).path, section.chat_template, now=began)
+        if config.environments or config.evaluation.environments:
+            _ = chat.template  # one that is missing or cannot be read would fail every episode
+        return chat
 
-    config = prepared.config
-    if config.data is None:
-        return None
-    limit = config.data.max_length or prepared.model.max_positions
-    return OfflineData(
-        config.data, chat, config.run.seed, limit, status,
-        timed=partial(spans.phase, "data", "tokenise"),
-        encode=encode_of(config, prepared.facts["algorithm"], prepared.model), names=field_names(config),
-        epochs=config.run.epochs,
-    )  # fmt: skip
+    def scorer(role: str) -> "Scorer":
+        from whet.rollout.scorer import RoleScorer
 
+        longest = prepared.models.get(role, prepared.model).max_positions
+        made = RoleScorer(partial(roles.__getitem__, role), cache(partial(chat_of, role)), longest, role)
+        closers.append(made.close)
+        return made
 
-def training_routes(prepared: Prepared, scorers: Scorers, closers: list[Callable[[], None]]) -> list[Route]:
-    """Build the environments of training."""
-    scored = passes(prepared.config)
-    routes = _routes(prepared, "environments", prepared.config.environments, "train", scorers, closers)
-    return [evolve(route, scoring=scored) for route in routes]
+    def routes(path: str, entries: "Sequence[EnvironmentSection]", split: str) -> Iterator[Route]:
+        for i, entry in enumerate(entries):
+            needs = prepared.facts[f"{path}.{i}"].roles
+            route = build_route(
+                entry, entry.split or split, *([{role: scorer(role) for role in needs}] if needs else [])
+            )
+            closers.append(route.environment.close)
+            yield route
 
+    chat, data = chat_of("backend"), None
+    if config.data is not None and training:
+        from whet.data.offline import OfflineData
 
-def evaluation_routes(prepared: Prepared, scorers: Scorers, closers: list[Callable[[], None]]) -> list[Route]:
-    """Build the environments of `evaluation`."""
-    entries = prepared.config.evaluation.environments
-    routes = _routes(prepared, "evaluation.environments", entries, "test", scorers, closers)
-    return [evolve(r, scoring=scoring(prepared.config, i, r.environment)) for i, r in enumerate(routes)]
-
-
-def make_scorers(
-    prepared: Prepared, names: Sequence[str], roles: "Mapping[str, Backend]",
-    chat: "Callable[[str], ChatTokenizer]", closers: list[Callable[[], None]],
-) -> "dict[str, Scorer]":  # fmt: skip
-    """Return what an environment asks of further models, which are in `roles` when they have been started."""
-    from whet.rollout.scorer import RoleScorer
-
-    made: dict[str, Scorer] = {}
-    for name in names:
-        longest = prepared.models.get(name, prepared.model).max_positions
-        made[name] = scorer = RoleScorer(partial(roles.__getitem__, name), cache(partial(chat, name)), longest, name)
-        closers.append(scorer.close)
-    return made
-
-
-def _routes(
-    prepared: Prepared, path: str, entries: "Sequence[EnvironmentSection]", split: str, scorers: Scorers,
-    closers: list[Callable[[], None]],
-) -> list[Route]:  # fmt: skip
-    """Build the environments of a section at this path into the config."""
-    routes = []
-    for i, entry in enumerate(entries):
-        needs = prepared.facts[f"{path}.{i}"].roles
-        route = build_route(entry, entry.split or split, *([scorers(list(needs))] if needs else []))
-        closers.append(route.environment.close)
-        routes.append(route)
-    return routes
+        data = OfflineData(
+            config.data, chat, config.run.seed, config.data.max_length or prepared.model.max_positions, status,
+            timed=partial(spans.phase, "data", "tokenise"),
+            encode=encode_of(config, prepared.facts["algorithm"], prepared.model), names=field_names(config),
+            epochs=config.run.epochs,
+        )  # fmt: skip
+    criterion = passes(config.evaluation)
+    here = routes("environments", config.environments if training else (), "train")
+    there = routes("evaluation.environments", config.evaluation.environments if evaluation else (), "test")
+    return Inputs(
+        chat,
+        data,
+        [evolve(route, scoring=criterion) for route in here],
+        [evolve(r, scoring=scoring(config.evaluation, i, r.environment)) for i, r in enumerate(there)],
+    )
 
 
 def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:

@@ -16,12 +16,15 @@ from whet.evaluation.comparison import SUMMARY, Comparison, compare, read_writte
 from whet.evaluation.result import EvaluationResult
 from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
-from whet.run.builder import Builder
-from whet.run.closing import closing_all
+from whet.run.builder import Attempt, make_evaluator, start
+from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
+from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.run_folder import RunFolder
+from whet.run.run_folder import RunFolder, closing_all
+from whet.run.start_workers import make_slices
 
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
@@ -82,16 +85,17 @@ def evaluate(
         closing_all([]) as closers,
         interrupts.then_closing(),
     ):
-        builder = _builder(prepared, folder, closers)
-        builder.recovery = Recovery(config.cluster.recovery, builder.folder)
+        attempt = _attempt(prepared, folder, closers)
         if progress is not None:
-            builder.observers.add("progress", progress)
-        closers.append(builder.observers.close)
-        prepared.refuse_elsewhere("generator", *builder.asked)
-        routes = builder.evaluation_routes()
-        cluster = builder.cluster("generator", *builder.asked)
-        generator = builder.handles(["generator", *builder.asked], cluster)["generator"]
-        result = builder.evaluator(routes, generator, builder.chat()).evaluate()
+            attempt.observers.add("progress", progress)
+        needed = prepared.roles.asked_by("evaluation.environments")
+        prepared.refuse_elsewhere("generator", *needed)
+        status = attempt.observers.status
+        inputs = read_inputs(prepared, folder.began(), attempt.roles, attempt.spans, status, closers, training=False)
+        slices = make_slices(prepared, folder.logs, closers, ["generator", *needed])
+        generator = start(prepared, attempt, ["generator", *needed], slices.of)["generator"]
+        endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
+        result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints).evaluate()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
@@ -110,8 +114,9 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         closing_all([]) as closers,
         interrupts.then_closing(),
     ):
-        builder = _builder(prepared, folder, closers)
-        backend = builder.handles(["backend"], builder.cluster("backend"))["backend"]
+        attempt = _attempt(prepared, folder, closers)
+        slices = make_slices(prepared, folder.logs, closers, ["backend"])
+        backend = start(prepared, attempt, ["backend"], slices.of)["backend"]
         written = _load(backend, run, step, prepared.config.run.allow_changed, saved)
         with _whole(Path(out).absolute()) as partial:
             backend.export(partial)
@@ -223,6 +228,8 @@ def _workplace(job: str) -> Iterator[RunFolder]:
     shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _builder(prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> Builder:
+def _attempt(prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> Attempt:
     folder.scratch.mkdir(parents=True)
-    return Builder(prepared, folder, closers)
+    observers = Observers(prepared.loaded.registry.manager, folder)
+    closers.append(observers.close)
+    return Attempt(folder, observers, closers, Recovery(prepared.config.cluster.recovery, folder))

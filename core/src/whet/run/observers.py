@@ -18,7 +18,7 @@ class CoreHooks:
     """Core's own implementation of the hooks, which plugins can wrap."""
 
     @hookimpl(trylast=True)
-    def whet_run(self, algorithm: "Algorithm", parts: "Parts") -> object:
+    def whet_run(self, algorithm: "Algorithm[Any]", parts: "Parts") -> object:
         """Run the algorithm."""
         algorithm.run(parts)
         return True

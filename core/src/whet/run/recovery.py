@@ -20,7 +20,19 @@ if TYPE_CHECKING:
     from whet.config.sections import RecoverySection
     from whet.interfaces.workers import Give
 
-Again = Callable[["Give"], None]
+
+class Replicas:
+    """Replaces the lost replicas of one attempt of a run. Obeys `whet.interfaces.workers.Replacing`."""
+
+    def __init__(self, recovery: "Recovery", resync: "Callable[[Give], None] | None") -> None:
+        self.losses, self.grant, self._resync = recovery.losses, recovery.grant, resync
+
+    def sync(self, give: "Give") -> None:
+        """Have a new replica receive the weights of the last sync, or keep those that it loaded before the first."""
+        if self._resync is None:
+            give(None)
+        else:
+            self._resync(give)
 
 
 class Budget:
@@ -50,8 +62,6 @@ class Recovery:
         self._replicas, self._runs = (Budget(n, section.refill) for n in (section.replicas, section.restarts))
         self._lock = threading.Lock()
         self._furthest = 0
-        self.resync: Again | None = None
-        """Gives one receiver the weights of the last weight sync; None before there can be any."""
         self.losses = Counter[str]()
         """See `whet.interfaces.workers.Replacing`."""
 
@@ -63,12 +73,9 @@ class Recovery:
         """Return whether a replica may be restarted after this; see `whet.interfaces.workers.Replacing`."""
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
-    def sync(self, give: "Give") -> None:
-        """See `whet.interfaces.workers.Replacing`."""
-        if self.resync is None:
-            give(None)
-        else:
-            self.resync(give)
+    def replacing(self, resync: "Callable[[Give], None] | None" = None) -> Replicas | None:
+        """Return what replaces lost replicas, which get their weights by `resync`; None: recovery is off."""
+        return Replicas(self, resync) if self.enabled else None
 
     def grant_run(self, error: WorkerLost, after_step: int) -> bool:
         """Return whether the run may begin again after its last checkpoint."""

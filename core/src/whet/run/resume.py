@@ -117,7 +117,7 @@ def count_steps(
 
 
 def nothing_left(
-    prepared: "Prepared", folder: "RunFolder", done: int, read: "Callable[[], OfflineData | None]", status: Status
+    prepared: "Prepared", folder: "RunFolder", done: int, data: "OfflineData | None", status: Status
 ) -> bool:
     """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
     from whet.data.offline import records_of
@@ -128,4 +128,4 @@ def nothing_left(
     position = checkpoint.position(folder, done)
     if position and "epoch" in position and not config.run.allow_changed:
         return position["records"] >= records_of(epochs, position["epoch"])
-    return done >= count_steps(prepared, read(), done, position, status)
+    return done >= count_steps(prepared, data, done, position, status)

@@ -14,8 +14,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -192,3 +193,21 @@ class RunFolder:
 def _is_kept(row: Mapping[str, Any], step: float) -> bool:
     number = row.get("step", 0)
     return step == math.inf or (isinstance(number, int) and number <= step)
+
+
+@contextmanager
+def closing_all(closers: list[Callable[[], None]]) -> Iterator[list[Callable[[], None]]]:
+    """Call what is in the list at the end, last first. The error inside comes through, else the first of a closer."""
+    first: BaseException | None = None
+    try:
+        yield closers
+    except BaseException as error:
+        first = error
+    for close in reversed(closers):
+        try:
+            close()
+        except BaseException as error:  # every other closer must still have its turn
+            if first is None or isinstance(first, Exception) > isinstance(error, Exception):  # Ctrl-C meanwhile
+                first = error
+    if first is not None:
+        raise first

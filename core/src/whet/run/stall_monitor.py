@@ -47,11 +47,11 @@ class StallMonitor:
         log: Path,
         notice_seconds: float,
         processes: Processes | None = None,
-        episodes: Callable[[], list[str]] = list,
     ) -> None:
-        """`episodes` says where the episodes under way are; `notice_seconds` 0: nothing is ever told."""
+        """`notice_seconds` 0: nothing is ever told."""
         self._spans, self._log, self._notice, self._processes = spans, log, notice_seconds, processes
-        self._episodes = episodes
+        self.episodes: Callable[[], list[str]] = list
+        """Returns where the episodes under way are."""
         self._told: dict[tuple[str, str, float], float] = {}
         """Of waits under way, by role, phase and begin: the seconds after which they are told next."""
         self._over = threading.Event()
@@ -79,7 +79,8 @@ class StallMonitor:
 
     def _tell(self, due: list[str]) -> None:
         owed = [str(one) for one in self._processes.under_way()] if self._processes else []
-        episodes = self._episodes()
+        places = self.episodes()
+        episodes = [f"episodes: {', '.join(places)}"] if places else []
         line = f"waiting on {', '.join(due)}: {'; '.join(owed + episodes) or 'no worker owes an answer'}"
         print(f"{line}; stacks are in {self._log}", file=sys.stderr, flush=True)
         parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", *driver_stacks()]

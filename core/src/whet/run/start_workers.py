@@ -10,9 +10,11 @@ from attrs import frozen
 
 from whet.plan.placement import RolePlan
 from whet.plan.prepare import Prepared
-from whet.run.start_cluster import make_cluster
+from whet.runtime.interpreters import located
+from whet.runtime.ray_address import address_to_join
 
 if TYPE_CHECKING:
+    from whet.config.sections import Config
     from whet.interfaces.workers import Slice
     from whet.runtime.launcher import Cluster
 
@@ -38,13 +40,32 @@ def make_slices(prepared: Prepared, logs: Path, closers: list[Callable[[], None]
     places = [place for place in plan.roles if place.role in only or not only]
     wanted = {place.role for place in places}
     groups = [[role for role in group if role in wanted] for group in prepared.roles.groups]
-    cluster = make_cluster(prepared.config, groups, logs)
+    cluster = _cluster(prepared.config, [group for group in groups if group], logs)
     closers.append(cluster.close)
     slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in places}
     facts = {role: prepared.roles[role].facts for role in slices}
     forkable = [role for role, found in facts.items() if found.forkable]
     cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
     return Slices(slices.__getitem__, cluster)
+
+
+def _cluster(config: "Config", groups: list[list[str]], logs: Path) -> "Cluster":
+    """Return a cluster for groups of roles that share processes. What takes time begins in the background.
+
+    A launcher is imported only where it is used.
+    """
+    section = config.cluster
+    python = {role: str(located(named)) for role, named in section.python.items()}
+    if section.launcher == "ray":
+        from whet.runtime.ray import RayCluster
+
+        return RayCluster(
+            logs, section.deadlines, groups, run=Path(config.run.folder).name, address=address_to_join(section),
+            placement=section.placement, resources=section.resources, python=python,
+        )  # fmt: skip
+    from whet.runtime.local import LocalCluster
+
+    return LocalCluster(logs, section.deadlines, groups, python=python)
 
 
 def lanes(places: Iterable[RolePlan]) -> list[list[str]]:
@@ -62,33 +83,34 @@ def lanes(places: Iterable[RolePlan]) -> list[list[str]]:
     return [roles for roles, _ in found]
 
 
-class Starting:
-    """Roles being built, the first lane in the thread that asks for it and each other one in a thread of its own."""
+def start_roles(
+    roles: Sequence[str], groups: Sequence[Sequence[str]], build: Callable[[str], Any],
+    closers: list[Callable[[], None]],
+) -> dict[str, Any]:  # fmt: skip
+    """Build roles and return their handles. If several fail, the error of the first in the order of `roles` is raised.
 
-    def __init__(self, groups: Sequence[Sequence[str]], build: Callable[[str], Any]) -> None:
-        self._made = {role: Future[Any]() for roles in groups for role in roles}
-        self._groups, self._build = groups, build
+    Roles of one group are built one after the other: the first group in this thread, each other one in its own.
+    """
+    first, *others = groups
+    made = {role: Future[Any]() for role in roles}
 
-    def result(self, roles: Iterable[str]) -> dict[str, Any]:
-        """Build and wait. Where several fail, the error is of the first in the order of `roles`."""
-        first, *others = self._groups
-        for lane in others:
-            threading.Thread(target=self._run, args=(lane,), name="whet-start", daemon=True).start()
-        self._run(first)
-        return {role: self._made[role].result() for role in roles}
-
-    def built(self) -> list[Any]:
-        """Return the handles that are built by now."""
-        return [made.result() for made in self._made.values() if made.done() and made.exception() is None]
-
-    def _run(self, lane: Sequence[str]) -> None:
-        """Build one after the other, until one fails."""
+    def build_all(lane: Sequence[str]) -> None:
+        """Build one role after the other, until one fails."""
         for at, role in enumerate(lane):
             try:
-                self._made[role].set_result(self._build(role))
+                made[role].set_result(build(role))
             except BaseException as error:
                 for left in lane[at:]:
-                    self._made[left].set_exception(error)
+                    made[left].set_exception(error)
                 if not isinstance(error, Exception):  # Ctrl-C waits for nobody
                     raise
                 return
+
+    try:
+        for lane in others:
+            threading.Thread(target=build_all, args=(lane,), name="whet-start", daemon=True).start()
+        build_all(first)
+        return {role: made[role].result() for role in roles}
+    finally:
+        built = [one.result() for one in made.values() if one.done() and one.exception() is None]
+        closers += [handle.close for handle in built]

@@ -68,8 +68,8 @@ class Sinks:
     """Evaluate after a step."""
     log: Callable[[int, Mapping[str, float]], None]
     """Loggers and hooks."""
-    save: Callable[[int], None]
-    """Write a checkpoint."""
+    save: Callable[[int, Mapping[str, Any], bool], None]
+    """(step, what the algorithm carries, whether a signal ends the run): write a checkpoint."""
     gather: Callable[[], Mapping[str, Metric]]
     """Metrics that others collected meanwhile, e.g. the rollout stream."""
 
@@ -191,7 +191,7 @@ class Steps:
         try:
             with self._spans.phase("run", "save"):
                 self._run.sync()
-                self._sinks.save(self.done)
+                self._sinks.save(self.done, self.saved_state, self.stopped_by is not None)
         finally:
             self._saving = False
         self._saved = self.done

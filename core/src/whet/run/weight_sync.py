@@ -1,9 +1,14 @@
-"""Sends the backend's weights to the generator, and checks with a probe that the generator computes with them."""
+"""Sends the backend's weights to the generator, and checks with a probe that the generator computes with them.
+
+sync(version=n)     after each step: the backend sends, every replica receives, the probe compares when it is due
+sync.resync(give)   between two of them: one replica that came back receives the weights of the last sync again
+"""
 
 import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,46 +17,70 @@ import numpy as np
 from whet.data.spans import Spans
 from whet.interfaces.weights import Places, TransferSpec
 from whet.weights.probe import Probe
+from whet.weights.transfer import MEETING
 
 if TYPE_CHECKING:
+    from whet.config.sections import ClusterSection
     from whet.data.chat import ChatTokenizer
     from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.workers import Give
+    from whet.plan.placement import Way
     from whet.plan.prepare import Prepared
     from whet.runtime.event_loop import EpisodeLoop
+    from whet.runtime.launcher import Cluster
     from whet.weights.probe import Proof
 
 
 class WeightSync:
-    """Sends weights from the backend to the generator: both work at the same time, under a deadline.
+    """Owns every weight sync of one attempt of a run.
 
-    The generator takes all weights or refuses them. If a probe is due, the call ends after the generator has passed it.
+    Both ends work at the same time, under a deadline. The generator takes all weights or refuses them. If a probe is
+    due, a sync ends after the generator has passed it.
     """
 
     def __init__(
-        self, backend: "Backend", generator: "Generator", spec: TransferSpec, spans: Spans,
-        after: Callable[[int], None], on_weight_update: "OnWeightUpdate" = "drain", probe: "Probe | None" = None,
+        self, spec: TransferSpec, spans: Spans, on_weight_update: "OnWeightUpdate" = "drain",
         places: Callable[[], Places] = tuple,
     ) -> None:  # fmt: skip
-        """Take a spec without session, version and `places`, which each weight sync sets.
+        """Take a spec without session, version and `places`, which each sync sets.
 
-        `places` returns the last known places of senders. `after` is called with each version that was sent.
+        `places` returns the last known places of senders.
         """
-        self._backend, self._generator, self._spans, self._after = backend, generator, spans, after
-        self._template, self._on_weight_update, self._count = spec, on_weight_update, itertools.count()
+        self._template, self._spans, self._on_weight_update, self._places = spec, spans, on_weight_update, places
+        self._count = itertools.count()
         self._last: TransferSpec | None = None
-        self._probe, self._places = probe, places
+        self._probe: Probe | None = None
         self._proof: Proof | None = None
         self._changing = threading.Lock()
 
+    def connect(
+        self, backend: "Backend", generator: "Generator", *, before: Callable[[], None] = lambda: None,
+        after: Callable[[int], None] = lambda version: None, probe: "Probe | None" = None,
+    ) -> None:  # fmt: skip
+        """Take both ends, once they are started.
+
+        `before` is called before each sync, outside of what a resync waits for. `after` is called with each version
+        that was sent.
+        """
+        self._backend, self._generator, self._before, self._after = backend, generator, before, after
+        self._probe = probe
+
     def __call__(self, *, version: int) -> None:
         """Send the weights of step `version` to the generator. Raises `WeightSyncError` if it does not have them."""
+        self._before()
         with ExitStack() as held:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
-                self._last, self._proof = self._spec(version), None
-                self._sync(self._last)
+                session = f"{version}-{next(self._count)}"
+                spec = attrs.evolve(self._template, session=session, version=version, places=self._places())
+                self._last, self._proof = spec, None
+                ends = [
+                    self._backend.send_weights(spec),
+                    self._generator.receive_weights(spec, version, self._on_weight_update),
+                ]
+                for end in ends:
+                    end.result()
             if self._probe is not None and self._probe.due(version):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version)
@@ -69,36 +98,43 @@ class WeightSync:
                 self._probe.overdue = True
             give(self._last, self._proof)
 
-    def _sync(self, spec: TransferSpec) -> None:
-        ends = [
-            self._backend.send_weights(spec),
-            self._generator.receive_weights(spec, spec.version, self._on_weight_update),
-        ]
-        for end in ends:
-            end.result()
 
-    def _spec(self, version: int) -> TransferSpec:
-        session = f"{version}-{next(self._count)}"
-        return attrs.evolve(self._template, session=session, version=version, places=self._places())
+def make_weight_sync(
+    way: "Way", scratch: Path, section: "ClusterSection", cluster: "Cluster | None", spans: Spans,
+    on_weight_update: "OnWeightUpdate", closers: list[Callable[[], None]],
+) -> WeightSync:  # fmt: skip
+    """Return the weight sync of one attempt, whose ends are not connected yet. Files are written below `scratch`."""
+    seconds, recovery = section.deadlines.weight_sync, section.recovery
+    if way.transport not in MEETING:
+        folder = str(scratch.resolve() / "weights")
+        return WeightSync(TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds), spans, on_weight_update)
+    from whet.weights.exchange import Exchange
+
+    exchange = Exchange(cluster.address() if cluster else "127.0.0.1")
+    closers.append(exchange.close)
+    spec = TransferSpec(
+        way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers, timeout_seconds=seconds,
+        token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
+    )  # fmt: skip
+    return WeightSync(spec, spans, on_weight_update, exchange.places)
 
 
 def make_probe(
-    prepared: "Prepared", trainer: "Backend", generator: "Generator | None", chat: "ChatTokenizer",
-    loop: "Callable[[], EpisodeLoop]", turn: Callable[[], None] = lambda: None,
+    prepared: "Prepared", trainer: "Backend", generator: "Generator", chat: "ChatTokenizer", loop: "EpisodeLoop",
+    turn: Callable[[], None] = lambda: None,
 ) -> "Probe | None":  # fmt: skip
     """Return the probe of a run; None: it is switched off, or there is nothing to compare.
 
     `turn` waits until the generator has its turn.
     """
     config, model, facts = prepared.config, prepared.model, prepared.facts
-    given = "logprobs" in facts["backend"].outputs_given
-    if generator is None or not config.weight_sync.probe.every or not given:
+    if not config.weight_sync.probe.every or "logprobs" not in facts["backend"].outputs_given:
         return None
     tokens = chat.plain_tokens
 
     def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         turn()
-        return loop().run(coroutine)
+        return loop.run(coroutine)
 
     return Probe(
         config.weight_sync.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],

@@ -14,7 +14,7 @@ from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_to
 
 if TYPE_CHECKING:
     from whet.data.offline import Encode
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
 
 
 class DistillData:
@@ -23,7 +23,7 @@ class DistillData:
     def __init__(self, config: DistillDataConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OfflineParts") -> None:
         """Run from the first step that is left to the last."""
         data = read_data(parts)
         teach = Teaching(self.config, parts, read_model(parts.chat.folder))

@@ -13,7 +13,7 @@ from whet_distill.config import DistillConfig
 from whet_distill.teaching import Teaching
 
 if TYPE_CHECKING:
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OnlineParts
 
 
 class Distill:
@@ -22,10 +22,9 @@ class Distill:
     def __init__(self, config: DistillConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last."""
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
-        assert rollouts is not None  # what feeds on rollouts gets them
         teach = Teaching(config, parts, read_model(parts.chat.folder), config.teachers)
         moves = config.minibatches > 1 or parts.config.rollout.max_staleness > 0
 

@@ -15,7 +15,7 @@ from whet_ops.algorithms.offline_loop import offline_loop, read_data
 
 if TYPE_CHECKING:
     from whet.data.batch import Batch
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
 
 
 class Dpo:
@@ -24,7 +24,7 @@ class Dpo:
     def __init__(self, config: DpoConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OfflineParts") -> None:
         """Run from the first step that is left to the last."""
         config, backend = self.config, parts.backend
         model = read_model(parts.chat.folder)

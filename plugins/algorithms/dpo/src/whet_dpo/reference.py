@@ -20,11 +20,11 @@ from whet.errors import CheckpointError, WhetError
 from whet_dpo.loss_config import REFERENCE
 
 if TYPE_CHECKING:
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
     from whet.interfaces.backend import Weights
 
 
-def precomputed(parts: "Parts", data: PreparedData, batch_size: int) -> PreparedData:
+def precomputed(parts: "OfflineParts", data: PreparedData, batch_size: int) -> PreparedData:
     """Return the data with the column `reference_logprobs`; it is scored in batches of so many units where it must be.
 
     Before the first step the policy is the reference. Raises `CheckpointError` where the run is beyond that, its file
@@ -47,7 +47,7 @@ def precomputed(parts: "Parts", data: PreparedData, batch_size: int) -> Prepared
     return data.with_columns(column)
 
 
-def _scored(parts: "Parts", data: PreparedData, name: str, part: Part, size: int, file: Path) -> Any:
+def _scored(parts: "OfflineParts", data: PreparedData, name: str, part: Part, size: int, file: Path) -> Any:
     weights: Weights = "policy" if parts.steps.done == 0 else "reference"
     found, count = [], len(part)
     for number, batch in enumerate(part.batches(size)):

@@ -25,7 +25,7 @@ from whet_ops.algorithms.policy_steps import (
 )
 
 if TYPE_CHECKING:
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OnlineParts
 
 
 class Grpo:
@@ -34,10 +34,9 @@ class Grpo:
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last."""
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
-        assert rollouts is not None  # what feeds on rollouts gets them
         advantages = parts.build(config.advantages)
         before, within = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)

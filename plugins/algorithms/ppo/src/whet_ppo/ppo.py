@@ -29,7 +29,7 @@ from whet_ppo.targets import estimate, place_rewards, values_of
 
 if TYPE_CHECKING:
     from whet.data.metrics import Metric
-    from whet.interfaces.algorithm import Parts, Step
+    from whet.interfaces.algorithm import OnlineParts, Step
 
 
 class Ppo:
@@ -38,10 +38,9 @@ class Ppo:
     def __init__(self, config: PpoConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OnlineParts") -> None:
         """Run from the first step that is left to the last."""
         config, rollouts, backend, critic = self.config, parts.rollouts, parts.backend, parts.roles[CRITIC]
-        assert rollouts is not None  # what feeds on rollouts gets them
         reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
         value_loss, run = to_spec(config.value_loss), parts.config.rollout
         several = config.minibatches * config.epochs > 1

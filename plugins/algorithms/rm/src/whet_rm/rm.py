@@ -12,7 +12,7 @@ from whet_ops.algorithms.offline_loop import offline_loop, read_data
 from whet_rm.config import RmConfig
 
 if TYPE_CHECKING:
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
 
 SQUARED, DEVIATION = "_squared", "_std"
 
@@ -23,7 +23,7 @@ class Rm:
     def __init__(self, config: RmConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OfflineParts") -> None:
         """Run from the first step that is left to the last."""
         offline_loop(parts, read_data(parts), self.config, derive=with_deviations)
 

@@ -16,7 +16,7 @@ from whet_sft.config import SftConfig
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
     from whet.data.offline import Encode
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
 
 
 class Sft:
@@ -25,7 +25,7 @@ class Sft:
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
-    def run(self, parts: "Parts") -> None:
+    def run(self, parts: "OfflineParts") -> None:
         """Run from the first step that is left to the last."""
         # `nll` of the validation data is its loss
         offline_loop(

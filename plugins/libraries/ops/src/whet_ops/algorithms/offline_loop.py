@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
     from whet.data.offline import PreparedData
-    from whet.interfaces.algorithm import Parts
+    from whet.interfaces.algorithm import OfflineParts
     from whet.interfaces.backend import Backend
 
 Prepare = Callable[["Batch", int], "Batch"]
@@ -38,9 +38,8 @@ class OfflineConfig(Protocol):
         ...
 
 
-def read_data(parts: "Parts") -> "PreparedData":
-    """Return the tokenised data of a run that is fed by data files."""
-    assert parts.data is not None  # the plan has refused a config without `data`
+def read_data(parts: "OfflineParts") -> "PreparedData":
+    """Return the tokenised data of a run."""
     return parts.data.prepare()
 
 
@@ -60,7 +59,7 @@ def trained_tokens(batch: "Batch") -> float:
 
 
 def offline_loop(
-    parts: "Parts",
+    parts: "OfflineParts",
     data: "PreparedData",
     config: OfflineConfig,
     *,

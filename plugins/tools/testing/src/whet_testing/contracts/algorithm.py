@@ -21,10 +21,11 @@ from whet.data.batch import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
 from whet.data.offline import OfflineData
-from whet.interfaces.algorithm import Algorithm, Parts
+from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts, Parts
 from whet.plan.plan import facts_of
 from whet.plugins.registry import Registry, load_plugins
 from whet_testing.contracts.component import MODEL
+from whet_testing.fakes import FakeGenerator
 from whet_testing.steps import ROLLOUT_COLUMNS, Watch, WatchedBackend, WatchedRollouts, WatchedSteps, watched_sync
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
@@ -184,33 +185,31 @@ class AlgorithmContract:
     ) -> Parts:
         config: Any = selection.config
         loss = to_spec(config.loss) if _is_loss(getattr(config, "loss", None)) else Spec("")
-        data = self._data(selection, facts, chat, folder)
         advantages = getattr(config, "advantages", None)
         greedy = isinstance(advantages, Selection) and facts_of(advantages, MODEL).greedy_sample
-        feeds = "rollouts" in facts.inputs
-        rollouts = WatchedRollouts(watch, facts.group_size or 1, greedy) if feeds else None
         whole = Config(
             run=RunSection(folder=str(folder), steps=3),
             model=ModelSection(path=str(chat.folder)),
             algorithm=selection,
             backend=None,  # type: ignore[arg-type]  # no code reads it: the backend is a stand-in
         )
-        return Parts(
-            config=whole,
-            algorithm=resolve(selection.component.target)(selection.config),
-            hooks=None,
-            backend=WatchedBackend(watch),
-            roles={name: WatchedBackend(Watch()) for name in facts.roles},
-            generator=None,
-            chat=chat,
-            loss=loss,
-            rollouts=rollouts,
-            data=data if "data" in facts.inputs else None,
-            sync_weights=watched_sync(watch),
-            steps=steps,  # type: ignore[arg-type]
-            evaluate=lambda step: {},
-            seed=0,
-        )
+        common: dict[str, Any] = {
+            "config": whole,
+            "algorithm": resolve(selection.component.target)(selection.config),
+            "hooks": None,
+            "backend": WatchedBackend(watch),
+            "roles": {name: WatchedBackend(Watch()) for name in facts.roles},
+            "chat": chat,
+            "loss": loss,
+            "sync_weights": watched_sync(watch),
+            "steps": steps,
+            "evaluate": lambda step: {},
+            "seed": 0,
+        }
+        if "rollouts" in facts.inputs:
+            rollouts = WatchedRollouts(watch, facts.group_size or 1, greedy)
+            return OnlineParts(**common, generator=FakeGenerator("a"), rollouts=rollouts)
+        return OfflineParts(**common, generator=None, data=self._data(selection, facts, chat, folder))
 
     def _data(self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path) -> OfflineData:
         records = self.records or RECORDS.get(facts.data_format, [])
