@@ -5,7 +5,8 @@ from typing import Any, Literal
 import pytest
 from attrs import field, frozen
 
-from whet.config.renamed import renamed
+from whet.component import Component, Selection
+from whet.config.renamed import renamed, renewed
 from whet.config.structure import structure
 from whet.errors import ConfigError
 
@@ -66,3 +67,13 @@ def test_a_key_of_today_may_have_the_name_that_another_one_had_before():
 def test_new_keys_and_values_are_taken_as_they_are():
     made = structure({"fruit": "apple", "inner": {"colour": "rotten"}}, Section, None)
     assert made == Section("apple", inner=Inner(colour="rotten"))
+
+
+def test_what_an_earlier_version_wrote_is_read_with_the_names_of_today() -> None:
+    here = Section("apple", inner=Inner(), items=[Inner()])
+    before = {"meal": "malus", "number": 2, "core": {"colour": "rot"}, "items": [{"colour": "rot"}, {"colour": "rot"}]}
+    now = {"fruit": "apple", "count": 2, "inner": {"colour": "red"}, "items": [{"colour": "red"}, {"colour": "rot"}]}
+    assert renewed({**before, "files": {"meal": 1}}, here) == {**now, "files": {"meal": 1}}
+    assert renewed(now, here) == now
+    assert renewed({"a": before}, {"a": Selection("losses", Component("x", Section, "x:Y"), here)}) == {"a": now}
+    assert renewed(before, None) == before

@@ -8,10 +8,12 @@ import pytest
 from attrs import field, frozen
 
 from whet.component import Component, Selection
+from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
 from whet.data.offline import OfflineData
+from whet.run.checkpoint import differences
 from whet.run.fingerprint import run_fingerprint
 
 
@@ -71,3 +73,16 @@ def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, 
     assert identify(str(moved)) == identify(str(tiny_model_folder))
     assert identify(str(other)) != identify(str(moved))
     assert identify("owner/one") != identify("owner/other")
+
+
+def test_a_run_of_an_earlier_version_is_the_same_under_its_old_keys(identity: Any, tiny_model_folder: Path) -> None:
+    now = identity()
+    before = {**now, "rollout": {**now["rollout"], "order": "admission", "running": "keep"}}
+    del before["rollout"]["on_weight_update"]
+    config = Config(
+        RunSection("runs/x", 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
+        backend=chosen("backends"),
+    )  # fmt: skip
+    assert differences(renewed(before, config), now, []) == [
+        "rollout.on_weight_update: the run has 'continue', the config gives 'drain'"
+    ]

@@ -4,14 +4,17 @@ A field states its old names in its metadata, so that the config classes of plug
 
     on_weight_update: Literal["drain", "continue"] = field(metadata=renamed("running", keep="continue"))
 
-A config is never changed by this table. An old key or value is a problem of the config, with its path.
+A config is never changed by this table. An old key or value is a problem of the config, with its path. Only what an
+earlier version wrote of a config, e.g. the identity of a run, is read with it: see `renewed`.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import attrs
 
+from whet.component import Selection
 from whet.config.document import to_line
 
 
@@ -40,3 +43,28 @@ def value_words(field: "attrs.Attribute[Any]", value: object) -> str:
 
 def _new_value(field: "attrs.Attribute[Any]", value: object) -> object:
     return field.metadata.get("renamed_values", {}).get(value, value) if isinstance(value, str) else value
+
+
+def renewed(plain: Any, config: Any) -> Any:
+    """Return a config that an earlier version wrote as builtins, with the keys and values of today.
+
+    `config` is the structured config of today that it is compared with: an instance, a selection, or a collection.
+    """
+    if isinstance(config, Selection):
+        return renewed(plain, config.config)
+    if isinstance(config, Mapping) and isinstance(plain, Mapping):
+        return {key: renewed(value, config.get(key)) for key, value in plain.items()}
+    if isinstance(config, Sequence) and isinstance(plain, list):
+        return [renewed(value, here) for value, here in zip_longest(plain, config[: len(plain)])]
+    if not attrs.has(type(config)) or not isinstance(plain, Mapping):
+        return plain
+    found = dict(plain)
+    for field in attrs.fields(type(config)):
+        key, here = field.alias or field.name, getattr(config, field.name)
+        if (old := field.metadata.get("renamed_key")) in found and key not in found:
+            found[key] = found.pop(old)
+        if field.metadata.get("inline"):
+            found = renewed(found, here)
+        elif key in found:
+            found[key] = renewed(_new_value(field, found[key]), here)
+    return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from whet.config.renamed import renewed
 from whet.data.files import disk_errors, json_line, private
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.evaluation.comparison import SUMMARY, Comparison, compare, read_written
@@ -27,6 +28,7 @@ from whet.run.run_folder import RunFolder, closing_all
 from whet.run.start_workers import make_slices
 
 if TYPE_CHECKING:
+    from whet.config.sections import Config
     from whet.interfaces.backend import Backend
     from whet.interfaces.logger import Logger
     from whet.plugins.registry import Registry
@@ -107,7 +109,7 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
-    saved = exported(run, step, prepared.config.run.allow_changed)
+    saved = exported(run, step, prepared.config.run.allow_changed, prepared.config)
     with (
         Interrupts("job").listening() as interrupts,
         _workplace("export") as folder,
@@ -117,17 +119,20 @@ def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) 
         attempt = _attempt(prepared, folder, closers)
         slices = make_slices(prepared, folder.logs, closers, ["backend"])
         backend = start(prepared, attempt, ["backend"], slices.of)["backend"]
-        written = _load(backend, run, step, prepared.config.run.allow_changed, saved)
+        written = _load(backend, run, step, prepared.config.run.allow_changed, saved, prepared.config)
         with _whole(Path(out).absolute()) as partial:
             backend.export(partial)
     return written
 
 
-def exported(run: RunFolder, step: int | None, allowed: Sequence[str] = ()) -> checkpoint.Checkpoint:
+def exported(
+    run: RunFolder, step: int | None, allowed: Sequence[str] = (), config: "Config | None" = None
+) -> checkpoint.Checkpoint:  # fmt: skip
     """Return the checkpoint to export: that of a step, or the last that the run saved.
 
-    `allowed` are config paths in which it may differ from the run. Raises `CheckpointError` where that one cannot be
-    used: an older one is taken only by its step.
+    `allowed` are config paths in which it may differ from the run. What an earlier version wrote is
+    read with the names of `config`. Raises `CheckpointError` where that one cannot be used: an older one is taken only
+    by its step.
     """
     try:
         saved = checkpoint.latest(run, step)
@@ -145,7 +150,9 @@ def exported(run: RunFolder, step: int | None, allowed: Sequence[str] = ()) -> c
         how = f"; to export an older checkpoint, give {steps}" if older else ""
         raise CheckpointError(f"{error}\nnothing was exported{how}") from error
     before = run.read_json("identity.json")
-    if before is not None and (different := checkpoint.differences(before, saved.state.get("identity", {}), allowed)):
+    saved_by = saved.state.get("identity", {})
+    different = checkpoint.differences(renewed(before, config), renewed(saved_by, config), allowed) if before else []
+    if different:
         raise CheckpointError(
             f"{saved.folder} was saved by another run than that of {run.path}:\n"
             + "\n".join(f"  {line}" for line in different)
@@ -188,7 +195,7 @@ def _alone(config: Path) -> list[str]:
 
 def _load(
     backend: "Backend", run: RunFolder, step: int | None, allowed: Sequence[str],
-    saved: checkpoint.Checkpoint | None = None,
+    saved: checkpoint.Checkpoint | None = None, config: "Config | None" = None,
 ) -> int:  # fmt: skip
     """Load a checkpoint, which may have been read already, and return its step.
 
@@ -197,7 +204,7 @@ def _load(
     for attempt in range(_ATTEMPTS):
         folder = saved.folder if saved is not None else run.checkpoints
         try:
-            saved = saved or exported(run, step, allowed)
+            saved = saved or exported(run, step, allowed, config)
             folder = saved.folder
             backend.load(saved.part("backend"))
             return saved.step

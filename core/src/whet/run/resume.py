@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.config.document import to_text
+from whet.config.renamed import renewed
 from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
 from whet.run import checkpoint
@@ -91,7 +92,7 @@ def own_fingerprint(
 
 
 def _refuse_another(config: "Config", found: str, before: Any, fingerprint: Mapping[str, Any]) -> None:
-    different = checkpoint.differences(before, fingerprint, config.run.allow_changed)
+    different = checkpoint.differences(renewed(before, config), fingerprint, config.run.allow_changed)
     if different:
         raise CheckpointError(
             f"{found} another run; choose another run.folder, or list what may differ in run.allow_changed:\n"
