@@ -75,8 +75,8 @@ def test_a_model_that_a_component_reads_may_move_but_not_change(tmp_path: Path, 
     assert identify("owner/one") != identify("owner/other")
 
 
-def test_a_run_of_an_earlier_version_is_the_same_under_its_old_keys(identity: Any, tiny_model_folder: Path) -> None:
-    now = identity()
+def test_a_run_of_an_earlier_version_is_the_same_under_its_old_keys(fingerprint: Any, tiny_model_folder: Path) -> None:
+    now = fingerprint()
     before = {**now, "rollout": {**now["rollout"], "order": "admission", "running": "keep"}}
     del before["rollout"]["on_weight_update"]
     config = Config(
