@@ -51,7 +51,7 @@ def with_prompts(batch: Batch) -> Batch:
     lengths = batch["lengths"]
     place = np.arange(batch.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     whole = np.repeat(batch["chosen"], lengths) & (place > 0)
-    return batch.with_columns(answer_mask=batch["loss_mask"], loss_mask=batch["loss_mask"] | whole)
+    return batch.with_columns(response_mask=batch["loss_mask"], loss_mask=batch["loss_mask"] | whole)
 
 
 def numbers(metrics: Any) -> dict[str, float]:

@@ -80,7 +80,7 @@ class TestDpoWithEverything(PairContract):
 
 class TestOrpoOfWholeConversations(PairContract):
     makes = losses.Orpo(config.OrpoConfig(sft=config.SftTerm(weight=1.0, of="conversation")))
-    makers = {"answer_mask": lambda batch, rng: batch["loss_mask"] & (rng.random(batch.tokens) < 0.6)}
+    makers = {"response_mask": lambda batch, rng: batch["loss_mask"] & (rng.random(batch.tokens) < 0.6)}
 
 
 class TestRobustDpo(PairContract):

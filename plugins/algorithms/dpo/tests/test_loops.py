@@ -135,7 +135,7 @@ def test_losses_without_reference_have_nothing_scored(run, name):
 
 def test_kto_estimates_its_baseline_over_each_whole_batch(run):
     found = run(Kto(KtoConfig(batch_size=4, loss=loss("kto"))), steps=1)
-    # the data, then policy and reference on borrowed answers: of the validation data, of the batch, and once more
+    # the data, then policy and reference on borrowed responses: of the validation data, of the batch, and once more
     assert found.backend.asked[:4] == [("policy", 8), ("policy", 8), ("policy", 4), ("policy", 6)]
     borrowed = [(weights, size) for size in (6, 8, 6) for weights in ("policy", "reference")]
     assert found.backend.asked[4:] == borrowed
@@ -156,7 +156,7 @@ def test_validation_comes_before_the_first_step_when_due_and_after_the_last(run)
     assert ["validation/loss" in metrics for metrics in found.metrics] == [False, True, False, True, True]
 
 
-def test_margins_of_single_answers_are_the_difference_of_means():
+def test_margins_of_single_responses_are_the_difference_of_means():
     metrics = {"rewards/chosen": mean(6.0, 3), "rewards/rejected": mean(-2.0, 4)}
     assert with_margins(metrics)["rewards/margins"].number() == pytest.approx(2.5)
     assert "rewards/margins" not in with_margins({**metrics, "rewards/rejected": mean(0.0, 0)})

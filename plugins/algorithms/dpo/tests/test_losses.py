@@ -15,13 +15,13 @@ from whet_dpo.loss_config import SftTerm
 from whet_dpo.whole_config import BcoPairConfig
 
 LENGTHS = ((3, 5), (1, 2), (6, 6), (4, 0))
-"""Tokens to learn of each pair's answers; one answer has none."""
+"""Tokens to learn of each pair's responses; one response has none."""
 PROMPT = 2
 BETA = 0.3
 
 
 class Case:
-    """A batch of pairs, in an order that is not that of the pairs, with float64 logprobs of each answer."""
+    """A batch of pairs, in an order that is not that of the pairs, with float64 logprobs of each response."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(4)
@@ -42,7 +42,7 @@ class Case:
         return {"tokens": np.arange(len(mask)), "loss_mask": mask}
 
     def of(self, logprobs: Any, unit: int, chosen: bool) -> Any:
-        """Give the logprobs of the tokens to learn of one answer."""
+        """Give the logprobs of the tokens to learn of one response."""
         at = self.order.index((unit, chosen))
         ends = np.cumsum(self.batch["lengths"])
         part = slice(ends[at] - self.batch["lengths"][at], ends[at])
@@ -68,7 +68,7 @@ def log_odds(x: float) -> float:
 
 
 def divergence_of_bernoullis(mine: float, wanted: float) -> float:
-    """KL(mine || wanted), EXO's loss of two answers."""
+    """KL(mine || wanted), EXO's loss of two responses."""
     return mine * math.log(mine / wanted) + (1 - mine) * math.log((1 - mine) / (1 - wanted))
 
 
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Any, bool, bool, Formula, Any]] = {
     ),
     "sppo-hard": (
         losses.SppoHard(config.SppoHardConfig(beta=BETA)),
-        # (log-ratio - eta (P - 1/2))^2 with eta = 1 / beta, and P 1 for the chosen answer, 0 for the other
+        # (log-ratio - eta (P - 1/2))^2 with eta = 1 / beta, and P 1 for the chosen response, 0 for the other
         True, False, lambda c, r: (c - (1 - 0.5) / BETA) ** 2 + (r - (0 - 0.5) / BETA) ** 2, nothing,
     ),
     "bco-pair without shift": (
@@ -283,13 +283,13 @@ def test_rewards_may_be_reported_as_trl_and_nemo_rl_do(case: Case) -> None:
     assert reported(logps="mean")[1]["logps/chosen"] == pytest.approx(np.mean(logps), rel=1e-5)
 
 
-def test_the_prompt_may_be_learned_beside_the_answer(case: Case) -> None:
-    """TRL's ORPO: the odds are the answer's, the likelihood is of prompt and answer."""
+def test_the_prompt_may_be_learned_beside_the_response(case: Case) -> None:
+    """TRL's ORPO: the odds are the response's, the likelihood is of prompt and response."""
     starts = np.cumsum(case.batch["lengths"]) - case.batch["lengths"]
     place = np.arange(case.batch.tokens) - np.repeat(starts, case.batch["lengths"])
     chosen = np.repeat(case.batch["chosen"], case.batch["lengths"])
     mask = np.where(chosen, place > 0, case.batch["loss_mask"])
-    batch = case.batch.with_columns(loss_mask=mask, answer_mask=case.batch["loss_mask"])
+    batch = case.batch.with_columns(loss_mask=mask, response_mask=case.batch["loss_mask"])
     policy = np.where(mask & ~case.batch["loss_mask"], -0.7, case.policy)
     loss = losses.Orpo(config.OrpoConfig(beta=BETA, sft=SftTerm(1.0, of="conversation")))
     value, gradient, metrics = computed(loss, batch, policy)
@@ -366,7 +366,7 @@ def test_kto_by_kinds_is_the_mean_of_two_means_so_that_more_of_one_kind_pull_no_
     assert computed_counts(unpaired.Kto(config.KtoLossConfig(average="kinds")), only)["undesirable"] == 0
 
 
-def test_kto_of_single_answers_has_no_accuracy(case: Case) -> None:
+def test_kto_of_single_responses_has_no_accuracy(case: Case) -> None:
     batch = case.batch.with_columns(
         desirable=case.batch["chosen"],
         kl_baseline=np.zeros(case.batch.sequences, np.float32),

@@ -14,14 +14,14 @@ def chat(tiny_model_folder):
 
 
 @pytest.mark.parametrize(("label", "desirable"), [(True, True), (False, False), (1, True), (0, False)])
-def test_a_labelled_answer_is_one_sequence(chat, label, desirable):
+def test_a_labelled_response_is_one_sequence(chat, label, desirable):
     (one,) = encode_labelled({"question": "6*7?", "completion": "42", "label": label}, chat, {"prompt": "question"})
     assert one["desirable"] is desirable
     assert chat.decode(one["tokens"][one["loss_mask"]], skip_special=False) == "42<|im_end|>"
     assert one["prompt_length"] == one["loss_mask"].argmax()
 
 
-def test_a_pair_is_a_desirable_answer_and_another(chat):
+def test_a_pair_is_a_desirable_response_and_another(chat):
     pair = encode_labelled({"prompt": "6*7?", "chosen": "42", "rejected": "43"}, chat, {})
     assert [one["desirable"] for one in pair] == [True, False]
     assert all("chosen" not in one for one in pair)
@@ -48,7 +48,9 @@ def test_unknown_fields_in_the_config_are_refused(config):
         config(fields={"question": "prompt"})
 
 
-SPOKEN = [[{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": answer}] for answer in ("42", "43")]
+SPOKEN = [
+    [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": response}] for response in ("42", "43")
+]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +86,5 @@ def test_a_chosen_conversation_may_be_learned_whole(chat):
     assert chosen["loss_mask"].tolist() == [False] + [True] * (len(chosen["tokens"]) - 1)
     assert rejected["loss_mask"].tolist() == plain[1]["loss_mask"].tolist()
     for one, was in zip(found, plain, strict=True):
-        assert one["answer_mask"].tolist() == was["loss_mask"].tolist()
+        assert one["response_mask"].tolist() == was["loss_mask"].tolist()
         assert one["prompt_length"] == was["prompt_length"]

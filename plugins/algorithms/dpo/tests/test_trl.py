@@ -23,7 +23,7 @@ from whet.plugins.registry import load_plugins
 from whet_dpo.whole import WholeBatch
 
 LENGTHS = ((3, 5), (1, 2), (6, 4), (4, 1), (2, 2), (5, 7))
-"""Tokens of each pair's answers."""
+"""Tokens of each pair's responses."""
 PROMPT = 2
 
 
@@ -36,7 +36,7 @@ class Peer:
 
 
 def rows() -> list[int]:
-    """Return the lengths of all answers, chosen ones first."""
+    """Return the lengths of all responses, chosen ones first."""
     return [pair[0] for pair in LENGTHS] + [pair[1] for pair in LENGTHS]
 
 

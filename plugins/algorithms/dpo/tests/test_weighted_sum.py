@@ -84,14 +84,14 @@ def test_sums_may_hold_sums(registry: Registry) -> None:
     assert "inner/bco-pair/rewards/margins" in metrics
 
 
-def test_a_likelihood_of_answers_learns_no_prompt_beside_one_that_does(registry: Registry) -> None:
+def test_a_likelihood_of_responses_learns_no_prompt_beside_one_that_does(registry: Registry) -> None:
     chosen = section(registry, [{"use": "sft", "of": "conversation", "name": "whole"}, {"use": "sft"}]).loss
     loss = resolve(chosen.component.target)(chosen.config)
     batch = random_batch(1, columns=("chosen",), unit_size=2)
     lengths = batch["lengths"]
     place = np.arange(batch.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     whole = batch["loss_mask"] | (np.repeat(batch["chosen"], lengths) & (place > 0))
-    taught = batch.with_columns(answer_mask=batch["loss_mask"], loss_mask=whole).map(torch.from_numpy)
+    taught = batch.with_columns(response_mask=batch["loss_mask"], loss_mask=whole).map(torch.from_numpy)
     counts = {name: int(count) for name, count in loss.counts(taught).items()}
     chosen_tokens = np.repeat(batch["chosen"], lengths)
     assert counts == {
@@ -102,7 +102,7 @@ def test_a_likelihood_of_answers_learns_no_prompt_beside_one_that_does(registry:
 def test_what_terms_need_the_sum_needs(registry: Registry) -> None:
     model = ModelInfo("", {})
     loss = section(registry, [{"use": "bco-pair"}, {"use": "aot"}, {"use": "sft", "of": "conversation"}]).loss
-    wanted = {"chosen", "reference_logprobs", "score_shift", "margin_shift", "answer_mask"}
+    wanted = {"chosen", "reference_logprobs", "score_shift", "margin_shift", "response_mask"}
     assert facts_of(loss, model).columns_read == wanted
     assert wanted <= dpo_facts(attrs.evolve(DpoConfig(), loss=loss), model).columns_written
     free = section(registry, [{"use": "simpo"}, {"use": "sft"}]).loss
@@ -151,7 +151,7 @@ def test_sums_that_say_nothing_or_the_same_are_refused(registry: Registry, terms
         ),
         (
             DpoConfig,
-            {"use": "bco-pair", "shift": "none", "shift_mean": "answers"},
+            {"use": "bco-pair", "shift": "none", "shift_mean": "responses"},
             "algorithm.loss.shift_mean: has no effect without a shift",
         ),
         (DpoConfig, {"use": "dpo", "divergence": "alpha", "divergence_alpha": 0.2}, ""),

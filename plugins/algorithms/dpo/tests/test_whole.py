@@ -17,7 +17,7 @@ from whet_dpo.whole import WholeBatch
 from whet_dpo.whole_config import MARGIN_SHIFT, MATCHED, SHIFT, SumTerm, WeightedSumConfig
 
 LENGTHS = ((3, 5), (1, 2), (6, 6), (4, 0), (2, 3), (0, 0), (5, 1))
-"""Tokens to learn of each pair's answers: one answer has none, and one pair."""
+"""Tokens to learn of each pair's responses: one response has none, and one pair."""
 BETA = 0.4
 
 
@@ -164,7 +164,7 @@ def test_a_hand_worked_batch() -> None:
     assert objective(chosen_loss("aot", beta=1.0), whole(chosen_loss("aot"), None)(batch), batch["now"])[0] == (
         pytest.approx((0.0485874 + 0.1269280) / 2, abs=1e-6)
     )
-    # scores of chosen answers 2, 1, of rejected ones -2, 0: 2 faces 0, and 1 faces -2
+    # scores of chosen responses 2, 1, of rejected ones -2, 0: 2 faces 0, and 1 faces -2
     found = whole(chosen_loss("aot-unpaired"), None)(batch)
     assert found[MATCHED].tolist() == [0, 1, -2, 2]
     assert objective(chosen_loss("aot-unpaired", beta=1.0), found, batch["now"])[0] == (
@@ -178,15 +178,15 @@ def test_a_hand_worked_batch() -> None:
     assert metrics[SHIFT] == 0.25
 
 
-def test_a_mean_over_kinds_is_not_the_mean_over_answers() -> None:
+def test_a_mean_over_kinds_is_not_the_mean_over_responses() -> None:
     tally = Tally((6.0, -1.0), (3, 1))
-    assert (tally.mean("kinds"), tally.mean("answers")) == (0.5, 1.25)
+    assert (tally.mean("kinds"), tally.mean("responses")) == (0.5, 1.25)
     assert Tally((6.0, 0.0), (3, 0)).mean("kinds") == 2.0
-    assert Tally().mean("kinds") == Tally().mean("answers") == 0.0
+    assert Tally().mean("kinds") == Tally().mean("responses") == 0.0
 
 
 def labelled(desirable: list[float], others: list[float]) -> Batch:
-    """Make single answers of one token with these scores."""
+    """Make single responses of one token with these scores."""
     scores = [*desirable, *others]
     rows = [
         {
@@ -208,13 +208,13 @@ GAVE = (
     ),
     (([0.5], [1.25, -2.0, 3.0]), 0.7528451, 0.1666667, [-0.0378125, 0.0413922, 0.0237900, 0.0506652]),
 )
-"""Two batches in a row, as scores of desirable answers and others, and what `BCOTrainer.bco_loss` of TRL 0.21 makes of
-them with its `RunningMoments` and beta 0.3: loss, delta, and gradient by the scores.
+"""Two batches in a row, as scores of desirable responses and others, and what `BCOTrainer.bco_loss` of TRL 0.21
+computes from them with its `RunningMoments` and beta 0.3: loss, delta, and gradient by the scores.
 """
 
 
 def test_a_running_mean_gives_the_numbers_of_trls_bco_trainer(tmp_path: Any) -> None:
-    loss = chosen_loss("bco", beta=0.3, shift="running", shift_mean="answers")
+    loss = chosen_loss("bco", beta=0.3, shift="running", shift_mean="responses")
     prepare = whole(loss, None, tmp_path)
     for step, (scores, value, delta, slope) in enumerate(GAVE, 1):
         batch = prepare(labelled(*scores), step)
@@ -274,7 +274,7 @@ def test_terms_of_a_sum_have_their_columns_by_their_own_settings() -> None:
         assert np.array_equal(found[name], own[name])
 
 
-def test_answers_of_the_tally_are_counted_where_they_can_be_learned() -> None:
+def test_responses_of_the_tally_are_counted_where_they_can_be_learned() -> None:
     batch, policy = pairs()
     scores = sums(batch, policy) - sums(batch, batch["reference_logprobs"])
     learned = np.array([length > 0 for pair in LENGTHS for length in pair])

@@ -20,7 +20,7 @@ def test_one_reward_can_be_what_counts() -> None:
         UnequalRewards(UnequalRewardsConfig(reward="style"))(group_of([1.0, 0.0]))
 
 
-def test_an_answer_that_nobody_can_decide_about_is_worth_0_by_every_reward() -> None:
+def test_a_response_that_nobody_can_decide_about_is_worth_0_by_every_reward() -> None:
     keep, group = UnequalRewards(UnequalRewardsConfig(reward="correct")), group_of([1.0, 1.0])
     undecided = evolve(group.episodes[0], rewards={}, undecided=("it needs too much",))
     assert keep(evolve(group, episodes=(undecided, group.episodes[1])))

@@ -82,7 +82,7 @@ class Table:
         chosen = tokens.clamp(LETTERS[0], LETTERS[-1]) - LETTERS[0]
         kept = torch.as_tensor(batch["loss_mask"]) & (tokens != 256)
         logprobs = torch.log_softmax(self.logits, 0)
-        # The token that ends an answer is certain; that of the letter has the entropy of the policy.
+        # The token that ends a response is certain; that of the letter has the entropy of the policy.
         entropy = torch.where(kept, -(logprobs.exp() * logprobs).sum(), 0.0)
         return {"logprobs": torch.where(kept, logprobs[chosen], 0.0), "entropy": entropy}
 
@@ -192,7 +192,7 @@ def test_advantages_are_clipped_and_reported() -> None:
 
 
 def test_an_adaptive_penalty_follows_the_divergence_of_each_step() -> None:
-    """Of 32 answers, which change it by at most 0.2 x 32 / 8, as the horizon is 8. An answer has one or two tokens."""
+    """32 responses change the weight by at most 0.2 x 32 / 8, as the horizon is 8. A response has one or two tokens."""
     control = {"target": 0.05, "horizon": 8.0}
     free, _ = run(25, [], prompts_per_step=4, learning_rate=1.0, kl_reward={"weight": 0.01})
     held, steps = run(25, [], prompts_per_step=4, learning_rate=1.0, kl_reward={"weight": 0.01, "adaptive": control})

@@ -132,7 +132,7 @@ def test_what_makes_sense_is_let_through(problems: Any, algorithm: dict[str, Any
         ),
         (
             {"loss": {**LOSS, "off_policy": {"threshold": 1.0}}, "top_entropy": {"share": 0.2, "count_rest": False}},
-            "algorithm.top_entropy.count_rest", "algorithm.loss.off_policy is a mean over an answer's tokens",
+            "algorithm.top_entropy.count_rest", "algorithm.loss.off_policy is a mean over a response's tokens",
         ),
         (
             {"loss": {"use": "gspo", "level": "token"}, "top_entropy": {"share": 0.2, "count_rest": False}},

@@ -14,7 +14,7 @@ from whet_ops.algorithms.config import KlLossSection
 
 @pytest.fixture
 def batch() -> Batch:
-    """Three answers of 1, 2 and 3 tokens; the last has advantage 0. The second has a turn of others in between."""
+    """Three responses of 1, 2 and 3 tokens; the last has advantage 0. The second has a turn of others in between."""
     masks = [[0, 1], [0, 1, 0, 1], [0, 1, 1, 1]]
     sequences = [{"tokens": range(len(m)), "loss_mask": np.array(m, bool)} for m in masks]
     made = from_sequences(sequences, prompt_lengths=[1, 1, 1])
@@ -63,7 +63,7 @@ def test_where_no_sequence_can_learn_the_gap_is_shown_all_the_same(batch: Batch)
     assert metrics["logprob_gap/max"].number() == pytest.approx(math.log(9))
 
 
-def test_the_mean_over_sequences_weighs_answers_alike(batch: Batch) -> None:
+def test_the_mean_over_sequences_weighs_responses_alike(batch: Batch) -> None:
     value, _, _ = computed(ClippedPgConfig(aggregation="sequence"), batch)
     assert value == pytest.approx((-1.2 + (1.6 + 2.2) / 2 + 0) / 3)
 
@@ -101,7 +101,7 @@ def test_a_penalty_is_a_term_of_its_own(batch: Batch) -> None:
     assert loss.weights == {"policy": 1.0, "kl": 0.5}
     assert loss.columns == ("advantages", "sampler_logprobs", "reference_logprobs")
     assert {name: int(count) for name, count in loss.counts(torched).items()} == {"policy": 6, "kl": 6}
-    assert float(result.terms["kl"].detach()) == pytest.approx(6.0), "answers without an advantage are held back, too"
+    assert float(result.terms["kl"].detach()) == pytest.approx(6.0), "responses without an advantage are held back, too"
     assert loss.live(torched).tolist() == [True, True, True]
     assert result.metrics["kl_reference/k1"].number() == pytest.approx(1.0)
     assert result.metrics["kl_reference/k3"].number() == pytest.approx(math.exp(-1))
@@ -128,7 +128,7 @@ def test_gspo_has_one_ratio_for_each_sequence(batch: Batch, level: Any) -> None:
     assert metrics["ratio/min"].number() == pytest.approx(second)
 
 
-def test_a_constant_does_not_favour_short_answers(batch: Batch) -> None:
+def test_a_constant_does_not_favour_short_responses(batch: Batch) -> None:
     value, gradient, _ = computed(ClippedPgConfig(aggregation="constant", max_length=50), batch)
     assert value == pytest.approx(sum(LOSSES) / (3 * 50))
     assert float(gradient[5]) == pytest.approx(2.2 / 150)

@@ -256,7 +256,7 @@ def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
 
 def test_off_policy_masking_is_that_of_deepseek() -> None:
     batch = inputs()
-    # A threshold below 0 is refused; so the sampler's logprobs are lifted, by which the bad answers have fallen.
+    # A threshold below 0 is refused; so the sampler's logprobs are lifted, by which the bad responses have fallen.
     lifted = batch.with_columns(sampler_logprobs=batch["sampler_logprobs"] + np.float32(0.3))
     section = OffPolicySection(threshold=0.0)
     config = ClippedPgConfig(aggregation="sequence", off_policy=section)

@@ -19,7 +19,7 @@ ADVANTAGES = np.array([1.5, -0.7, 0.0, -2.0, 0.4], np.float32)
 
 
 def row(sequence: int) -> Any:
-    """The numbers that the inputs of one answer are made of."""
+    """The numbers that the inputs of one response are made of."""
     return np.arange(7, dtype=np.float64)[: SIZES[sequence]] + 7 * sequence
 
 
@@ -37,7 +37,7 @@ def inputs() -> Batch:
 
 
 def objective(loss: Any, batch: Batch) -> tuple[float, Any]:
-    """Give the objective, and its gradient at the first token of the first answer and of the fourth."""
+    """Give the objective, and its gradient at the first token of the first response and of the fourth."""
     torched = batch.map(lambda column: torch.from_numpy(np.array(column)))
     logprobs = torched["new"].clone().requires_grad_()
     result, counts = loss({"logprobs": logprobs}, torched), loss.counts(torched)

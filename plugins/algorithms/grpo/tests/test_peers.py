@@ -198,7 +198,7 @@ GREEDY = np.array([0.4] * 3 + [1.1] * 4, np.float32)
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_remax_of_verl(weight: float) -> None:
-    """`compute_remax_outcome_advantage`: what is to come at each token, less the reward of the greedy answer."""
+    """`compute_remax_outcome_advantage`: what is to come at each token, less the reward of the greedy response."""
     rewards = -weight * KL * PADDED
     rewards[np.arange(7), np.array(SIZES) - 1] += REWARDS
     expected = to_come(rewards) - GREEDY[:, None]
@@ -210,7 +210,7 @@ def test_remax_of_verl(weight: float) -> None:
 
 
 def test_remax_says_what_it_lacks() -> None:
-    with pytest.raises(DataError, match="without a greedy answer"):
+    with pytest.raises(DataError, match="without a greedy response"):
         Remax(RemaxConfig())(batch())
 
 

@@ -99,7 +99,7 @@ def test_the_mean_over_sequences(batch):
     assert value == pytest.approx(((-1.2 + 2.2) / 2 - 2.7) / 2)
 
 
-def test_right_answers_are_made_likelier_and_others_not(batch):
+def test_right_responses_are_made_likelier_and_others_not(batch):
     loss = PpoClip(PpoClipConfig(likelihood=LikelihoodSection(weight=0.5)))
     dead = batch.with_columns(advantages=np.zeros(batch.tokens, np.float32))
     value, gradients, metrics = computed(loss, dead, logprobs=LOGPROBS)
@@ -180,7 +180,7 @@ def test_with_a_penalty_sequences_without_an_advantage_are_alive(batch):
     assert loss.live(dead.map(torch.from_numpy)).tolist() == [True, True, False]
 
 
-def test_a_right_answer_is_right_without_its_penalty(batch):
+def test_a_right_response_is_right_without_its_penalty(batch):
     loss = PpoClip(PpoClipConfig(likelihood=LikelihoodSection(weight=0.5)))
     charged = batch.with_columns(reward=batch["reward"] - np.float32(0.1), task_reward=batch["reward"])
     assert loss.counts(charged.map(torch.from_numpy))["likelihood"] == 2

@@ -101,7 +101,7 @@ def test_critic_and_policy_are_trained_on_the_same_targets_with_their_own_losses
     assert critic.batch["returns"][mask] == pytest.approx(rewards[mask], abs=1e-5)
 
 
-def test_answers_that_were_cut_are_left_out_of_both(run):
+def test_responses_that_were_cut_are_left_out_of_both(run):
     watch = run(minibatches=1, overlong={"mask": True}).watch
     for name in ("critic train", "policy train"):
         (event,) = watch.named(name)

@@ -9,7 +9,7 @@ from whet_ppo.config import GaeSection
 from whet_ppo.targets import estimate, one_place_more, place_rewards, values_of
 from whet_testing.fakes import FakeBackend
 
-MASKS = [[0, 1, 1, 0, 1], [0, 1, 1]]  # two turns, and an answer that was cut
+MASKS = [[0, 1, 1, 0, 1], [0, 1, 1]]  # two turns, and a response that was cut
 MASK = np.concatenate(MASKS).astype(bool)
 PLAIN = GaeSection(lambda_policy=1.0, whiten="none")
 
@@ -41,14 +41,14 @@ def test_the_penalty_stands_at_each_token_and_leaves_the_reward_as_it_was(batch)
     assert metrics["kl_reference/reward"].number() == pytest.approx((0.5 - 0.5 + 0 + 0 + 2) / 5)
 
 
-def test_the_place_after_a_cut_answer_is_scored_and_no_other(batch):
+def test_the_place_after_a_cut_response_is_scored_and_no_other(batch):
     longer, last = one_place_more(batch, ~batch["stopped"])
     assert longer["tokens"].tolist() == [10, 11, 12, 13, 14, 0, 10, 11, 12, 0]
     assert longer["loss_mask"].tolist() == [False, True, True, False, True, False, False, True, True, True]
     assert (longer["lengths"].tolist(), last.tolist()) == ([6, 4], [5, 9])
 
 
-def test_to_bootstrap_the_value_after_a_cut_answer_is_kept(batch):
+def test_to_bootstrap_the_value_after_a_cut_response_is_kept(batch):
     critic = FakeBackend(lambda output, batch: np.arange(batch.tokens, dtype=np.float32))
     values, after = values_of(batch, critic, bootstrap=True)
     assert values.tolist() == [0, 1, 2, 0, 4, 0, 7, 8]
@@ -74,7 +74,7 @@ def test_returns_and_advantages_of_each_token(batch):
     assert metrics["critic/explained_variance"].number() == pytest.approx(0, abs=1e-9)
 
 
-def test_what_the_critic_expects_after_a_cut_answer_is_added_to_its_reward(batch):
+def test_what_the_critic_expects_after_a_cut_response_is_added_to_its_reward(batch):
     made, _ = estimated(batch, PLAIN, after=np.array([0.0, 0.25]))
     assert made["returns"].tolist() == [0, 1, 1, 0, 1, 0, 0.75, 0.75]
 

@@ -13,7 +13,7 @@ from whet_rm.losses import BradleyTerry
 from whet_rm.rm import with_deviations
 
 SCORES = {0: (0.3, -1.2), 1: (2.5, 2.5), 2: (-0.7, 1.9), 3: (4.0, -3.0)}
-"""Of each pair: the chosen answer's and the rejected one's."""
+"""Of each pair: the chosen response's and the rejected one's."""
 MARGINS = {0: 1.0, 1: 0.0, 2: 2.5, 3: -0.5}
 ORDER = [(1, True), (0, False), (3, False), (2, True), (2, False), (1, False), (0, True), (3, True)]
 SETTINGS = {

@@ -18,8 +18,8 @@ def chat(tiny_model_folder):
 
 def test_a_pair_is_two_whole_conversations_with_a_place_for_the_score_behind(chat):
     pair = encode({"question": "6*7?", "chosen": "42", "rejected": "43, I think"}, chat, {"prompt": "question"})
-    for one, answer in zip(pair, ("42", "43, I think"), strict=True):
-        whole = chat.training((Message("user", "6*7?"), Message("assistant", answer))).tokens
+    for one, response in zip(pair, ("42", "43, I think"), strict=True):
+        whole = chat.training((Message("user", "6*7?"), Message("assistant", response))).tokens
         assert np.array_equal(one["tokens"][:-1], whole)
         assert one["loss_mask"].nonzero()[0].tolist() == [len(whole)]
     assert [one["chosen"] for one in pair] == [True, False]
@@ -39,8 +39,8 @@ def test_the_prompt_is_what_both_begin_with(chat):
 
 def test_several_turns_are_read_as_a_judge_reads_them(chat):
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    answers = {name: [*begun, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    one, _ = encode(answers, chat, {})
+    responses = {name: [*begun, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    one, _ = encode(responses, chat, {})
     whole = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "chosen"))
     assert np.array_equal(one["tokens"][:-1], chat.training(whole).tokens)
 
@@ -56,7 +56,7 @@ def test_a_margin_that_is_no_number_is_refused(chat, margin):
         encode({"prompt": "x", "chosen": "y", "rejected": "z", "margin": margin}, chat, {}, margin=True)
 
 
-def test_a_record_without_answers_is_refused(chat):
+def test_a_record_without_responses_is_refused(chat):
     with pytest.raises(DataError, match="wanted `chosen` and `rejected`"):
         encode({"prompt": "x", "chosen": "y"}, chat, {})
 

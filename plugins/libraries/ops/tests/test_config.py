@@ -10,7 +10,7 @@ from whet.errors import ConfigError
 from whet_ops.algorithms.config import LikelihoodSection
 
 
-def test_the_smallest_reward_of_a_right_answer_may_be_minus_infinity() -> None:
+def test_the_smallest_reward_of_a_right_response_may_be_minus_infinity() -> None:
     made = structure({"weight": 0.1, "at_least": -math.inf}, LikelihoodSection, None)
     assert made.at_least == -math.inf
     (doc,) = [doc for doc in describe(LikelihoodSection) if doc.name == "at_least"]

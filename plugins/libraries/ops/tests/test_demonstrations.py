@@ -49,7 +49,7 @@ def test_prompt_and_completion_are_the_same_as_a_conversation(chat, record):
     assert trained(chat, record) == "42<|im_end|>"
 
 
-def test_answers_in_the_prompt_carry_no_loss(chat):
+def test_responses_in_the_prompt_carry_no_loss(chat):
     assert trained(chat, {"prompt": [USER, ONE, MORE], "completion": "48"}) == "48<|im_end|>"
     assert trained(chat, {"prompt": [USER], "completion": [ONE, MORE, TWO]}) == "42<|im_end|>48<|im_end|>"
 

@@ -253,7 +253,7 @@ def test_the_soft_gate_of_sapo_is_worked_by_hand() -> None:
 
 
 def test_the_geometric_mean_of_gmpo_is_worked_by_hand() -> None:
-    """A good answer's token at 1 nat counts as 0.4, one at -1 as it is: a mean of -0.3. A bad one's the other way."""
+    """A good response's token at 1 nat counts as 0.4, one at -1 as it is: a mean of -0.3. A bad one's the other way."""
     change, old = [1.0, -1.0, 1.0, -1.0], tensor(-3.0, -3.0, -3.0, -3.0)
     logprobs = tensor(*(c - 3 for c in change)).requires_grad_()
     mask, lengths = torch.ones(4, dtype=torch.bool), torch.tensor([2, 2])
@@ -266,7 +266,7 @@ def test_the_geometric_mean_of_gmpo_is_worked_by_hand() -> None:
     assert found.clipped_low.tolist() == [False, False, False, True]
 
 
-def test_only_bad_answers_that_have_become_unlikely_are_masked() -> None:
+def test_only_bad_responses_that_have_become_unlikely_are_masked() -> None:
     new, sampled = tensor(-2.0, -1.0, -2.0, -1.0, -1.0, -1.0), tensor(-1.0, -1.0, -1.0, -1.0, -1.0, -1.0)
     advantages, lengths = tensor(-1.0, -1.0, 1.0, 1.0, -1.0, -1.0), torch.tensor([2, 2, 2])
     mask = torch.ones(6, dtype=torch.bool)

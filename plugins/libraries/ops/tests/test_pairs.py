@@ -29,8 +29,8 @@ def test_units_that_are_no_pairs_are_refused(unit, chosen):
 
 
 @pytest.mark.parametrize("how", [np.array, torch.tensor])
-def test_tokens_beyond_the_shorter_answer_weigh_alpha(how):
-    # pair 3: answers of 3 and 1 learned tokens, with one between that is not learned; pair 1: of 2 and 2
+def test_tokens_beyond_the_shorter_response_weigh_alpha(how):
+    # pair 3: responses of 3 and 1 learned tokens, with one between that is not learned; pair 1: of 2 and 2
     lengths, unit, chosen = how([2, 5, 3, 3]), how([3, 3, 1, 1]), how([False, True, False, True])
     mask = how([False, True, False, True, False, True, True, True, True, False, False, True, True])
     weights = shared_length_weights(mask, lengths, unit, chosen, 0.25)

@@ -32,7 +32,7 @@ from whet_testing.fakes import FakeBackend
 
 
 def batch(**columns: Any) -> Batch:
-    """Give answers of 1, 2 and 3 tokens; the last two are sequences of one episode."""
+    """Give responses of 1, 2 and 3 tokens; the last two are sequences of one episode."""
     masks = [[0, 1], [0, 1, 1], [0, 1, 1, 1]]
     rows = [{"tokens": range(len(m)), "loss_mask": np.array(m, bool)} for m in masks]
     made = from_sequences(rows, prompt_lengths=[1, 1, 1], group=[0, 0, 0], episode=[0, 1, 1])
@@ -56,7 +56,7 @@ def test_cut_sequences_leave_the_loss_and_their_reward_stays() -> None:
     assert metrics["overlong/masked"].number() == pytest.approx(1 / 3)
 
 
-def test_an_episodes_length_is_that_of_all_its_answers() -> None:
+def test_an_episodes_length_is_that_of_all_its_responses() -> None:
     section = OverlongSection(penalty=2.0, buffer=4)
     found, metrics = penalise_overlong(batch(), section, max_tokens=6)
     # 1 token: nothing; 2 + 3 tokens: (6 - 4 - 5) / 4 of the penalty of 2

@@ -43,11 +43,11 @@ def test_every_way_to_write_a_pair_is_the_same(chat, record):
     names = {"prompt": "question", "chosen": "better"} if "question" in record else {}
     texts, prompt, learned = shown(chat, record, **names)
     assert prompt == "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n"
-    assert texts == [f"{prompt}{answer}<|im_end|>\n" for answer in ("42", "43")]
+    assert texts == [f"{prompt}{response}<|im_end|>\n" for response in ("42", "43")]
     assert learned == ["42<|im_end|>", "43<|im_end|>"]
 
 
-def test_answers_that_both_share_are_prompt_where_conversations_are_whole(chat):
+def test_responses_that_both_share_are_prompt_where_conversations_are_whole(chat):
     start = [USER, RIGHT, MORE]
     yes, no = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
     _, prompt, learned = shown(chat, {"chosen": [*start, yes], "rejected": [*start, no]})
@@ -68,7 +68,7 @@ def test_all_turns_after_a_prompt_are_compared(chat):
             r"columns 'prompt', 'chosen'; wanted `chosen` and `rejected`.*algorithm.fields",
         ),
         ({}, r"columns none"),
-        ({"chosen": "y", "rejected": "z"}, "there is no prompt, and an answer is a string"),
+        ({"chosen": "y", "rejected": "z"}, "there is no prompt, and a response is a string"),
         ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, "are the same"),
         (
             {"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]},

@@ -30,12 +30,12 @@ class TaughtConfig:
 
 @frozen(kw_only=True)
 class DistillConfig(TaughtConfig):
-    """On-policy distillation: the student answers, and teachers say what they would have said."""
+    """On-policy distillation: the student responds, and teachers say what they would have said."""
 
     prompts_per_step: int = field(default=32, validator=between(1, BATCH))
     """Number of groups of one step."""
     group_size: int = field(default=1, validator=between(1, GROUP))
-    """Answers to each prompt."""
+    """Responses to each prompt."""
     minibatches: int = field(default=1, validator=between(1, BATCH))
     """Number of optimizer steps on each batch."""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
@@ -49,7 +49,7 @@ class DistillConfig(TaughtConfig):
 
 @frozen(kw_only=True)
 class DistillDataConfig(TaughtConfig):
-    """Off-policy distillation: a teacher says what it would have said in the place of a data set's answers."""
+    """Off-policy distillation: a teacher says what it would have said in the place of a data set's responses."""
 
     batch_size: int = field(default=64, validator=between(1, BATCH))
     """Number of records of one step."""

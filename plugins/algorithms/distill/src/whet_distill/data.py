@@ -1,4 +1,4 @@
-"""Off-policy distillation: learn what a teacher would have said in the place of a data set's answers.
+"""Off-policy distillation: learn what a teacher would have said in the place of a data set's responses.
 
 Hinton et al. 2015 (arXiv:1503.02531), per token of a language model; the data may have been written by anybody.
 """

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student answers, and teachers say token by token what they would have said.
+"""On-policy distillation: the student responds, and teachers say token by token what they would have said.
 
 Agarwal et al. 2024, "On-policy distillation of language models" (arXiv:2306.13649), with the student's data alone. With
 advantages from the teacher: Lu et al. 2025, "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation).

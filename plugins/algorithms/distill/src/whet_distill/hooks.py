@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def whet_algorithms() -> Iterable[Component]:
-    """Offer distillation on the student's own answers and on a data set's."""
+    """Offer distillation on the student's own responses, and on the responses of a data set."""
     yield Component("distill", DistillConfig, "whet_distill.distill:Distill", "whet_distill.config:distill_facts")
     yield Component(
         "distill-data", DistillDataConfig, "whet_distill.data:DistillData", "whet_distill.config:distill_data_facts"
@@ -40,7 +40,7 @@ def whet_losses() -> Iterable[Component]:
 
 @hookimpl
 def whet_check_config(config: "Config") -> Iterable[Problem]:
-    """Find environments that are given a teacher and are not there, and more minibatches than answers."""
+    """Find environments that are given a teacher and are not there, and more minibatches than responses."""
     section = config.algorithm.config
     if not isinstance(section, DistillConfig):
         return
@@ -53,6 +53,8 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
         yield Problem(
             "algorithm.old_logprobs", f"has no effect on the loss {section.loss.name}, which reads no advantages"
         )
-    answers = section.prompts_per_step * section.group_size
-    if section.minibatches > answers:
-        yield Problem("algorithm.minibatches", f"is {section.minibatches}, more than the {answers} responses of a step")
+    responses = section.prompts_per_step * section.group_size
+    if section.minibatches > responses:
+        yield Problem(
+            "algorithm.minibatches", f"is {section.minibatches}, more than the {responses} responses of a step"
+        )

@@ -1,7 +1,7 @@
-"""The baseline of KTO: how far the policy has moved from the reference, on answers to other prompts.
+"""The baseline of KTO: how far the policy has moved from the reference, on responses to other prompts.
 
-    prompts   a   b   c           answers   1   2   3
-    pairs     a3  b1  c2          each prompt with the answer of the unit before it in the batch
+    prompts   a   b   c           responses   1   2   3
+    pairs     a3  b1  c2          each prompt with the response of the unit before it in the batch
 
 Ethayarajh et al. 2024, section 4.1 (arXiv:2402.01306): z = max(0, mean over these of log pi - log ref).
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def kl_baseline(backend: "Backend", batch: Batch) -> Any:
     """Estimate the baseline over the whole batch, the same number for each sequence: [B] float32.
 
-    Where all answers are to one prompt there is no other to borrow from, and it is 0.
+    Where all responses are to one prompt there is no other to borrow from, and it is 0.
     """
     borrowed = mismatched(batch)
     if not borrowed["loss_mask"].any():
@@ -33,7 +33,7 @@ def kl_baseline(backend: "Backend", batch: Batch) -> Any:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Return each prompt with the answer of the unit before, in the order of the batch; what gets too long is cut.
+    """Return each prompt with the response of the unit before, in the order of the batch; what gets too long is cut.
 
     A unit has one sequence or, where the data are pairs, two. Too long is what exceeds the longest of the batch.
     """
@@ -45,12 +45,12 @@ def mismatched(batch: Batch) -> Batch:
     for i in range(count):
         other = (i - shift) % count
         own = slice(starts[i], starts[i] + prompts[i])
-        answer = slice(starts[other] + prompts[other], starts[other] + lengths[other])
+        response = slice(starts[other] + prompts[other], starts[other] + lengths[other])
         apart = unit[i] != unit[other]
         rows.append(
             {
-                "tokens": np.concatenate([tokens[own], tokens[answer]])[:longest],
-                "loss_mask": np.concatenate([mask[own], mask[answer] & apart])[:longest],
+                "tokens": np.concatenate([tokens[own], tokens[response]])[:longest],
+                "loss_mask": np.concatenate([mask[own], mask[response] & apart])[:longest],
             }
         )
     return from_sequences(rows, prompt_lengths=prompts.tolist(), group=batch["group"].tolist())

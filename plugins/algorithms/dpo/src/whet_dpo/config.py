@@ -9,7 +9,7 @@ from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_dpo.loss_config import ANSWER, BASELINE, REFERENCE
+from whet_dpo.loss_config import BASELINE, REFERENCE, RESPONSE
 from whet_dpo.whole_config import whole_columns
 from whet_ops.algorithms.preferences import PAIR_FIELDS
 
@@ -29,7 +29,7 @@ def _known(*names: str) -> Any:
 
 @frozen
 class DpoConfig:
-    """Preference optimisation on pairs: make the chosen answer likelier than the rejected one."""
+    """Preference optimisation on pairs: make the chosen response likelier than the rejected one."""
 
     batch_size: int = field(default=32, validator=between(1, BATCH))
     """Pairs that one step consumes."""
@@ -49,15 +49,15 @@ class DpoConfig:
 
 @frozen
 class KtoConfig:
-    """Preference optimisation on single answers that are called desirable or not."""
+    """Preference optimisation on single responses that are called desirable or not."""
 
     batch_size: int = field(default=64, validator=between(2, BATCH))
-    """Records that one step consumes; at least two, since each borrows another's answer for the baseline."""
+    """Records that one step consumes; at least two, since each borrows another's response for the baseline."""
     fields: dict[str, str] = field(factory=dict, validator=_known(*LABELLED_FIELDS))
     """Names of the fields in the data where they are not `prompt`, `completion` and `label`, or those of a pair:
     `prompt`, `chosen` and `rejected`."""
     reference: Literal["auto", "precomputed", "on-the-fly"] = "auto"
-    """Where the reference's logprobs come from; see `dpo`. `auto`: `precomputed`. With a baseline, of the answers in
+    """Where the reference's logprobs come from; see `dpo`. `auto`: `precomputed`. With a baseline, of the responses in
     their place only: those in another's are scored with each batch."""
     baseline: Literal["batch", "none"] = "batch"
     """The number that the loss `kto` compares a reward with. `batch`: the divergence of the policy from the reference,
@@ -74,9 +74,9 @@ def reads_reference(loss: Selection, model: ModelInfo) -> bool:
     return REFERENCE in facts_of(loss, model).columns_read
 
 
-def reads_answers(loss: Selection | None, model: ModelInfo) -> bool:
-    """Return whether a loss learns prompts, too, and reads which tokens are the answer's."""
-    return loss is not None and ANSWER in facts_of(loss, model).columns_read
+def reads_response_mask(loss: Selection | None, model: ModelInfo) -> bool:
+    """Return whether a loss learns prompts, too, and reads which tokens are the response's."""
+    return loss is not None and RESPONSE in facts_of(loss, model).columns_read
 
 
 def reads_baseline(config: KtoConfig, model: ModelInfo) -> bool:
@@ -101,8 +101,8 @@ def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
     """Return what planning needs to know of the algorithm."""
     chosen = source(config, model)
     written = {"chosen", *({REFERENCE} if chosen != "none" else ()), *whole_columns(config.loss)}
-    if reads_answers(config.loss, model):
-        written.add(ANSWER)
+    if reads_response_mask(config.loss, model):
+        written.add(RESPONSE)
     return Facts(
         inputs=frozenset({"data"}),
         data_format="pairs",

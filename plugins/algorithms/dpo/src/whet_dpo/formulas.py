@@ -1,7 +1,7 @@
-"""The losses of pairs and answers as formulas on torch, each with its paper. Needs torch; only workers import it.
+"""The losses of pairs and responses as formulas on torch, each with its paper. Needs torch; only workers import it.
 
-Scores are [P]: of an answer, log pi(y|x) - log ref(y|x), or log pi(y|x) where there is no reference, summed over its
-tokens or averaged. A margin is the chosen answer's score minus the rejected one's. All return a loss for each pair.
+Scores are [P]: of a response, log pi(y|x) - log ref(y|x), or log pi(y|x) where there is no reference, summed over its
+tokens or averaged. A margin is the chosen response's score minus the rejected one's. All return a loss for each pair.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 MAX_MEAN_LOGPROB = -1e-6
-"""Mean logprobs are clamped to this for odds, which are infinite for a certain answer."""
+"""Mean logprobs are clamped to this for odds, which are infinite for a certain response."""
 MAX_EXPONENT = 40.0
 """Exponents of scores are clamped to this, so that squares and gradients of scores stay finite in float32."""
 Divergence = Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
@@ -68,7 +68,7 @@ def hinge(margin: Tensor, beta: float) -> Tensor:
 def exo_pair(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """(q log(q / (1 - e)) + (1 - q) log((1 - q) / e)), with q = sigmoid(beta m) and e the label smoothing.
 
-    Ji et al. 2024, equation 16 (arXiv:2402.00856): KL(policy's preference || smoothed label), for two answers.
+    Ji et al. 2024, equation 16 (arXiv:2402.00856): KL(policy's preference || smoothed label), for two responses.
     """
     right, wrong = logsigmoid(beta * margin), logsigmoid(-beta * margin)
     of_right = right.exp() * (right - math.log1p(-label_smoothing))
@@ -78,7 +78,7 @@ def exo_pair(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
 def nca_pair(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """-log sigmoid(beta c) - log sigmoid(-beta c) / 2 - log sigmoid(-beta r) / 2, with c and r the scores.
 
-    Chen et al. 2024 (arXiv:2402.05369): noise contrastive alignment of two answers of which one is preferred.
+    Chen et al. 2024 (arXiv:2402.05369): noise contrastive alignment of two responses of which one is preferred.
     """
     held_down = logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected)
     return -logsigmoid(beta * chosen) - held_down / 2
@@ -96,8 +96,8 @@ def bco(score: Tensor, desirable: Tensor, shift: Tensor, beta: float) -> Tensor:
 def sppo_hard(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2, with c and r the scores.
 
-    Wu et al. 2024, equation 4.7 (arXiv:2405.00675), whose eta is 1 / beta, where the probability that an answer wins is
-    1 for the chosen one and 0 for the other.
+    Wu et al. 2024, equation 4.7 (arXiv:2405.00675), whose eta is 1 / beta. The probability that a response wins is 1
+    for the chosen one and 0 for the other.
     """
     return (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2
 

@@ -48,14 +48,14 @@ _LOSSES: tuple[tuple[str, type, str, str], ...] = (
 
 @hookimpl
 def whet_algorithms() -> Iterable[Component]:
-    """Offer preference optimisation on pairs and on single answers."""
+    """Offer preference optimisation on pairs and on single responses."""
     yield Component("dpo", DpoConfig, "whet_dpo.dpo:Dpo", "whet_dpo.config:dpo_facts")
     yield Component("kto", KtoConfig, "whet_dpo.kto:Kto", "whet_dpo.config:kto_facts")
 
 
 @hookimpl
 def whet_losses() -> Iterable[Component]:
-    """Offer the losses on pairs and on single answers, with a reference and without, and sums of them."""
+    """Offer the losses on pairs and on single responses, with a reference and without, and sums of them."""
     for name, config, target, facts in _LOSSES:
         yield Component(name, config, f"whet_dpo.{target}", f"whet_dpo.{facts}")
 

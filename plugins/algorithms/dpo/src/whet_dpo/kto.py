@@ -1,4 +1,4 @@
-"""Preference optimisation on single answers: Kahneman-Tversky optimisation.
+"""Preference optimisation on single responses: Kahneman-Tversky optimisation.
 
 Ethayarajh et al. 2024 (arXiv:2402.01306). Left out on purpose: a reference that follows the policy during the run.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Kto:
-    """The loop: read answers, estimate the baseline, train, and validate when due.
+    """The loop: read responses, estimate the baseline, train, and validate when due.
 
     The baseline is a number of the whole batch, so it is computed here and not in the loss, which sees a part.
     """

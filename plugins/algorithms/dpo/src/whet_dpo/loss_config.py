@@ -12,11 +12,12 @@ from attrs import Factory, field, frozen, validators
 
 from whet.component import Facts
 from whet.config.bounds import FACTOR, above, below, between
+from whet.config.renamed import renamed
 from whet.data.model_info import ModelInfo
 
 REFERENCE = "reference_logprobs"
-ANSWER = "answer_mask"
-"""Column [N] of the tokens of an answer, where the prompt before it is learned as well."""
+RESPONSE = "response_mask"
+"""Column [N] of the tokens of a response, where the prompt before it is learned as well."""
 BASELINE = "kl_baseline"
 """Column [B] of the number that KTO compares scores with."""
 POSITIVE = above(0, FACTOR)
@@ -26,16 +27,15 @@ SHARE = below(0, 0.5)
 
 @frozen
 class SftTerm:
-    """The negative log-likelihood of the chosen answers, as a second term of a loss."""
+    """The negative log-likelihood of the chosen responses, as a second term of a loss."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
     """Its weight; 0: there is no such term."""
     average: Literal["token", "sequence", "none"] = "token"
-    """`token`: the mean over all chosen tokens of the batch. `sequence`: the mean over answers of each one's mean over
-    tokens. `none`: the mean over answers of each one's sum."""
-    of: Literal["answer", "conversation"] = "answer"
-    """The tokens that count: those of the `answer`, or of the whole `conversation`, its prompt included, as in TRL's
-    ORPO."""
+    """`token`: the mean over all chosen tokens of the batch. `sequence`: the mean over responses of the mean over
+    tokens. `none`: the mean over responses of the sum over tokens."""
+    of: Literal["response", "conversation"] = field(default="response", metadata=renamed(answer="response"))
+    """Whose tokens: those of the `response`, or of the whole `conversation`, its prompt included, as TRL's ORPO."""
 
 
 @frozen
@@ -50,7 +50,7 @@ class PairMetrics:
     scaled: bool = True
     """Multiply rewards by `beta`; not so in NeMo RL."""
     logps: Literal["sum", "mean"] = "sum"
-    """Sum an answer's logprobs in `logps/*`, or average them, as TRL does in SimPO and ORPO."""
+    """Sum a response's logprobs in `logps/*`, or average them, as TRL does in SimPO and ORPO."""
 
 
 @frozen
@@ -60,12 +60,12 @@ class Preference:
     beta: float = field(default=0.1, validator=POSITIVE)
     """How dear it is to move away from the reference: scales the log-ratio of policy and reference."""
     average_logprobs: bool = False
-    """Divide an answer's log-ratio by its tokens, so that long answers weigh no more than short ones."""
+    """Divide a response's log-ratio by its tokens, so that long responses weigh no more than short ones."""
     ld_alpha: float = field(default=1.0, validator=between(0, 1))
-    """Weight of the tokens by which an answer is longer than the other of its pair (LD-DPO); 1: that of all tokens,
+    """Weight of the tokens by which a response is longer than the other of its pair (LD-DPO); 1: that of all tokens,
     0: they are left out."""
     sft: SftTerm = Factory(SftTerm)
-    """The likelihood of the chosen answers as a second term."""
+    """The likelihood of the chosen responses as a second term."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 
@@ -75,7 +75,7 @@ class _Divergent(Preference):
     """What the losses on differences of scores have in common: any f-divergence can hold the policy."""
 
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"] = "reverse-kl"
-    """Which divergence from the reference is held down. The score of an answer is a function of its log-ratio:
+    """Which divergence from the reference is held down. The score of a response is a function of its log-ratio:
     `reverse-kl`: the log-ratio itself, as in DPO."""
     divergence_alpha: float = field(default=0.5, validator=between(0, 1))
     """For the divergence `alpha`: at 0 it is `reverse-kl`, at 1 `forward-kl`. TRL's coefficient is 1 minus this."""
@@ -83,7 +83,7 @@ class _Divergent(Preference):
 
 @frozen
 class DpoLossConfig(_Divergent):
-    """DPO: the log-loss of telling the chosen answer from the rejected one by their log-ratios to a reference."""
+    """DPO: the log-loss of telling the chosen response from the rejected one by their log-ratios to a reference."""
 
     label_smoothing: float = field(default=0.0, validator=SHARE)
     """Share of the pairs that are taken to be the wrong way round (conservative DPO)."""
@@ -102,7 +102,7 @@ class IpoConfig(_Divergent):
     """IPO: a squared loss that wants the log-ratios to differ by a fixed margin, so that sure pairs cannot run away."""
 
     average_logprobs: bool = True
-    """Compare log-ratios per token, as the paper's authors did; `false`: of whole answers, as the paper's formula
+    """Compare log-ratios per token, as the paper's authors did; `false`: of whole responses, as the paper's formula
     reads."""
 
 
@@ -116,7 +116,7 @@ class ExoPairConfig(_Divergent):
     """EXO on pairs: the reverse KL divergence of the policy's preference from the smoothed label."""
 
     label_smoothing: float = field(default=1e-3, validator=[validators.gt(0), validators.lt(0.5)])
-    """Probability of the rejected answer in the label (the paper's epsilon); above 0, for the divergence from a label
+    """Probability of the rejected response in the label (the paper's epsilon); above 0, for the divergence from a label
     without doubt is infinite."""
 
 
@@ -131,7 +131,7 @@ class DiscopopConfig(_Divergent):
 
 @frozen
 class NcaPairConfig(Preference):
-    """NCA on pairs: classify the chosen answer against noise, and hold down the likelihood of both."""
+    """NCA on pairs: classify the chosen response against noise, and hold down the likelihood of both."""
 
 
 @frozen
@@ -141,12 +141,14 @@ class SppoHardConfig(Preference):
 
 @frozen
 class ApoZeroConfig(Preference):
-    """APO-zero: make chosen answers likelier and rejected ones less likely, for answers better than the policy's."""
+    """APO-zero: make chosen responses likelier and rejected ones less likely. Responses should be better
+    than the policy's.
+    """
 
 
 @frozen
 class ApoDownConfig(Preference):
-    """APO-down: make both less likely, the rejected one more so, for answers worse than the policy's."""
+    """APO-down: make both less likely, the rejected one more so. Responses should be worse than the policy's."""
 
 
 @frozen
@@ -154,53 +156,53 @@ class SimpoConfig:
     """SimPO: compare mean logprobs per token, without a reference, by a margin."""
 
     beta: float = field(default=2.0, validator=POSITIVE)
-    """Scales the mean logprob of an answer."""
+    """Scales the mean logprob of a response."""
     gamma: float = field(default=1.0, validator=between(0, FACTOR))
-    """Margin by which the chosen answer is to be ahead, after scaling."""
+    """Margin by which the chosen response is to be ahead, after scaling."""
     label_smoothing: float = field(default=0.0, validator=SHARE)
     """Share of the pairs that are taken to be the wrong way round."""
     sft: SftTerm = Factory(SftTerm)
-    """The likelihood of the chosen answers as a second term."""
+    """The likelihood of the chosen responses as a second term."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 
 
 @frozen
 class OrpoConfig:
-    """ORPO: the likelihood of the chosen answers, and the odds of chosen against rejected, without a reference."""
+    """ORPO: the likelihood of the chosen responses, and the odds of chosen against rejected, without a reference."""
 
     beta: float = field(default=0.1, validator=POSITIVE)
     """Weight of the odds ratio (the paper's lambda)."""
     sft: SftTerm = Factory(lambda: SftTerm(weight=1.0))
-    """The likelihood of the chosen answers."""
+    """The likelihood of the chosen responses."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 
 
 @frozen
 class CpoConfig:
-    """CPO: DPO without a reference, and the likelihood of the chosen answers."""
+    """CPO: DPO without a reference, and the likelihood of the chosen responses."""
 
     beta: float = field(default=0.1, validator=POSITIVE)
-    """Scales the logprob of an answer, summed over its tokens."""
+    """Scales the logprob of a response, summed over its tokens."""
     average_logprobs: bool = False
-    """Divide an answer's logprob by its tokens."""
+    """Divide a response's logprob by its tokens."""
     label_smoothing: float = field(default=0.0, validator=SHARE)
     """Share of the pairs that are taken to be the wrong way round."""
     sft: SftTerm = Factory(lambda: SftTerm(weight=1.0))
-    """The likelihood of the chosen answers."""
+    """The likelihood of the chosen responses."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 
 
 @frozen
 class SftLossConfig:
-    """The negative log-likelihood of the chosen answers of pairs, mostly as a term of a `weighted-sum`."""
+    """The negative log-likelihood of the chosen responses of pairs, mostly as a term of a `weighted-sum`."""
 
     average: Literal["token", "sequence", "none"] = "token"
-    """As `sft.average` of the loss `dpo`."""
-    of: Literal["answer", "conversation"] = "answer"
-    """The tokens that count: those of the `answer`, or of the whole `conversation`, its prompt included."""
+    """What the mean is over; see `sft.average` of the loss `dpo`."""
+    of: Literal["response", "conversation"] = field(default="response", metadata=renamed(answer="response"))
+    """Whose tokens: those of the `response`, or of the whole `conversation`, its prompt included."""
 
     @property
     def sft(self) -> SftTerm:
@@ -210,24 +212,24 @@ class SftLossConfig:
 
 @frozen
 class KtoLossConfig:
-    """KTO: desirable answers are to be worth more than a baseline, the others less."""
+    """KTO: desirable responses are to be worth more than a baseline, the others less."""
 
     beta: float = field(default=0.1, validator=POSITIVE)
     """How dear it is to move away from the reference: scales the log-ratio of policy and reference."""
     desirable_weight: float = field(default=1.0, validator=between(0, FACTOR))
-    """Weight of desirable answers."""
+    """Weight of desirable responses."""
     undesirable_weight: float = field(default=1.0, validator=between(0, FACTOR))
     """Weight of the others. With unequal numbers, weights times numbers should be about the same."""
-    average: Literal["answers", "kinds"] = "answers"
-    """`answers`: the mean over all answers, as in the paper. `kinds`: the mean of two means, over the desirable answers
-    of the batch and over the others, so that neither kind pulls more, however many there are of each."""
+    average: Literal["responses", "kinds"] = field(default="responses", metadata=renamed(answers="responses"))
+    """`responses`: the mean over all responses, as in the paper. `kinds`: the mean of two means, over the desirable and
+    over the other responses of the batch, so that neither kind pulls more, whatever their numbers."""
     metrics: PairMetrics = Factory(PairMetrics)
     """How rewards and logprobs are reported."""
 
 
 def pair_columns(sft: SftTerm) -> tuple[str, ...]:
     """Return the columns that every loss on pairs reads."""
-    return ("chosen", ANSWER) if sft.weight and sft.of == "conversation" else ("chosen",)
+    return ("chosen", RESPONSE) if sft.weight and sft.of == "conversation" else ("chosen",)
 
 
 def pair_facts(*columns: str) -> Facts:

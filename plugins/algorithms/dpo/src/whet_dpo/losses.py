@@ -124,7 +124,7 @@ class Cpo(PairLoss[sections.CpoConfig]):
 
 
 class Sft:
-    """The negative log-likelihood of the chosen answers, and nothing else."""
+    """The negative log-likelihood of the chosen responses, and nothing else."""
 
     outputs: tuple[str, ...] = ("logprobs",)
     weights: Mapping[str, float] = {"sft": 1.0}
@@ -134,7 +134,7 @@ class Sft:
         self.columns: tuple[str, ...] = sections.pair_columns(config.sft)
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the tokens or answers that the mean is over."""
+        """Count the tokens or responses that the mean is over."""
         return {"sft": likelihood_count(batch, self.config.sft)}
 
     def live(self, batch: Batch) -> Any:
@@ -142,6 +142,6 @@ class Sft:
         return live_pairs(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Sum over the chosen answers of this micro-batch."""
+        """Sum over the chosen responses of this micro-batch."""
         total, nll = likelihood(outputs["logprobs"], batch, self.config.sft)
         return LossResult({"sft": total}, {"nll": nll})

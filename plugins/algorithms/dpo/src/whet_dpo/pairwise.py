@@ -1,8 +1,8 @@
-"""What all losses on pairs share: scores from logprobs, counts, the likelihood of the chosen answers, and metrics.
+"""What all losses on pairs share: scores from logprobs, counts, the likelihood of the chosen responses, and metrics.
 
     logprobs [N] -> score of each sequence [B] -> chosen [P], rejected [P] -> a loss for each pair -> sum
 
-A pair counts where at least one of its answers has a token to learn; an answer without any has the score 0.
+A pair counts where at least one of its responses has a token to learn; a response without any has the score 0.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from whet.data.batch import Batch
 from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
 from whet_dpo import formulas
-from whet_dpo.loss_config import ANSWER, REFERENCE, PairMetrics, SftTerm, pair_columns
+from whet_dpo.loss_config import REFERENCE, RESPONSE, PairMetrics, SftTerm, pair_columns
 from whet_ops.pairs import pair_positions, shared_length_weights
 from whet_ops.reductions import expand, segment_mean, segment_sum
 
@@ -44,8 +44,8 @@ Config = TypeVar("Config", bound=Settings)
 
 
 @frozen(eq=False)
-class Answers:
-    """The answers of a batch, one for each sequence."""
+class Responses:
+    """The responses of a batch, one for each sequence."""
 
     score: Tensor  # [B] float32: what is compared: the total, a function of it, or either divided by the tokens
     total: Tensor  # [B] float32: log-ratio, or logprob where there is no reference, summed over tokens
@@ -55,21 +55,21 @@ class Answers:
 
 @frozen
 class Scoring:
-    """How logprobs become the score of an answer."""
+    """How logprobs become the score of a response."""
 
     referenced: bool
     """Whether scores are relative to the reference."""
     average: bool
     """Whether scores are means over tokens."""
     ld_alpha: float = 1.0
-    """Weight of the tokens beyond the length of the other answer of the pair."""
+    """Weight of the tokens beyond the length of the other response of the pair."""
     divergence: formulas.Divergence = "reverse-kl"
     divergence_alpha: float = 0.5
 
 
-def answers(logprobs: Tensor, batch: Batch, how: Scoring) -> Answers:
-    """Sum up the tokens of each answer. Differences are taken token by token, which rounds less than of sums."""
-    mask, lengths = answer_mask(batch), batch["lengths"]
+def responses(logprobs: Tensor, batch: Batch, how: Scoring) -> Responses:
+    """Sum up the tokens of each response. Differences are taken token by token, which rounds less than of sums."""
+    mask, lengths = response_mask(batch), batch["lengths"]
     logprobs = logprobs.float()
     # `where` rather than a product: whatever stands at a masked token must not reach the sum.
     own = torch.where(mask, logprobs, 0.0)
@@ -80,28 +80,28 @@ def answers(logprobs: Tensor, batch: Batch, how: Scoring) -> Answers:
     total = segment_sum(ratio, lengths)
     score = formulas.divergence_score(total, how.divergence, how.divergence_alpha)
     score = score / tokens.clamp(min=1) if how.average else score
-    return Answers(score, total, segment_sum(own.detach(), lengths), tokens)
+    return Responses(score, total, segment_sum(own.detach(), lengths), tokens)
 
 
-def answer_mask(batch: Batch) -> Any:
-    """Return the trained tokens of answers [N]: all that are trained, unless prompts are, too."""
-    return batch["loss_mask"] & batch[ANSWER] if ANSWER in batch else batch["loss_mask"]
+def response_mask(batch: Batch) -> Any:
+    """Return the trained tokens of responses [N]: all that are trained, unless prompts are, too."""
+    return batch["loss_mask"] & batch[RESPONSE] if RESPONSE in batch else batch["loss_mask"]
 
 
 def likelihood_mask(batch: Batch, sft: SftTerm) -> Any:
-    """Return the tokens [N] whose likelihood counts: of the chosen answers, with their prompts where `of` says so."""
-    mask = batch["loss_mask"] if sft.of == "conversation" else answer_mask(batch)
+    """Return the tokens [N] whose likelihood counts: of the chosen responses, with their prompts where `of` says so."""
+    mask = batch["loss_mask"] if sft.of == "conversation" else response_mask(batch)
     return mask & expand(batch["chosen"], batch["lengths"])
 
 
 def likelihood_count(batch: Batch, sft: SftTerm) -> Any:
-    """Return what the likelihood is averaged over: chosen tokens, or chosen answers that have any."""
+    """Return what the likelihood is averaged over: chosen tokens, or chosen responses that have any."""
     tokens = segment_sum(likelihood_mask(batch, sft).long(), batch["lengths"])
     return tokens.sum() if sft.average == "token" else (tokens > 0).sum()
 
 
 class PairLoss(Generic[Config]):
-    """A loss on pairs: a subclass says what a pair costs. The second term is the likelihood of the chosen answers."""
+    """A loss on pairs: a subclass says what a pair costs. The second term is the likelihood of the chosen responses."""
 
     referenced = True
     """Whether scores are relative to the reference."""
@@ -115,7 +115,7 @@ class PairLoss(Generic[Config]):
 
     @property
     def scoring(self) -> Scoring:
-        """How the answers are scored; losses that have no such key average, and weigh all tokens alike."""
+        """How the responses are scored; losses that have no such key average, and weigh all tokens alike."""
         names = ("ld_alpha", "divergence", "divergence_alpha")
         found = {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
         return Scoring(self.referenced, getattr(self.config, "average_logprobs", True), **found)
@@ -125,12 +125,12 @@ class PairLoss(Generic[Config]):
         raise NotImplementedError
 
     def compared(self, score: Tensor, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each pair: score [B], positions of chosen and rejected answers [P], [P] -> [P]."""
+        """Return the loss of each pair: score [B], positions of chosen and rejected responses [P], [P] -> [P]."""
         return self.preference(score[chosen], score[rejected])
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the pairs with anything to learn; of the second term, the tokens or answers it is averaged over."""
-        tokens = segment_sum(answer_mask(batch).long(), batch["lengths"])
+        """Count the pairs with anything to learn; of the second term, the tokens or responses it is averaged over."""
+        tokens = segment_sum(response_mask(batch).long(), batch["lengths"])
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         counts = {"preference": (tokens[chosen] + tokens[rejected] > 0).sum()}
         if "sft" in self.weights:
@@ -143,7 +143,7 @@ class PairLoss(Generic[Config]):
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Sum over the pairs of this micro-batch."""
-        found = answers(outputs["logprobs"], batch, self.scoring)
+        found = responses(outputs["logprobs"], batch, self.scoring)
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         alive = found.tokens[chosen] + found.tokens[rejected] > 0
         losses = self.compared(found.score, chosen, rejected, batch)
@@ -163,7 +163,7 @@ def live_pairs(batch: Batch) -> Any:
     return alive
 
 
-def _metrics(found: Answers, chosen: Tensor, rejected: Tensor, beta: float, how: PairMetrics) -> dict[str, Metric]:
+def _metrics(found: Responses, chosen: Tensor, rejected: Tensor, beta: float, how: PairMetrics) -> dict[str, Metric]:
     """Return means over pairs. A reward is beta times the score that the loss compares, unless `how` says otherwise."""
     rewards, logps, count = rewards_of(found, beta, how), logps_of(found, how), len(chosen)
     margins = rewards[chosen] - rewards[rejected]
@@ -177,19 +177,19 @@ def _metrics(found: Answers, chosen: Tensor, rejected: Tensor, beta: float, how:
     }
 
 
-def rewards_of(found: Answers, beta: float, how: PairMetrics) -> Tensor:
-    """Return the reward of each answer as it is reported: [B]."""
+def rewards_of(found: Responses, beta: float, how: PairMetrics) -> Tensor:
+    """Return the reward of each response as it is reported: [B]."""
     score = found.total if how.rewards == "summed" else found.score
     return score.detach() * (beta if how.scaled else 1.0)
 
 
-def logps_of(found: Answers, how: PairMetrics) -> Tensor:
-    """Return the logprob of each answer as it is reported: [B]."""
+def logps_of(found: Responses, how: PairMetrics) -> Tensor:
+    """Return the logprob of each response as it is reported: [B]."""
     return found.logprob / found.tokens.clamp(min=1) if how.logps == "mean" else found.logprob
 
 
 def right(margins: Tensor, how: PairMetrics) -> Tensor:
-    """Return 1 where the chosen answer is ahead, 0 where it is behind, and else what a tie counts for."""
+    """Return 1 where the chosen response is ahead, 0 where it is behind, and else what a tie counts for."""
     tie = {"half": 0.5, "wrong": 0.0, "right": 1.0}[how.ties]
     return (margins > 0).float() + tie * (margins == 0).float()
 

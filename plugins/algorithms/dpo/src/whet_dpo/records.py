@@ -10,8 +10,8 @@ from whet.data.chat import ChatTokenizer
 from whet.data.layouts import found_words
 from whet.data.messages import conversation
 from whet.errors import DataError
-from whet_dpo.config import DpoConfig, KtoConfig, reads_answers
-from whet_dpo.loss_config import ANSWER
+from whet_dpo.config import DpoConfig, KtoConfig, reads_response_mask
+from whet_dpo.loss_config import RESPONSE
 from whet_ops.algorithms.preferences import answered, encode_pair
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":
     """Return what turns a record into two sequences to compare."""
-    encode = encode_with_prompt if reads_answers(config.loss, model) else encode_pair
+    encode = encode_with_prompt if reads_response_mask(config.loss, model) else encode_pair
     return partial(encode, names=config.fields)
 
 
@@ -35,10 +35,10 @@ def encode_with_prompt(
 ) -> list[dict[str, Any]]:
     """Tokenise a pair of which the chosen conversation is learned whole, but for its first token.
 
-    Which tokens are the answer's says the column `answer_mask`. Raises `DataError` saying what the record lacks.
+    Which tokens are the response's says the column `response_mask`. Raises `DataError` saying what the record lacks.
     """
     return [
-        {**one, ANSWER: one["loss_mask"], "loss_mask": _all_but_first(one) if one["chosen"] else one["loss_mask"]}
+        {**one, RESPONSE: one["loss_mask"], "loss_mask": _all_but_first(one) if one["chosen"] else one["loss_mask"]}
         for one in encode_pair(record, chat, names)
     ]
 
@@ -49,7 +49,7 @@ def _all_but_first(sequence: Mapping[str, Any]) -> Any:
 
 
 def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Tokenise an answer with its label: one sequence with the column `desirable`. A pair is two, in one unit.
+    """Tokenise a response with its label: one sequence with the column `desirable`. A pair is two, in one unit.
 
     `names` says what the fields are called in the data. Raises `DataError` saying what the record lacks.
     """
@@ -77,5 +77,5 @@ def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mappi
 
 
 def _labelled(sequence: dict[str, Any]) -> dict[str, Any]:
-    """Call the chosen answer of a pair desirable, and the other not."""
+    """Call the chosen response of a pair desirable, and the other not."""
     return {("desirable" if name == "chosen" else name): value for name, value in sequence.items()}

@@ -1,6 +1,6 @@
 """The running mean of scores: sums over all batches that were learned from, kept in the run folder line by line.
 
-    RUN/score-shift.jsonl      {"step": 3, "sums": [1.5, -2.25], "counts": [12, 12]}     of chosen, of rejected answers
+    RUN/score-shift.jsonl      {"step": 3, "sums": [1.5, -2.25], "counts": [12, 12]}     chosen and rejected responses
 
 A line holds the sums up to its step. A resume after step n takes the line of step n, bit for bit, so the run goes on as
 if nothing had happened; lines of later steps are of a process that died before its next checkpoint.
@@ -19,7 +19,7 @@ from whet.errors import CheckpointError
 
 @frozen
 class Tally:
-    """Sums of the scores of two kinds of answers, desirable ones first, and how many there were."""
+    """Sums of the scores of two kinds of responses, desirable ones first, and how many there were."""
 
     sums: tuple[float, float] = (0.0, 0.0)
     counts: tuple[int, int] = (0, 0)
@@ -29,9 +29,9 @@ class Tally:
         sums = (self.sums[0] + other.sums[0], self.sums[1] + other.sums[1])
         return Tally(sums, (self.counts[0] + other.counts[0], self.counts[1] + other.counts[1]))
 
-    def mean(self, of: Literal["kinds", "answers"]) -> float:
-        """Return the mean of the means of the kinds that there are, or the mean over all answers; of nothing 0."""
-        if of == "answers":
+    def mean(self, of: Literal["kinds", "responses"]) -> float:
+        """Return the mean of the means of the kinds that there are, or the mean over all responses; of nothing 0."""
+        if of == "responses":
             return sum(self.sums) / max(sum(self.counts), 1)
         means = [total / count for total, count in zip(self.sums, self.counts, strict=True) if count]
         return sum(means) / max(len(means), 1)

@@ -1,4 +1,4 @@
-"""The losses on single answers with a label. Needs torch; only workers import it."""
+"""The losses on single responses with a label. Needs torch; only workers import it."""
 
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
@@ -11,7 +11,7 @@ from whet.data.metrics import Metric, mean
 from whet.interfaces.loss import LossResult
 from whet_dpo import formulas
 from whet_dpo.loss_config import BASELINE, REFERENCE, KtoLossConfig
-from whet_dpo.pairwise import Answers, Scoring, answers, logps_of, rewards_of, right
+from whet_dpo.pairwise import Responses, Scoring, logps_of, responses, rewards_of, right
 from whet_dpo.whole_config import SHIFT, BcoConfig
 from whet_ops.reductions import segment_sum
 
@@ -19,10 +19,10 @@ Config = TypeVar("Config", bound=KtoLossConfig)
 
 
 class AnswerLoss(Generic[Config]):
-    """A loss on single answers: a subclass says what an answer costs, compared with a number of the whole batch.
+    """A loss on single responses: a subclass says what a response costs, compared with a number of the whole batch.
 
-    That number is a column, since a loss sees a part of the batch. Answers without a token to learn do not count. The
-    mean is over answers, weighted by their label, or it is the mean of the means of both kinds.
+    That number is a column, since a loss sees a part of the batch. Responses without a token to learn do not count. The
+    mean is over responses, weighted by their label, or it is the mean of the means of both kinds.
     """
 
     outputs: tuple[str, ...] = ("logprobs",)
@@ -39,17 +39,17 @@ class AnswerLoss(Generic[Config]):
         self.weights: Mapping[str, float] = two if config.average == "kinds" else one
 
     def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
-        """Return the loss of each answer [B]; `even` [B] is the number that scores are compared with."""
+        """Return the loss of each response [B]; `even` [B] is the number that scores are compared with."""
         raise NotImplementedError
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the answers with anything to learn, of each kind where each has a mean of its own."""
+        """Count the responses with anything to learn, of each kind where each has a mean of its own."""
         alive = segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
         return {name: of.sum() for name, of in self._of_terms(alive, batch["desirable"]).items()}
 
     def _of_terms(self, alive: Tensor, desirable: Tensor) -> dict[str, Tensor]:
-        """Return which answers [B] each term is over."""
-        if self.config.average == "answers":
+        """Return which responses [B] each term is over."""
+        if self.config.average == "responses":
             return {"preference": alive}
         return {"desirable": alive & desirable, "undesirable": alive & ~desirable}
 
@@ -59,8 +59,8 @@ class AnswerLoss(Generic[Config]):
         return torch.isin(batch["unit"], batch["unit"][tokens > 0])
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Sum over the answers of this micro-batch."""
-        found = answers(outputs["logprobs"], batch, Scoring(referenced=True, average=False))
+        """Sum over the responses of this micro-batch."""
+        found = responses(outputs["logprobs"], batch, Scoring(referenced=True, average=False))
         desirable, config = batch["desirable"], self.config
         even = torch.zeros_like(found.score) if self.column is None else batch[self.column].float()
         losses = self.cost(found.score, desirable, even)
@@ -69,8 +69,8 @@ class AnswerLoss(Generic[Config]):
         terms = {name: torch.where(of, losses, 0.0).sum() for name, of in kinds.items()}
         return LossResult(terms, self._metrics(found, even, batch))
 
-    def _metrics(self, found: Answers, even: Tensor, batch: Batch) -> dict[str, Metric]:
-        """Return means over desirable answers, over the others, and over the pairs that lie in one unit."""
+    def _metrics(self, found: Responses, even: Tensor, batch: Batch) -> dict[str, Metric]:
+        """Return means over desirable responses, over the others, and over the pairs that lie in one unit."""
         how = self.config.metrics
         alive, rewards, logps = found.tokens > 0, rewards_of(found, self.config.beta, how), logps_of(found, how)
         metrics = {self.metric: mean(even[alive].sum(), alive.sum())}
@@ -91,7 +91,7 @@ class Kto(AnswerLoss[KtoLossConfig]):
     metric, column = "kl", BASELINE
 
     def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
-        """Return the loss of each answer."""
+        """Return the loss of each response."""
         return formulas.kto(score, desirable, even, self.config.beta)
 
 
@@ -105,12 +105,12 @@ class Bco(AnswerLoss[BcoConfig]):
         super().__init__(config)
 
     def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
-        """Return the loss of each answer."""
+        """Return the loss of each response."""
         return formulas.bco(score, desirable, even, self.config.beta)
 
 
 def _pairs(unit: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the units that hold a desirable answer and another; records of one answer are none. -> [P], [P]."""
+    """Find the units that hold a desirable response and another; records of one response are none. -> [P], [P]."""
     order = (unit * 2 + ~desirable).argsort(stable=True)
     one, other = order[:-1], order[1:]
     found = (unit[one] == unit[other]) & desirable[one] & ~desirable[other]

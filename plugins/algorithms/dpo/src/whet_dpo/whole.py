@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from whet.data.batch import Batch
-from whet_dpo.loss_config import ANSWER, REFERENCE
+from whet_dpo.loss_config import REFERENCE, RESPONSE
 from whet_dpo.running import RunningTally, Tally
 from whet_dpo.whole_config import (
     MARGIN_SHIFT,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Scores:
-    """The answers of a batch as its loss scores them, one for each sequence. NumPy float64."""
+    """The responses of a batch as its loss scores them, one for each sequence. NumPy float64."""
 
     policy: Any  # [B]
     reference: Any  # [B]
@@ -49,9 +49,9 @@ class Scores:
 
 
 def scores_of(batch: Batch, logprobs: Any, config: object) -> Scores:
-    """Sum up the tokens of each answer as the loss with this section does: logprobs [N] -> [B]."""
+    """Sum up the tokens of each response as the loss with this section does: logprobs [N] -> [B]."""
     mask, lengths = np.asarray(batch["loss_mask"]), batch["lengths"]
-    mask = mask & batch[ANSWER] if ANSWER in batch else mask
+    mask = mask & batch[RESPONSE] if RESPONSE in batch else mask
     alpha = getattr(config, "ld_alpha", 1.0)
     weights = 1.0 if alpha == 1 else shared_length_weights(mask, lengths, batch["unit"], batch["chosen"], alpha)
     tokens = segment_sum(mask.astype(np.int64), lengths)
@@ -64,14 +64,14 @@ def scores_of(batch: Batch, logprobs: Any, config: object) -> Scores:
 
 
 def live_pairs(batch: Batch, scores: Scores) -> tuple[Any, Any]:
-    """Find the chosen and the rejected answer of each pair that has anything to learn. -> [P], [P]."""
+    """Find the chosen and the rejected response of each pair that has anything to learn. -> [P], [P]."""
     chosen, rejected = pair_positions(np.asarray(batch["unit"]), np.asarray(batch["chosen"]))
     alive = scores.tokens[chosen] + scores.tokens[rejected] > 0
     return chosen[alive], rejected[alive]
 
 
 def tally_of(batch: Batch, scores: Scores) -> Tally:
-    """Sum up the scores of answers of both kinds; an answer without a token to learn does not count."""
+    """Sum up the scores of responses of both kinds; a response without a token to learn does not count."""
     desirable = np.asarray(batch["desirable" if "desirable" in batch else "chosen"])
     kinds = [(scores.tokens > 0) & of for of in (desirable, ~desirable)]
     ratios = [scores.ratio[of] for of in kinds]
@@ -90,7 +90,7 @@ def margin_shift(batch: Batch, scores: Scores) -> Any:
 
 
 def matched_score(batch: Batch, scores: Scores) -> Any:
-    """Return the score of the answer of the other kind that has an answer's rank: [B] float32."""
+    """Return the score of the response of the other kind that has a response's rank: [B] float32."""
     chosen, rejected = (of[np.argsort(scores.ratio[of], kind="stable")] for of in live_pairs(batch, scores))
     column = np.zeros(batch.sequences, np.float32)
     column[chosen], column[rejected] = scores.ratio[rejected], scores.ratio[chosen]

@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 from whet.component import Facts, Selection
 from whet.config.bounds import FACTOR, between
+from whet.config.renamed import renamed
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
@@ -21,33 +22,33 @@ SHIFT = "score_shift"
 MARGIN_SHIFT = "margin_shift"
 """Column [B] of a pair's number: what turns its margin into that of sorted log-ratios, for `aot`."""
 MATCHED = "matched_score"
-"""Column [B] of the score of the answer that sorting puts opposite, for `aot-unpaired`."""
+"""Column [B] of the score of the response that sorting puts opposite, for `aot-unpaired`."""
 Shift = Literal["batch", "running", "none"]
-Mean = Literal["kinds", "answers"]
+Mean = Literal["kinds", "responses"]
 
 
 @frozen
 class BcoPairConfig(Preference):
-    """BCO on pairs: classify each answer as chosen or rejected by its reward, compared with a shift."""
+    """BCO on pairs: classify each response as chosen or rejected by its reward, compared with a shift."""
 
     shift: Shift = "batch"
-    """The number that rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their
-    mean over all batches up to this one. `none`: 0, which saves a forward pass."""
-    shift_mean: Mean = "kinds"
-    """`kinds`: the mean of two means, over chosen and over rejected answers, as in the paper. `answers`: the mean over
-    all answers, as in TRL."""
+    """What rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their mean over
+    all batches up to this one. `none`: 0, which saves a forward pass."""
+    shift_mean: Mean = field(default="kinds", metadata=renamed(answers="responses"))
+    """`kinds`: the mean of two means, over chosen and over rejected responses, as in the paper. `responses`: the mean
+    over all responses, as in TRL."""
 
 
 @frozen
 class BcoConfig(KtoLossConfig):
-    """BCO on single answers: classify each as desirable or not by its reward, compared with a shift."""
+    """BCO on single responses: classify each as desirable or not by its reward, compared with a shift."""
 
     shift: Shift = "batch"
-    """The number that rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their
-    mean over all batches up to this one. `none`: 0, which saves a forward pass."""
-    shift_mean: Mean = "kinds"
-    """`kinds`: the mean of two means, over desirable answers and over the others, as in the paper. `answers`: the mean
-    over all answers, as in TRL."""
+    """What rewards are compared with. `batch`: their mean over the whole batch of the step. `running`: their mean over
+    all batches up to this one. `none`: 0, which saves a forward pass."""
+    shift_mean: Mean = field(default="kinds", metadata=renamed(answers="responses"))
+    """`kinds`: the mean of two means, over desirable and over other responses, as in the paper. `responses`: the mean
+    over all responses, as in TRL."""
 
 
 @frozen
@@ -62,7 +63,7 @@ class AotConfig(Preference):
 
 @frozen
 class AotUnpairedConfig(Preference):
-    """AOT of two sets: the scores of the chosen answers, sorted over the batch, are to exceed the scores of the
+    """AOT of two sets: the scores of the chosen responses, sorted over the batch, are to exceed the scores of the
     rejected ones, sorted as well.
     """
 
@@ -148,7 +149,7 @@ def whole_facts(config: BcoPairConfig | AotConfig | AotUnpairedConfig, model: Mo
 
 
 def bco_facts(config: BcoConfig, model: ModelInfo) -> Facts:
-    """Return what planning needs to know of BCO on single answers."""
+    """Return what planning needs to know of BCO on single responses."""
     return pair_facts("desirable", REFERENCE, *columns_for(config))
 
 

@@ -19,7 +19,7 @@ from whet_dpo.whole_config import MARGIN_SHIFT, MATCHED, SHIFT, AotConfig, AotUn
 
 
 class BcoPair(PairLoss[BcoPairConfig]):
-    """See `whet_dpo.formulas.bco`: the sum over both answers. The shift carries no gradient."""
+    """See `whet_dpo.formulas.bco`: the sum over both responses. The shift carries no gradient."""
 
     def __init__(self, config: BcoPairConfig) -> None:
         super().__init__(config)
@@ -63,12 +63,12 @@ class Aot(PairLoss[AotConfig]):
 
 
 class AotUnpaired(PairLoss[AotUnpairedConfig]):
-    """DPO's loss of the differences of two sorted lists: scores of chosen and of rejected answers.
+    """DPO's loss of the differences of two sorted lists: scores of chosen and of rejected responses.
 
-    A chosen answer and the rejected one of its rank need not be of one pair, so they may lie in different
-    micro-batches. The column `matched_score` holds the score opposite, without gradient. Each answer adds half of the
+    A chosen response and the rejected one of its rank need not be of one pair, so they may lie in different
+    micro-batches. The column `matched_score` holds the score opposite, without gradient. Each response adds half of the
     loss and its whole share of the gradient. Value and gradient are then those of the sorted sum, as each of the two
-    answers moves the loss by itself. Melnyk et al. 2024 (arXiv:2406.05882).
+    responses moves the loss by itself. Melnyk et al. 2024 (arXiv:2406.05882).
     """
 
     def __init__(self, config: AotUnpairedConfig) -> None:
@@ -76,7 +76,7 @@ class AotUnpaired(PairLoss[AotUnpairedConfig]):
         self.columns = (*self.columns, MATCHED)
 
     def compared(self, score: Tensor, chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each pair: half of the losses that its two answers are part of."""
+        """Return the loss of each pair: half of the losses that its two responses are part of."""
         opposite = batch[MATCHED].float()
         apart = torch.where(batch["chosen"], score - opposite, opposite - score)
         losses = formulas.dpo(apart, self.config.beta, self.config.label_smoothing)

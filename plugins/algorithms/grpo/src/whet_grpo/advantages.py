@@ -180,12 +180,12 @@ class Opo:
 
 
 class Remax:
-    """Rewards less that of the likeliest answer to the same prompt.
+    """Rewards less that of the likeliest response to the same prompt.
 
-        A(t) = reward + token rewards (-weight * KL) from the token on - reward of the answer at temperature 0
+        A(t) = reward + token rewards (-weight * KL) from the token on - reward of the response at temperature 0
 
-    Li et al. 2023, algorithm 2 (arXiv:2310.10505). The likeliest answer is sampled beside each group and is not trained
-    on; its reward is as its environment gave it, without penalties, as in verl. Nothing is normalised.
+    Li et al. 2023, algorithm 2 (arXiv:2310.10505). The likeliest response is sampled beside each group and is not
+    trained on. Its reward is as its environment gave it, without penalties, as in verl. Nothing is normalised.
     """
 
     def __init__(self, config: RemaxConfig) -> None:
@@ -194,7 +194,9 @@ class Remax:
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Return the advantage of each token [N], or without `per_token` of each sequence [B]."""
         if "greedy_reward" not in batch:
-            raise DataError("the batch has no column 'greedy_reward': its groups were sampled without a greedy answer")
+            raise DataError(
+                "the batch has no column 'greedy_reward': its groups were sampled without a greedy response"
+            )
         rewards, penalties, costs = apart(batch)
         ahead = rewards - np.asarray(batch["greedy_reward"], np.float64)
         if not self.config.per_token:

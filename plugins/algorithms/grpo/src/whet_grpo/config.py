@@ -22,10 +22,10 @@ _MAX_WEIGHT: Any = optional(above(0, FACTOR))
 
 @frozen
 class GrpoConfig(PolicyConfig):
-    """Group relative policy optimisation: reward each answer relative to others of the same prompt."""
+    """Group relative policy optimisation: reward each response relative to others of the same prompt."""
 
     group_size: int = field(default=8, validator=between(1, GROUP))
-    """Answers to each prompt, compared with each other."""
+    """Responses to each prompt, compared with each other."""
     minibatches: int = field(default=1, validator=between(1, BATCH))
     """Optimizer steps taken in one pass over each batch."""
     advantages: Selection = selection("advantages", "group-mean")
@@ -40,10 +40,10 @@ class GrpoConfig(PolicyConfig):
 
 @frozen
 class OffPolicySection:
-    """Off-policy sequence masking: bad answers that the policy would hardly give any more teach nothing."""
+    """Off-policy sequence masking: bad responses that the policy would hardly give any more teach nothing."""
 
     threshold: float | None = field(default=None, validator=optional(between(0, FACTOR)))
-    """An answer of negative advantage is left out where its tokens' logprobs have fallen by more nats than this on
+    """A response of negative advantage is left out where its tokens' logprobs have fallen by more nats than this on
     average since they were sampled; its tokens still count in the mean, and for `kl`. Null: none is left out."""
     since: Literal["sampler", "old"] = "sampler"
     """The logprobs that the fall is measured from: those of the generator, or the old logprobs of the ratio."""
@@ -54,7 +54,7 @@ class GroupLossConfig(PolicyLossConfig):
     """The keys that all losses of this plugin share."""
 
     off_policy: OffPolicySection = Factory(OffPolicySection)
-    """Whether bad answers that are far from the policy are left out."""
+    """Whether bad responses that are far from the policy are left out."""
 
 
 @frozen
@@ -86,9 +86,9 @@ class GmpoConfig(GroupLossConfig):
     aggregation: Literal["token", "sequence", "constant"] = "sequence"
     """As in the other losses. The paper uses `sequence`."""
     clip_low: float = field(default=0.4, validator=between(0, FACTOR))
-    """A token of a bad answer whose log-ratio is below minus this, in nats, is no longer pushed down."""
+    """A token of a bad response whose log-ratio is below minus this, in nats, is no longer pushed down."""
     clip_high: float = field(default=0.4, validator=between(0, FACTOR))
-    """A token of a good answer whose log-ratio is above this, in nats, is no longer pushed up."""
+    """A token of a good response whose log-ratio is above this, in nats, is no longer pushed up."""
 
 
 @frozen
@@ -194,7 +194,7 @@ class OpoConfig:
 
 @frozen
 class RemaxConfig:
-    """ReMax: rewards less the reward of the likeliest answer, which is sampled beside each group at temperature 0."""
+    """ReMax: rewards less the reward of the likeliest response, which is sampled beside each group at temperature 0."""
 
     per_token: bool = True
     """Whether the advantage of a token is the sum of the rewards from this token on, which differs from token to token
@@ -289,5 +289,5 @@ def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo)
 
 
 def remax_facts(config: RemaxConfig, model: ModelInfo) -> Facts:
-    """Return what planning needs to know of the estimator: one more answer for each group, the likeliest."""
+    """Return what planning needs to know of the estimator: one more response for each group, the likeliest."""
     return Facts(greedy_sample=True, token_advantages=config.per_token)

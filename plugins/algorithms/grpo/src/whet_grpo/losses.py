@@ -42,7 +42,7 @@ from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 
 
 @frozen(eq=False)
-class Answers:
+class Responses:
     """What a formula sees of a micro-batch: [N] each, but for the lengths [B]."""
 
     logprobs: Tensor
@@ -52,7 +52,7 @@ class Answers:
     lengths: Tensor
 
 
-Formula = Callable[[Answers], PolicyGradient]
+Formula = Callable[[Responses], PolicyGradient]
 
 
 class PolicyLoss:
@@ -60,7 +60,7 @@ class PolicyLoss:
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
     exactly 1. Advantages are per sequence [B] or per token [N]. Without a penalty, sequences whose advantages are all 0
-    count in the mean and nowhere else: they have no gradient, unless their answer is right and a likelihood is wanted.
+    count in the mean and nowhere else: they have no gradient, unless the response is right and `likelihood` is on.
     """
 
     def __init__(self, config: GroupLossConfig, formula: Formula) -> None:
@@ -78,7 +78,7 @@ class PolicyLoss:
         self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count what the terms are divided by, dead sequences included; for the likelihood, tokens of right answers."""
+        """Return the count that divides each term, dead sequences included; `likelihood`: tokens of right responses."""
         counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
@@ -98,9 +98,9 @@ class PolicyLoss:
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
         old = batch["old_logprobs"] if "old_logprobs" in batch else logprobs.detach()
-        answers = Answers(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
-        found = self._formula(answers)
-        near = self._near(answers, batch)
+        responses = Responses(logprobs, old, of_tokens(batch, "advantages"), mask, lengths)
+        found = self._formula(responses)
+        near = self._near(responses, batch)
         terms = {"policy": self._sum(found.loss, mask, lengths, near)}
         seen = mask if mask.any() else batch["loss_mask"]
         metrics = ratio_metrics(found, seen) | logprob_gaps(logprobs, old, batch, seen)
@@ -125,7 +125,7 @@ class PolicyLoss:
         total: Tensor = aggregation.total(values, mask, lengths, self.config.aggregation)
         return total
 
-    def _near(self, a: Answers, batch: Batch) -> Tensor | None:
+    def _near(self, a: Responses, batch: Batch) -> Tensor | None:
         """Return which tokens [N] off-policy masking leaves; None where it is off."""
         section = self.config.off_policy
         if section.threshold is None:
@@ -164,7 +164,7 @@ class Gspo(PolicyLoss):
     """The clipped policy gradient over sequences; see `whet_ops.losses.sequence_ratio`."""
 
     def __init__(self, config: GspoConfig) -> None:
-        def formula(a: Answers) -> PolicyGradient:
+        def formula(a: Responses) -> PolicyGradient:
             ratio = sequence_ratio(
                 a.logprobs,
                 a.old_logprobs,

@@ -33,8 +33,8 @@ class GaeSection:
     lambda_policy: float = field(default=0.95, validator=[ge(0), le(1)])
     """Lambda of the advantages that the policy learns from: lower means less variance and more trust in the critic."""
     adaptive_alpha: float = field(default=0.0, validator=between(0, FACTOR))
-    """Instead of `lambda_policy`: 1 - 1 / (this x tokens of the answer), at least 0, as in VAPO, which has 0.05. 0: the
-    same lambda for all answers."""
+    """Instead of `lambda_policy`: 1 - 1 / (this x tokens of the response), at least 0. VAPO has 0.05. 0: the same
+    lambda for all responses."""
     truncated: Literal["end", "bootstrap"] = "end"
     """How a response that was cut by its length continues. `end`: with nothing, as any other response. `bootstrap`:
     with the value that the critic expects there, in addition to the reward."""
@@ -57,7 +57,7 @@ class PpoConfig(PolicyConfig):
     """
 
     group_size: int = field(default=1, validator=between(1, GROUP))
-    """Answers to each prompt. PPO compares none of them; several share the computation of their prompt."""
+    """Responses to each prompt. PPO compares none of them; several share the computation of their prompt."""
     minibatches: int = field(default=4, validator=between(1, BATCH))
     """Optimizer steps taken in one pass over each batch."""
     critic_epochs: int = field(default=0, validator=between(0, GROUP))
@@ -74,7 +74,7 @@ class PpoConfig(PolicyConfig):
 
 @frozen
 class PpoClipConfig(ClipSection, PolicyLossConfig):
-    """The clipped policy gradient of PPO, with a likelihood term on right answers and an entropy bonus where wanted."""
+    """The clipped policy gradient of PPO, optionally with a likelihood term on right responses and an entropy bonus."""
 
     entropy_weight: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of a bonus for the policy's mean entropy, which is then reported in any case; 0: none."""

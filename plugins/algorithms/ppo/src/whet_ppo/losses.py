@@ -44,7 +44,7 @@ class PpoClip:
 
     Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
     exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: a penalty for
-    leaving the reference policy (`whet_ops.kl_loss`), the negative log-likelihood of right answers, over their tokens
+    leaving the reference policy (`whet_ops.kl_loss`), the negative log-likelihood of right responses, over their tokens
     (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the negative entropy (Schulman et al. 2017, equation
     9, arXiv:1707.06347).
     """
@@ -65,7 +65,7 @@ class PpoClip:
         self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right answers."""
+        """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right responses."""
         counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 

@@ -38,7 +38,7 @@ def place_rewards(
 
 
 def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return the critic's values [N] and, to bootstrap, those after answers that were cut [B], 0 after the others."""
+    """Return the critic's values [N] and, to bootstrap, those after responses that were cut [B], 0 after the others."""
     if not bootstrap:
         return critic.score(batch, ("values",))["values"], None
     longer, last = one_place_more(batch, ~np.asarray(batch["stopped"]))

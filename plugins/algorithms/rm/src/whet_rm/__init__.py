@@ -1,1 +1,1 @@
-"""Reward models: the score of an answer, learned from pairs."""
+"""Reward models: the score of a response, learned from pairs."""

@@ -24,7 +24,7 @@ def _known(instance: object, attribute: Any, value: dict[str, str]) -> None:
 
 @frozen
 class RmConfig:
-    """Reward modelling on pairs: give the chosen answer a higher score than the rejected one."""
+    """Reward modelling on pairs: give the chosen response a higher score than the rejected one."""
 
     batch_size: int = field(default=64, validator=between(1, BATCH))
     """Pairs that one step consumes."""
@@ -44,7 +44,7 @@ class BradleyTerryConfig:
     """
 
     margin: float = field(default=0.0, validator=between(0, FACTOR))
-    """How much each record's `margin` counts: the chosen answer's score is to be ahead by this times the record's.
+    """How much each record's `margin` counts: the chosen response's score is to be ahead by this times the record's.
     0: records need none."""
     label_smoothing: float = field(default=0.0, validator=[validators.ge(0), validators.lt(0.5)])
     """Share of the pairs that are taken to be the wrong way round."""

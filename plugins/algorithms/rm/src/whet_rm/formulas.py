@@ -1,6 +1,6 @@
 """The losses of scores as formulas on torch, each with its paper. Needs torch; only workers import it.
 
-Scores are [P], one for each answer of a pair; all give a number for each pair.
+Scores are [P], one for each response of a pair; all give a number for each pair.
 """
 
 from torch import Tensor

@@ -2,8 +2,8 @@
 
     values [N] -> score of each sequence [B] -> chosen [P], rejected [P] -> a loss for each pair -> sum
 
-A score is the value where `loss_mask` is true: at one place behind the answer, see `whet_rm.records`. (Were there
-several, it would be their sum.) A pair counts where both answers have such a place.
+A score is the value where `loss_mask` is true: at one place behind the response, see `whet_rm.records`. (Were there
+several, it would be their sum.) A pair counts where both responses have such a place.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """From the records of a data file to sequences with one place for their score.
 
-tokens      [p p p a a .]       `values` at a place stand for what is before it, so one place follows the answer
+tokens      [p p p a a .]       `values` at a place stand for what is before it, so one place follows the response
 loss_mask   [. . . . . 1]
 """
 

@@ -1,6 +1,6 @@
-"""Reward modelling: learn from pairs of answers how good an answer is (Ouyang et al. 2022, arXiv:2203.02155).
+"""Reward modelling: learn from pairs of responses how good a response is (Ouyang et al. 2022, arXiv:2203.02155).
 
-Left out on purpose: scores of single steps of an answer, and heads of more than one number.
+Left out on purpose: scores of single steps of a response, and heads of more than one number.
 """
 
 import math

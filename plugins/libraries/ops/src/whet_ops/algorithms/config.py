@@ -212,7 +212,7 @@ class PolicyLossConfig(AverageConfig):
     kl: KlLossSection = Factory(KlLossSection)
     """A penalty for leaving the reference policy; the one in the reward is `algorithm.kl_reward`."""
     likelihood: LikelihoodSection = Factory(LikelihoodSection)
-    """A likelihood term on right answers."""
+    """A likelihood term on right responses."""
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
 
@@ -263,7 +263,9 @@ def shaping_problems(
     """Yield conflicts between settings of these sections, with paths below `algorithm`."""
     longest = overlong.length or rollout.max_tokens
     if overlong.penalty and overlong.buffer > longest:
-        yield Problem("algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of an answer")
+        yield Problem(
+            "algorithm.overlong.buffer", f"is {overlong.buffer}, more than the {longest} tokens of a response"
+        )
     if overlong.buffer and not overlong.penalty:
         yield Problem("algorithm.overlong.buffer", "has no effect without a penalty; set algorithm.overlong.penalty")
     if not overlong.bounded and not (overlong.penalty and overlong.buffer):
@@ -317,7 +319,7 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
         "the ratio of a sequence": getattr(loss, "level", "") == "token" and hasattr(loss, "ratio"),
     }
     for what in (name for name, is_set in taken.items() if is_set):
-        words = f"is false, which takes tokens out of the loss mask, and {what} is a mean over an answer's tokens"
+        words = f"is false, which takes tokens out of the loss mask, and {what} is a mean over a response's tokens"
         yield Problem("algorithm.top_entropy.count_rest", f"{words}; choose true")
 
 

@@ -32,21 +32,21 @@ def pair_conversations(record: Mapping[str, Any], names: Mapping[str, str]) -> t
     messages with which both conversations begin are the prompt. `names` maps fields to the columns of the data. Raises
     `DataError` that names what the record lacks.
     """
-    prompt, *answers = (record.get(names.get(name, name)) for name in PAIR_FIELDS)
-    if any(answer is None for answer in answers):
+    prompt, *responses = (record.get(names.get(name, name)) for name in PAIR_FIELDS)
+    if any(response is None for response in responses):
         own = [names.get(name, name) for name in PAIR_FIELDS]
         raise DataError(
             f"a record has the columns {found_words(record)}; wanted `{own[1]}` and `{own[2]}`, and `{own[0]}` where "
             "they are not whole conversations (see algorithm.fields)"
         )
-    return _conversations(prompt, *answers)
+    return _conversations(prompt, *responses)
 
 
-def answered(prompt: Conversation, answer: Any) -> Conversation:
+def answered(prompt: Conversation, response: Any) -> Conversation:
     """Return the conversation of a prompt and a response: a string, the messages that follow, or all messages."""
-    if isinstance(answer, str):
-        return (*prompt, Message("assistant", answer))
-    messages = conversation(answer)
+    if isinstance(response, str):
+        return (*prompt, Message("assistant", response))
+    messages = conversation(response)
     return messages if prompt and messages[: len(prompt)] == prompt else (*prompt, *messages)
 
 
@@ -56,16 +56,16 @@ def _conversations(prompt: Any, chosen: Any, rejected: Any) -> tuple[Conversatio
         asked = conversation(prompt)
         return answered(asked, chosen), answered(asked, rejected), len(asked)
     if isinstance(chosen, str) or isinstance(rejected, str):
-        raise DataError("there is no prompt, and an answer is a string; wanted whole conversations, or a prompt")
+        raise DataError("there is no prompt, and a response is a string; wanted whole conversations, or a prompt")
     one, other = conversation(chosen), conversation(rejected)
     if one == other:
-        raise DataError("both conversations are the same; wanted two that begin alike and differ in an answer")
+        raise DataError("both conversations are the same; wanted two that begin alike and differ in a response")
     pairs = zip(one, other, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
     roles = [whole[first].role if first < len(whole) else "nothing" for whole in (one, other)]
     if roles != ["assistant", "assistant"]:
         raise DataError(
             f"the conversations differ from message {first + 1} on, where one has {roles[0]} and the other {roles[1]}; "
-            "wanted an answer of the assistant in both"
+            "wanted a response of the assistant in both"
         )
     return one, other, first
