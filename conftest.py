@@ -1,14 +1,26 @@
 """How tests are spread where several processes run them, `pytest -n 2`: file by file."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 WITH_RAY = frozenset(
-    ("test_ranks.py", "test_ray.py", "test_ray_nodes.py", "test_ray_session.py", "test_sleep.py", "test_under_ray.py",
+    ("test_cluster.py", "test_nodes.py", "test_ranks.py", "test_session.py", "test_sleep.py", "test_under_ray.py",
      "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    """Start Ray as whet does, once for the tests of a module. Runs that these tests start join this Ray."""
+    from whet_ray.session import RaySession
+
+    session = RaySession()
+    session.wait(120.0)
+    yield
+    session.close()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ CONSTRAINTS = ("-c", "constraints/cpu.txt")
 def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRAINTS) -> None:
     """Install core and every plugin, editable, against the tested versions."""
     session.install(*tested, "torch", "hatchling", "editables")
-    editable = [word for path in ["core[testing,ray]", *PLUGINS] for word in ("-e", path)]
+    editable = [word for path in ["core[testing]", *PLUGINS] for word in ("-e", path)]
     session.install(*tested, "--no-build-isolation", *editable, *extra)
 
 

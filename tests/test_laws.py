@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
-TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name == "tools"]
-"""Plugins that offer no component: they bring commands, or a feature by a hook of its own."""
+TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name in ("tools", "launchers")]
+"""Plugins that offer no component: they bring commands, a launcher, or a feature by a hook of its own."""
 LIBRARIES = {f"whet_{plugin.name}" for plugin in PLUGINS if plugin.parent.name == "libraries"}
 """Packages that several plugins import. They register nothing and import core alone."""
 TOGETHER = {"whet_demo"}
@@ -204,7 +204,7 @@ def test_a_plugin_says_what_it_is_for_and_what_changed(plugin: Path) -> None:
 
 @every_plugin
 def test_importing_a_plugin_has_no_effect(plugin: Path) -> None:
-    targets = [*entry_points(plugin, "whet").values(), *entry_points(plugin, "whet.commands").values()]
+    targets = [t for group in ("whet", "whet.commands", "whet.launchers") for t in entry_points(plugin, group).values()]
     modules = ", ".join({target.partition(":")[0] for target in targets} or {package(plugin)})
     code = f"import os\nbefore = dict(os.environ)\nimport {modules}\nassert dict(os.environ) == before"
     assert heavy_after(code) == []

@@ -170,7 +170,7 @@ def test_a_lost_machine_is_noticed_and_where_none_can_take_its_place_that_is_sai
 CUT_OFF = """
 import os, sys, time
 from pathlib import Path
-from whet.runtime.ray import RayCluster
+from whet_ray.cluster import RayCluster
 from whet.errors import WorkerLost
 from whet_testing.scripted_worker import TARGET
 

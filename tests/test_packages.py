@@ -150,7 +150,7 @@ def test_every_recipe_is_shipped_by_one_plugin_together_with_what_it_extends():
 def test_bundles_name_distributions_of_this_repository_in_versions_that_there_are():
     versions = {project(folder)["project"]["name"]: project(folder)["project"]["version"] for folder in FOLDERS}
     extras = project(ROOT / "core")["project"]["optional-dependencies"]
-    assert set(CATALOG["bundles"]) == {*BUNDLED, "endpoint", "all", "testing"}
+    assert set(CATALOG["bundles"]) == {*BUNDLED, "endpoint", "ray", "all", "testing"}
     libraries = {project(folder)["project"]["name"] for folder in FOLDERS[1:] if not offers(folder)}
     assert set(CATALOG["bundles"]["all"]) == set(versions) - {"whet", *CATALOG["bundles"]["testing"], *libraries}
     from packaging.requirements import Requirement

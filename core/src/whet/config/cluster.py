@@ -65,12 +65,12 @@ class RecoverySection:
 class ClusterSection:
     """Where the roles run."""
 
-    launcher: Literal["local", "ray"] = "local"
-    """`local`: on this machine. `ray`: on the nodes of a Ray cluster."""
+    launcher: str = "local"
+    """What starts worker processes. `local`: this machine. Others are offered by plugins, for clusters of machines."""
     address: str = ""
-    """For the launcher `ray`: `host:port` of the head of a cluster to join, as `ray start --head` prints it. `auto`:
-    the cluster that the environment variable RAY_ADDRESS names, else the one that was started on this machine. `local`:
-    Ray is started on this machine for this run, and ends with it. Empty: as RAY_ADDRESS states, else `local`."""
+    """For a launcher that joins a cluster: `host:port` of the cluster's head. `auto`: the cluster that the launcher's
+    environment variable names, else the one that was started on this machine. `local`: one that starts for this run on
+    this machine, and ends with it. Empty: as the environment variable states, else `local`."""
     workers: Literal["process", "inline"] = "process"
     """`process`: every role in worker processes. `inline`: everything in this process, so that a debugger works."""
     ranks: dict[str, int] = field(factory=dict, validator=_RANKS)
@@ -88,12 +88,12 @@ class ClusterSection:
     files. `auto`: if they share GPUs, `rollout.max_staleness` is 0 and both support it. `always`: wherever they are; a
     component that does not support it is an error."""
     placement: dict[str, Literal["pack", "spread", "one-node"]] = attrs.Factory(dict)
-    """For the launcher `ray`: how the ranks of a role are placed on nodes. `pack`: on as few as possible, the default.
-    `spread`: on as many as possible. `one-node`: all on one node, or the run is refused. Roles that share processes
-    have one placement."""
+    """For a cluster that is joined: how the ranks of a role are placed on nodes. `pack`: on as few as possible, the
+    default. `spread`: on as many as possible. `one-node`: all on one node, or the run is refused. Roles that share
+    processes have one placement."""
     resources: dict[str, dict[str, float]] = field(factory=dict, validator=_AMOUNTS)
-    """For the launcher `ray`: the custom resources of Ray that each rank of a role takes, e.g. `{generator: {a100: 1}}`
-    for nodes started with `ray start --resources='{"a100": 8}'`."""
+    """For a cluster that is joined: the custom resources that each rank of a role takes, e.g. `{generator: {a100: 1}}`
+    for nodes that were started with `{"a100": 8}`."""
     memory: Literal["check", "ignore"] = "check"
     """`check`: refuse a run whose weights, gradients, optimizer and caches alone need more memory than a host or a GPU
     has. `ignore`: start it anyway."""

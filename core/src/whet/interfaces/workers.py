@@ -1,7 +1,7 @@
 """A slice is the share of the cluster that one role has. `spawn` starts worker objects on it.
 
 Driver-side handles of backends and generators see only what is here. Launchers implement it: `whet.runtime.inline` in
-this process, `whet.runtime.local` as worker processes, `whet.runtime.ray` on a Ray cluster.
+this process, `whet.runtime.local` as worker processes, and plugins on clusters of several machines.
 """
 
 from collections import Counter

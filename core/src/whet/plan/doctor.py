@@ -27,13 +27,12 @@ from whet.data.readers import find_file
 from whet.errors import ConfigError, WhetError
 from whet.plan.checks import Check, Checker, Status, within
 from whet.plan.memory import HOST, size, whose
-from whet.plan.placement import joins
 from whet.plan.prepare import Prepared, field_names, packages_here, prepare
 from whet.plan.rank_placement import gpu_problems
+from whet.plugins import launchers
 from whet.plugins.registry import Registry, load_plugins
 from whet.runtime import machine
 from whet.runtime.interpreters import Interpreter, surroundings, versions
-from whet.runtime.ray_address import address_to_join, head_of
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile
@@ -66,7 +65,6 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
         "python": _python,
         "plugins": lambda: _plugins(registry),
         "torch": lambda: _torch(seconds, plan),
-        "ray": lambda: _ray(plan),
         "cores": _cores,
         "memory": lambda: _memory(plan),
         "gpus": lambda: _gpus(plan),
@@ -77,6 +75,7 @@ def examine(config: str | None = None, overrides: Sequence[str] = (), *, seconds
         "network": _network,
         "hub": _hub,
     }
+    checkers |= {name: partial(_launcher, name, plan) for name in launchers.found()}
     if plan:
         checkers |= {"model": lambda: _model(plan), "data": lambda: _data(plan), "engine": lambda: _packages(plan)}
         checkers |= {
@@ -183,28 +182,11 @@ def _of_torch(torch: Any, gpus: int, name: str = "torch") -> Check:
     return Check(name, "ok", found)
 
 
-def _ray(plan: Prepared | None) -> Iterator[Check]:
-    found = _version("ray")
-    needed = plan is not None and plan.plan.launcher == "ray" and not plan.plan.inline
-    if found and plan is not None and joins(plan.config):
-        yield _of_cluster(address_to_join(plan.config.cluster))
-    if found or not needed:
-        yield Check("ray", "ok", found or "not installed, and not needed with cluster.launcher: local")
-    else:
-        yield Check("ray", "fail", "not installed, and cluster.launcher is ray", "pip install 'whet[ray]'")
-
-
-def _of_cluster(address: str) -> Check:
-    try:
-        address = head_of(address)
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), 5).close()
-    except ConfigError as error:
-        return Check("ray", "fail", str(error))
-    except OSError as error:
-        change = "`ray start --head` prints the address; start it, or correct cluster.address"
-        return Check("ray", "fail", f"nobody answers at {address}: {error}", change)
-    return Check("ray", "ok", f"{address} answers")
+def _launcher(name: str, plan: Prepared | None) -> Iterator[Check]:
+    """Report what a launcher finds; with a config that uses it, also about the cluster that the run joins."""
+    used = plan is not None and plan.plan.launcher == name and not plan.plan.inline
+    for finding in launchers.launching(name).examine(plan.config.cluster if used and plan is not None else None):
+        yield Check(name, *finding)
 
 
 def _cores(root: Path = machine.ROOT) -> Iterator[Check]:
@@ -256,10 +238,12 @@ def _gpus(plan: Prepared | None) -> Iterator[Check]:
 
 
 def _shared_memory() -> Iterator[Check]:
-    """Look at /dev/shm, where Ray and engines share memory. Weight syncs take none of its room."""
+    """Look at /dev/shm, where launchers and engines share memory. Weight syncs take none of its room."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield Check("shared memory", "warn", "there is no /dev/shm", "engines and Ray want it; mount a tmpfs there")
+        yield Check(
+            "shared memory", "warn", "there is no /dev/shm", "engines and clusters want it; mount a tmpfs there"
+        )
         return
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in /dev/shm"

@@ -45,7 +45,7 @@ class NodeSection:
     gpus: str = ""
     """The GPUs of each host, e.g. `8xH100-80GB`, or `4xA100-40GB+4xA100-80GB`; empty: none."""
     resources: dict[str, float] = field(factory=dict, validator=_AMOUNTS)
-    """Custom resources of each Ray node, as `cluster.resources` asks for them."""
+    """Custom resources of each node, as `cluster.resources` asks for them."""
 
 
 @frozen

@@ -8,7 +8,7 @@ from whet.component import MemoryTerm, Problem
 from whet.config.sections import Config
 from whet.plan.roles import Roles
 from whet.plan.transport import choose_transport
-from whet.runtime.ray_address import address_to_join
+from whet.plugins.launchers import address
 from whet.weights.transfer import STREAMED
 
 
@@ -24,7 +24,7 @@ class Machine:
     gpu_bytes: tuple[int | None, ...] = ()
     """Memory of each GPU in bytes; empty: not known."""
     resources: Mapping[str, float] = field(factory=dict)
-    """Custom resources of its Ray node."""
+    """Custom resources of it as a node of a cluster."""
     others: tuple["Machine", ...] = ()
     """Further machines of a cluster."""
     given: bool = False
@@ -70,9 +70,9 @@ class Way:
 
 
 def joins(config: Config) -> bool:
-    """Return whether the run's processes are on nodes of a Ray cluster that is there, rather than on this machine."""
+    """Return whether the run's processes are on nodes of a cluster that is there, rather than on this machine."""
     cluster = config.cluster
-    return bool(address_to_join(cluster)) and cluster.workers != "inline"
+    return cluster.workers != "inline" and bool(address(cluster))
 
 
 def plan_role(config: Config, roles: Roles, name: str, machine: Machine) -> RolePlan:
@@ -134,7 +134,13 @@ def way_of(config: Config, roles: Roles) -> Way:
         wanted=config.cluster.transport,
         together=together,
     )
-    where = "in one process" if same_process else "on one machine" if same_host else "on nodes that Ray will choose"
+    where = (
+        "in one process"
+        if same_process
+        else "on one machine"
+        if same_host
+        else "on nodes that the launcher will choose"
+    )
     reason = "as cluster.transport says" if config.cluster.transport else f"as they are {where}"
     if transport not in STREAMED:
         return Way(transport, reason)

@@ -21,7 +21,7 @@ from whet.plan.memory import Room, fullest, memory_problems, rooms, size
 from whet.plan.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
 from whet.plan.roles import Roles, python_problems, role_path
-from whet.runtime.ray_address import address_problem
+from whet.plugins.launchers import LOCAL
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
 """Columns of every batch."""
@@ -383,11 +383,9 @@ def _nodes(config: Config, roles: Roles) -> Iterator[Problem]:
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
         if getattr(cluster, key) and not joins(config):
-            yield Problem(f"cluster.{key}", "there is one node alone: this is for a Ray cluster to join; see address")
-    if cluster.address and cluster.launcher != "ray":
-        yield Problem("cluster.address", f"is of the launcher `ray`, and cluster.launcher is {cluster.launcher}")
-    if cluster.workers != "inline" and (fault := address_problem(cluster)):
-        yield Problem("cluster.address", fault)
+            yield Problem(f"cluster.{key}", "there is one node alone: this is for a cluster to join; see address")
+    if cluster.address and cluster.launcher == LOCAL:
+        yield Problem("cluster.address", f"is for a cluster to join, and cluster.launcher is {cluster.launcher}")
     for role, amounts in cluster.resources.items():
         for name, amount in amounts.items():
             if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):

@@ -19,8 +19,9 @@ from whet.plan.load import Loaded, load_config
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
 from whet.plan.roles import Roles, make_roles
+from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
-from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores, without_ray
+from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores
 from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
     roles = make_roles(loaded.config, facts)
     plan, problems = make_plan(loaded.config, model, roles, target, models)
-    problems += missing_launcher(loaded.config)
+    problems += missing_launcher(loaded.config.cluster)
     interpreters, unfit = find_interpreters(loaded.config, roles)
     problems += unfit
     if trains:
@@ -130,7 +131,7 @@ def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str
 def _on_nodes(config: "Config", target: Machine) -> "Config":
     """Take a cluster of the nodes that are described for the one to join, where the config does not name one yet."""
     cluster = config.cluster
-    if not target.others or cluster.launcher != "ray" or joins(config):
+    if not target.others or cluster.launcher == LOCAL or joins(config):
         return config
     return evolve(config, cluster=evolve(cluster, address="auto"))
 
@@ -170,12 +171,6 @@ def _template(given: str) -> str:
         return given_template(given)
     except DataError as error:
         raise ConfigError(str(error)) from error
-
-
-def missing_launcher(config: "Config") -> list[Problem]:
-    """Look whether what starts the processes is installed; nothing is imported."""
-    needed = config.cluster.launcher == "ray" and config.cluster.workers != "inline"
-    return [Problem("cluster.launcher", words)] if needed and (words := without_ray()) else []
 
 
 def find_interpreters(

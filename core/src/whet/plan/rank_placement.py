@@ -107,7 +107,7 @@ class _Free:
 
 
 def _spread_out(config: Config, roles: Sequence[RolePlan], machine: Machine) -> tuple[list[RankPlacement], list[str]]:
-    """Deal processes out to machines about as Ray does; the second list names those that have found none."""
+    """Deal processes out to machines about as a launcher does; the second list names those that have found none."""
     free = [
         _Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes
     ]  # fmt: skip

@@ -10,8 +10,8 @@ from attrs import frozen
 
 from whet.plan.placement import RolePlan
 from whet.plan.prepare import Prepared
+from whet.plugins.launchers import LOCAL, launching
 from whet.runtime.interpreters import located
-from whet.runtime.ray_address import address_to_join
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -56,13 +56,9 @@ def _cluster(config: "Config", groups: list[list[str]], logs: Path) -> "Cluster"
     """
     section = config.cluster
     python = {role: str(located(named)) for role, named in section.python.items()}
-    if section.launcher == "ray":
-        from whet.runtime.ray import RayCluster
-
-        return RayCluster(
-            logs, section.deadlines, groups, run=Path(config.run.folder).name, address=address_to_join(section),
-            placement=section.placement, resources=section.resources, python=python,
-        )  # fmt: skip
+    if section.launcher != LOCAL:
+        made: Cluster = launching(section.launcher).cluster(section, Path(config.run.folder).name, logs, groups, python)
+        return made
     from whet.runtime.local import LocalCluster
 
     return LocalCluster(logs, section.deadlines, groups, python=python)

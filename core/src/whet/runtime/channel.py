@@ -30,7 +30,7 @@ class Framed(list[memoryview]):
     """The pieces of one message, in order."""
 
     stored: Any = None
-    """What a launcher has made of the pieces to carry them to several processes; see `whet.runtime.ray_line`."""
+    """What a launcher has made of the pieces to carry them to several processes, if it does so."""
 
 
 def frame(buffers: Sequence[Buffer]) -> Framed:

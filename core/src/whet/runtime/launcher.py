@@ -3,7 +3,7 @@
 Cluster ── slice(role) ──> ProcessSlice ── spawn(target) ──> ConnectedWorkers
    │                                                              │ call, scatter, stream
    ├── one `Connection` for each process, used by all roles that share the process <──┘
-   └── a `Launcher` starts the processes: `whet.runtime.local` on this machine, `whet.runtime.ray` through Ray
+   └── a `Launcher` starts the processes: `whet.runtime.local` on this machine, plugins elsewhere
 """
 
 import itertools
@@ -47,7 +47,7 @@ class Host:
     gpus: tuple[str, ...]
     """Indices of the GPUs, which all its roles use; empty: it uses no GPU."""
     python: str = ""
-    """Path of the interpreter of all its roles; empty: the driver's interpreter, or Ray's on its node."""
+    """Path of the interpreter of all its roles; empty: the driver's interpreter, or its launcher's."""
 
 
 class Launcher(Protocol):

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, without Ray: children of the driver, each connected by a socket pair."""
+"""Worker processes on this machine: children of the driver, each connected by a socket pair."""
 
 import logging
 import os

@@ -4,15 +4,9 @@ import ctypes
 import math
 import os
 from collections.abc import Iterator
-from importlib import util
 from pathlib import Path
 
 ROOT = Path("/")
-
-
-def without_ray() -> str:
-    """Return why `cluster.launcher: ray` cannot work on this machine; empty: it can. Ray is not imported."""
-    return "" if util.find_spec("ray") else 'is ray, which is not installed here: pip install "whet[ray]"'
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -73,17 +73,6 @@ def shared_data(pytestconfig: pytest.Config) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    """Start Ray as whet does, once for the tests of a module. Runs that these tests start join this Ray."""
-    from whet.runtime.ray_session import RaySession
-
-    session = RaySession()
-    session.wait(120.0)
-    yield
-    session.close()
-
-
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
     """Fail the test when a process that the test started, or a descendant of it, outlives the test by five seconds."""

@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("ray")
 
 from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, WorkerError
-from whet.runtime import ray_life, ray_session
-from whet.runtime.ray import RayCluster
-from whet.runtime.ray_session import RaySession
+from whet_ray import life as ray_life
+from whet_ray import session as ray_session
+from whet_ray.cluster import RayCluster
+from whet_ray.session import RaySession
 from whet_testing.processes import adopting_orphans, descendants, survivors
 from whet_testing.scripted_worker import TARGET
 
@@ -104,7 +105,7 @@ def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> 
     assert told == [signal.SIGTERM, signal.SIGTERM]
 
 
-STARTED = "from whet.runtime.ray_session import RaySession; s = RaySession(); s.wait(99); print(1, flush=True); input()"
+STARTED = "from whet_ray.session import RaySession; s = RaySession(); s.wait(99); print(1, flush=True); input()"
 
 
 @pytest.mark.parametrize("victim", ["the driver", "raylet"])

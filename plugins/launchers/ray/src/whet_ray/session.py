@@ -21,19 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from attrs import frozen
 
 from whet.errors import ConfigError, WhetError
-from whet.runtime.machine import without_ray
 from whet.runtime.ports import is_taken, shortage
-from whet.runtime.ray_address import VARIABLE, head_of
-from whet.runtime.ray_life import HeadSigns, Life, OwnSigns, connect
-from whet.runtime.ray_token import hide_token, make_token, shown_token
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
+from whet_ray.address import VARIABLE, head_of
+from whet_ray.life import HeadSigns, Life, OwnSigns, connect
+from whet_ray.token import hide_token, make_token, shown_token
 
 PROCESS: Final = "whet_process"
 """The resource that each process takes of a Ray that whet starts. The plan, not Ray, divides the machine's CPUs."""
@@ -68,8 +68,8 @@ class RaySession:
 
     def __init__(self, address: str = "") -> None:
         """Begin to connect to `host:port` or `auto`, or to start Ray on this machine where the address is empty."""
-        if words := without_ray():
-            raise ConfigError(f"cluster.launcher: {words}")
+        if find_spec("ray") is None:
+            raise ConfigError("cluster.launcher: is ray, and the package ray is not installed here: pip install ray")
         hide_token()
         self.began = time.time()
         """When this session began, in seconds since the epoch."""

@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 
 from whet.config.sections import DeadlinesSection
 from whet.errors import WorkerError, WorkerLost
-from whet.runtime.ray import RayCluster
+from whet_ray.cluster import RayCluster
 from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.scripted_worker import TARGET
 
@@ -150,7 +150,7 @@ def test_a_run_that_ends_leaves_no_node_agent_behind(two_nodes: Any, tmp_path: P
 DRIVER = """
 import sys, time
 from pathlib import Path
-from whet.runtime.ray import RayCluster
+from whet_ray.cluster import RayCluster
 from whet_testing.scripted_worker import TARGET
 
 cluster = RayCluster(Path(sys.argv[1]), address=sys.argv[2])

@@ -23,13 +23,13 @@ from whet.errors import WhetError
 from whet.runtime.call import HostProcess
 from whet.runtime.launcher import Cluster, Host
 from whet.runtime.local import LocalLauncher
-from whet.runtime.node_agent import versions
 from whet.runtime.process import extra_folders, foreign_folders
-from whet.runtime.ray_life import Life
-from whet.runtime.ray_line import RayLine
-from whet.runtime.ray_places import Bundle, Names, Places
-from whet.runtime.ray_session import RaySession
 from whet.runtime.traffic import Traffic
+from whet_ray.life import Life
+from whet_ray.line import RayLine
+from whet_ray.node_agent import versions
+from whet_ray.places import Bundle, Names, Places
+from whet_ray.session import RaySession
 
 _LOOPBACK: Final = "127.0.0.1"
 _PATIENCE_FOR_A_CAUSE: Final = 2.5

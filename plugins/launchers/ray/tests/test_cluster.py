@@ -15,8 +15,8 @@ pytest.importorskip("ray")
 
 from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.workers import Slice
-from whet.runtime.ray import RayCluster
 from whet.runtime.workers import ConnectedWorkers
+from whet_ray.cluster import RayCluster
 from whet_testing.contracts.workers import ProcessWorkersContract, alive, wait_until
 from whet_testing.environments import bare_environment, make_environment
 from whet_testing.processes import descendants

@@ -1,7 +1,7 @@
 """Names under which Ray lists a run: with run, role and rank, and never the same twice."""
 
 from whet.runtime.launcher import Host
-from whet.runtime.ray_places import Names
+from whet_ray.places import Names
 
 
 def test_a_process_that_is_started_again_has_another_name() -> None:

@@ -28,9 +28,9 @@ import numpy as np
 
 from whet.errors import in_words
 from whet.runtime.channel import Framed, Incoming, frame
-from whet.runtime.node_agent import LARGE, NUMBER
 from whet.runtime.traffic import Traffic, fault_of
 from whet.runtime.wire import Buffer
+from whet_ray.node_agent import LARGE, NUMBER
 
 _MOST_EXCHANGES: Final = 4
 """Exchanges that wait at one time, each on a thread of the agent. Beyond that, a message is sent without waiting."""

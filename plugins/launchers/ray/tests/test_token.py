@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.runtime import ray_token
-from whet.runtime.ray_token import FILE, MODE, TOKEN, hide_token, make_token, shown_token
+from whet_ray import token as ray_token
+from whet_ray.token import FILE, MODE, TOKEN, hide_token, make_token, shown_token
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from attrs import frozen
 
 from whet.errors import WhetError
 from whet.runtime.launcher import Host
-from whet.runtime.node_agent import CONTROL_THREADS, THREADS, NodeAgent
-from whet.runtime.ray_session import PROCESS, Node, RaySession
+from whet_ray.node_agent import CONTROL_THREADS, THREADS, NodeAgent
+from whet_ray.session import PROCESS, Node, RaySession
 
 STRATEGIES: Final = {"pack": "PACK", "spread": "SPREAD", "one-node": "STRICT_PACK"}
 """Ray's placement strategy for each value of `cluster.placement`."""

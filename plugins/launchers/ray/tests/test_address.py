@@ -1,10 +1,15 @@
 """Which cluster is joined follows from the config and RAY_ADDRESS, as with `ray.init`."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
 import pytest
 
 from whet.config.sections import ClusterSection
 from whet.errors import ConfigError
-from whet.runtime.ray_address import address_problem, address_to_join, head_of
+from whet_ray import hooks
+from whet_ray.address import address_problem, address_to_join, head_of
 
 THERE = "10.0.0.1:6379"
 
@@ -43,7 +48,7 @@ def test_what_names_no_head_is_refused_in_words(address: str, variable: str, tol
     assert address_problem(section, {"RAY_ADDRESS": variable}).startswith(told)
 
 
-def test_auto_is_the_cluster_that_was_started_last(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_cluster_that_was_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     from ray._private import services
 
@@ -58,3 +63,14 @@ def test_auto_is_the_cluster_that_was_started_last(tmp_path, monkeypatch: pytest
     (tmp_path / "ray/ray_current_cluster").write_text(f"{THERE}\n")
     assert head_of("auto") == THERE
     assert head_of("10.0.0.2:1") == "10.0.0.2:1"
+
+
+@pytest.mark.parametrize(("workers", "count"), [("process", 1), ("inline", 0)])
+def test_a_config_with_an_address_that_cannot_be_joined_is_refused(
+    workers: Literal["process", "inline"], count: int
+) -> None:
+    cluster = ClusterSection("ray", "ray://10.0.0.1:6379", workers)
+    problems = list(hooks.whet_check_config(SimpleNamespace(cluster=cluster)))  # type: ignore[arg-type]
+    assert [str(problem).partition(", and the")[0] for problem in problems] == [
+        "cluster.address: is 'ray://10.0.0.1:6379', which is for Ray's client"
+    ] * count

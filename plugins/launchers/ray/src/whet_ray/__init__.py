@@ -1,0 +1,1 @@
+"""The launcher `ray` of whet: worker processes on the nodes of a Ray cluster."""

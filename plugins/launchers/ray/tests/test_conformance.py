@@ -1,0 +1,50 @@
+"""The contract of a launcher, through the entry point by which core finds it."""
+
+import importlib
+import inspect
+
+import pytest
+
+from whet.config.sections import ClusterSection
+from whet.interfaces.launcher import Launching
+from whet.plugins.launchers import address, launching, missing
+from whet.plugins.registry import load_plugins
+from whet_testing.contracts.component import ComponentContract
+
+
+class TestPlugin(ComponentContract):
+    hooks = "whet_ray.hooks"
+
+
+def test_core_finds_it_by_its_name() -> None:
+    assert missing("ray") == ""
+    assert not load_plugins().broken
+
+
+@pytest.mark.parametrize("method", ["address", "examine", "cluster"])
+def test_its_methods_take_what_core_gives(method: str) -> None:
+    wanted = list(inspect.signature(getattr(Launching, method)).parameters.values())[1:]
+    found = inspect.signature(getattr(launching("ray"), method)).parameters.values()
+    assert [(each.name, each.kind) for each in found] == [(each.name, each.kind) for each in wanted]
+
+
+def test_it_knows_which_cluster_a_run_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert address(ClusterSection("ray")) == "head:6379"
+    assert address(ClusterSection("ray", "local")) == ""
+    assert address(ClusterSection("local")) == ""
+
+
+def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> None:
+    (version,) = launching("ray").examine(ClusterSection("ray", "local"))
+    assert version.status == "ok"
+    head, _ = launching("ray").examine(ClusterSection("ray", "127.0.0.1:1"))
+    assert head.status == "fail"
+    assert "nobody answers at 127.0.0.1:1" in head.found
+
+
+def test_paths_of_before_still_lead_to_it() -> None:
+    from whet_ray.cluster import RayCluster
+
+    with pytest.warns(DeprecationWarning, match=r"whet\.runtime\.ray has moved to whet_ray\.cluster"):
+        assert importlib.import_module("whet.runtime.ray").RayCluster is RayCluster
