@@ -44,7 +44,7 @@ def run_command() -> int:
 def _fill_standard_streams() -> None:
     """Open standard input, output and error if they are closed. Otherwise the next open file would take their place.
 
-    Python leaves closed streams out, and libraries such as Ray rely on them.
+    Python leaves closed streams out, and libraries rely on them.
     """
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:

@@ -4,7 +4,7 @@ A launcher is a value of `cluster.launcher`. A distribution offers one by an ent
 without an import, and every function of a plan can ask for it by the config alone:
 
     [project.entry-points."whet.launchers"]
-    ray = "its_package.launcher:ItsLaunching"
+    far = "its_package.launcher:ItsLaunching"
 """
 
 from collections.abc import Iterator, Mapping, Sequence
