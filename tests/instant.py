@@ -16,7 +16,7 @@ from attrs import frozen
 
 import whet.run.compose
 from whet import hookimpl
-from whet.component import Component, Facts
+from whet.component import BackendFacts, Component, GeneratorFacts
 from whet.data.records import Task
 from whet.errors import WhetError
 from whet_testing.fakes import FakeBackend, FakeGenerator
@@ -98,18 +98,22 @@ class Letters:
         """Hold nothing."""
 
 
-def facts(config, model):
-    return Facts(outputs_given=frozenset({"logprobs"}), transports=("disk",))
+def backend_facts(config, model):
+    return BackendFacts(outputs_given=frozenset({"logprobs"}), transports=("disk",))
+
+
+def generator_facts(config, model):
+    return GeneratorFacts(transports=("disk",))
 
 
 @hookimpl
 def whet_backends():
-    return [Component("instant", InstantConfig, f"{__name__}:InstantBackend", facts=f"{__name__}:facts")]
+    return [Component("instant", InstantConfig, f"{__name__}:InstantBackend", facts=f"{__name__}:backend_facts")]
 
 
 @hookimpl
 def whet_generators():
-    return [Component("instant", InstantConfig, f"{__name__}:InstantGenerator", facts=f"{__name__}:facts")]
+    return [Component("instant", InstantConfig, f"{__name__}:InstantGenerator", facts=f"{__name__}:generator_facts")]
 
 
 @hookimpl

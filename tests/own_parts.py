@@ -6,7 +6,7 @@ from typing import Any
 from attrs import frozen
 
 from whet import hookimpl
-from whet.component import Component, Facts
+from whet.component import Component, LossFacts
 from whet.data.metrics import mean
 from whet.interfaces.loss import LossResult
 
@@ -89,15 +89,15 @@ class OwnFilter:
         return all(episode.rewards for episode in group.episodes)
 
 
-def of_policy(config: Plain, model: Any) -> Facts:
+def of_policy(config: Plain, model: Any) -> LossFacts:
     """Say what the loss of the policy reads."""
     read = frozenset({"advantages"})
-    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=read, token_advantages=True)
+    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=read, token_advantages=True)
 
 
-def of_critic(config: Plain, model: Any) -> Facts:
+def of_critic(config: Plain, model: Any) -> LossFacts:
     """Say what the loss of the critic reads."""
-    return Facts(role="critic", outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
+    return LossFacts(role="critic", outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
 
 
 @hookimpl

@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import frozen
 
 from whet import hookimpl
-from whet.component import Component, Facts
+from whet.component import BackendFacts, Component, GeneratorFacts
 from whet.data.records import Task
 from whet_testing.fakes import FakeBackend, FakeGenerator
 
@@ -83,18 +83,22 @@ class Letters:
         """Hold nothing."""
 
 
-def facts(config, model):
-    return Facts(outputs_given=frozenset({"logprobs"}), transports=("disk",))
+def backend_facts(config, model):
+    return BackendFacts(outputs_given=frozenset({"logprobs"}), transports=("disk",))
+
+
+def generator_facts(config, model):
+    return GeneratorFacts(transports=("disk",))
 
 
 @hookimpl
 def whet_backends():
-    return [Component("pausing", PausingConfig, f"{__name__}:PausingBackend", facts=f"{__name__}:facts")]
+    return [Component("pausing", PausingConfig, f"{__name__}:PausingBackend", facts=f"{__name__}:backend_facts")]
 
 
 @hookimpl
 def whet_generators():
-    return [Component("letters", PausingConfig, f"{__name__}:Generator", facts=f"{__name__}:facts")]
+    return [Component("letters", PausingConfig, f"{__name__}:Generator", facts=f"{__name__}:generator_facts")]
 
 
 @hookimpl

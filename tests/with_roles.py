@@ -7,7 +7,7 @@ import numpy as np
 from attrs import frozen
 
 from whet import hookimpl
-from whet.component import Component, Facts, RoleNeed, Spec
+from whet.component import AlgorithmFacts, Component, EnvironmentFacts, RoleNeed, Spec
 from whet.data.messages import Message
 from whet.data.model_info import ModelInfo
 from whet.data.records import Task
@@ -19,10 +19,10 @@ class CriticConfig:
     """Trains a critic on what a policy says, and nothing else."""
 
 
-def critic_facts(config: CriticConfig, model: ModelInfo) -> Facts:
+def critic_facts(config: CriticConfig, model: ModelInfo) -> AlgorithmFacts:
     """Ask for a critic and a teacher."""
     roles = {"critic": RoleNeed(frozenset({"values"}), trained=True), "teacher": RoleNeed(frozenset({"logprobs"}))}
-    return Facts(inputs=frozenset({"rollouts"}), group_size=2, groups_per_step=4, roles=roles)
+    return AlgorithmFacts(inputs=frozenset({"rollouts"}), group_size=2, groups_per_step=4, roles=roles)
 
 
 class Critic:
@@ -74,9 +74,9 @@ class Judged:
         """Nothing is held."""
 
 
-def judged_facts(config: JudgedConfig, model: ModelInfo) -> Facts:
+def judged_facts(config: JudgedConfig, model: ModelInfo) -> EnvironmentFacts:
     """Ask for a judge."""
-    return Facts(roles={"judge": RoleNeed(frozenset({"values"}))})
+    return EnvironmentFacts(roles={"judge": RoleNeed(frozenset({"values"}))})
 
 
 @hookimpl

@@ -36,7 +36,8 @@ class Component:
     """`package.module:Class`, imported only in the process that runs it, and called with the config first. Single-file
     plugins write `f"{__name__}:Class"`, which becomes `file:/path/to/file.py:Class`."""
     facts: str = ""
-    """`package.module:function`, called with (config, model) without torch, returning `Facts`. Empty: no facts."""
+    """`package.module:function`, called with (config, model) without torch. It returns the record of its kind in
+    `FACTS`. Empty: no facts."""
 
 
 @frozen
@@ -96,86 +97,152 @@ class MemoryTerm:
     """The change that reduces it, e.g. `lower generator.cache_gib`."""
 
 
-@frozen
+@frozen(kw_only=True)
 class Facts:
-    """Everything that planning knows about a component. Compatibility is derived from facts, never listed by name."""
+    """What planning knows about a component of any kind. Compatibility is derived from facts, never listed by name.
+
+    Each kind has a record of its own below, except loggers.
+    """
+
+    notes: tuple[str, ...] = ()
+    """Anything that `whet check` should print, one sentence each."""
+
+
+@frozen(kw_only=True)
+class AlgorithmFacts(Facts):
+    """What planning knows about an algorithm."""
 
     inputs: frozenset[str] = frozenset()
-    """For an algorithm: its inputs, of `rollouts` and `data`."""
-    data_format: str = ""
-    """For an algorithm that trains on `data`: the kind of records that it reads, e.g. `conversations` or `pairs`."""
-    record_fields: tuple[tuple[str, ...], ...] = ()
-    """For an algorithm that trains on `data`: a record must have all fields of one tuple, by their names in the data;
-    `whet check` looks for them. Empty: it does not look."""
-    encode: str = ""
-    """For an algorithm that trains on `data`: `package.module:function`, called as `function(config, model)`, which
-    returns the `Encode` (see `whet.data.offline`) that turns a record into sequences. `run.epochs` and commands that
-    show data need it."""
-    records_per_step: int | None = None
-    """For an algorithm that trains on `data`: number of records of one step. `run.epochs` needs it."""
-    outputs_needed: frozenset[str] = frozenset()
-    """For a loss: the model outputs that it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`. For an
-    algorithm: the outputs that it scores by itself, beyond `logprobs`."""
-    outputs_given: frozenset[str] = frozenset()
-    """For a backend: the model outputs that it can compute."""
-    weights_needed: frozenset[str] = frozenset()
-    """For an algorithm: sets of weights that it scores with beside the policy's, e.g. `reference`."""
-    weights_given: frozenset[str] = frozenset({"policy"})
-    """For a backend: the sets of weights that it holds. Its setting `reference` decides whether `reference` is one."""
-    role: str = "backend"
-    """For a loss: the role whose outputs it reads."""
+    """Its inputs, of `rollouts` and `data`."""
     roles: Mapping[str, RoleNeed] = field(factory=dict)
-    """For an algorithm or environment: further models that it uses, by their names under `roles`."""
-    states_answers: bool | None = None
-    """For an environment: whether it has a `final_answer`, which majority votes need. None: known only after it is
-    built."""
-    columns_read: frozenset[str] = frozenset()
-    """Batch columns that a loss or algorithm reads beyond the columns that are always there."""
+    """Further models that it uses, by their names under `roles`."""
+    outputs_needed: frozenset[str] = frozenset()
+    """Model outputs that it scores by itself, beyond `logprobs`; see `whet.interfaces.backend`."""
+    weights_needed: frozenset[str] = frozenset()
+    """Sets of weights that it scores with beside the policy's, e.g. `reference`."""
     columns_written: frozenset[str] = frozenset()
-    """Batch columns that an algorithm adds."""
+    """Batch columns that it adds."""
     columns_essential: frozenset[str] = frozenset()
-    """For an algorithm: columns that carry what it computes from its data. A loss that reads none of them would ignore
-    it."""
+    """Columns that carry what it computes from its data. A loss that reads none of them would ignore it."""
     token_advantages: bool = False
-    """For advantages and algorithms: whether each token gets an advantage of its own [N], rather than each sequence
-    [B]. For a loss: whether it accepts such advantages."""
-    greedy_sample: bool = False
-    """For advantages: whether each group needs one more response, at temperature 0, whose reward is the column
-    `greedy_reward` [B]. It is not trained on and counts nowhere else."""
-    least_group_size: int = 1
-    """For advantages and filters: the smallest number of samples of one task that can be compared."""
-    transports: tuple[str, ...] = ()
-    """For backends and generators: supported transports of a weight sync, best first, of `shared`, `cuda-ipc`,
-    `broadcast`, `shared-memory`, `tcp`, `disk`."""
-    on_weight_update: tuple[str, ...] = ("drain",)
-    """For generators: what can happen to running requests when new weights arrive, of `drain`, `continue`, `abort`."""
-    dtype: str = ""
-    """For generators: the dtype of their computation, e.g. `bfloat16`, or a name of their own for anything coarser.
-    Empty: the dtype of the model."""
-    ranks: int = 1
-    """For backends and generators: number of worker processes wanted."""
-    processes: int = 1
-    """For generators: number of processes over which each rank spreads its model, e.g. by tensor parallelism. Each
-    receives weights, and has a GPU if there are any."""
+    """Whether each token gets an advantage of its own [N], rather than each sequence [B]."""
     group_size: int | None = None
-    """For an algorithm: number of samples of one task that it compares with each other."""
+    """Trains on rollouts: number of samples of one task that it compares with each other."""
     groups_per_step: int | None = None
-    """For an algorithm that trains on rollouts: number of groups of one step."""
+    """Trains on rollouts: number of groups of one step."""
+    data_format: str = ""
+    """Trains on `data`: the kind of records that it reads, e.g. `conversations` or `pairs`."""
+    record_fields: tuple[tuple[str, ...], ...] = ()
+    """Trains on `data`: a record must have all fields of one tuple, by their names in the data; `whet check` looks for
+    them. Empty: it does not look."""
+    encode: str = ""
+    """Trains on `data`: `package.module:function`, called as `function(config, model)`, which returns the `Encode` (see
+    `whet.data.offline`) that turns a record into sequences. `run.epochs` and `whet data look` need it."""
+    records_per_step: int | None = None
+    """Trains on `data`: number of records of one step. `run.epochs` needs it."""
+
+
+@frozen(kw_only=True)
+class LossFacts(Facts):
+    """What planning knows about a loss."""
+
+    outputs_needed: frozenset[str] = frozenset()
+    """Model outputs that it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
+    role: str = "backend"
+    """The role whose outputs it reads."""
+    columns_read: frozenset[str] = frozenset()
+    """Batch columns that it reads beyond the columns that are always there."""
+    token_advantages: bool = False
+    """Whether it accepts an advantage for each token [N], rather than for each sequence [B]."""
+
+
+@frozen(kw_only=True)
+class WorkerFacts(Facts):
+    """What planning knows about a backend or a generator: a component with worker processes."""
+
+    ranks: int = 1
+    """Number of worker processes wanted."""
+    processes: int = 1
+    """Number of processes over which each rank spreads its model, e.g. by tensor parallelism. Each receives weights,
+    and has a GPU if there are any."""
+    transports: tuple[str, ...] = ()
+    """Supported transports of a weight sync, best first, of `shared`, `cuda-ipc`, `broadcast`, `shared-memory`, `tcp`,
+    `disk`."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
-    """For backends and generators: called with the role's number of ranks and whether it is trained, it returns what
-    one rank holds in memory. None: unknown."""
-    imports: tuple[str, ...] = ()
-    """For backends and generators: modules that their workers will need. They are imported early, during other
-    preparations."""
+    """Called with the role's number of ranks and whether it is trained, it returns what one rank holds in memory. None:
+    unknown."""
     sleeps: tuple[str, ...] = ()
-    """For backends and generators: devices on which `sleep` releases memory, of `cpu` and `cuda`."""
-    packages: tuple[Package, ...] = ()
-    """For backends and generators: packages that their workers need beside those that their plugins install."""
+    """Devices on which `sleep` releases memory, of `cpu` and `cuda`."""
+    imports: tuple[str, ...] = ()
+    """Modules that its workers will need. They are imported early, during other preparations."""
     forkable: bool = False
-    """For backends and generators: whether a worker's process may be forked from one that has imported `imports`, its
-    own and those of other such roles. These modules start no thread, open no device, and change nothing for others."""
-    notes: tuple[str, ...] = ()
-    """Anything else that `whet check` should print, one sentence each."""
+    """Whether a worker's process may be forked from one that has imported `imports`, its own and those of other such
+    roles. These modules start no thread, open no device, and change nothing for others."""
+    packages: tuple[Package, ...] = ()
+    """Packages that its workers need beside those that its plugin installs."""
+
+
+@frozen(kw_only=True)
+class BackendFacts(WorkerFacts):
+    """What planning knows about a backend."""
+
+    outputs_given: frozenset[str] = frozenset()
+    """Model outputs that it can compute."""
+    weights_given: frozenset[str] = frozenset({"policy"})
+    """Sets of weights that it holds. Its setting `reference` decides whether `reference` is one."""
+
+
+@frozen(kw_only=True)
+class GeneratorFacts(WorkerFacts):
+    """What planning knows about a generator."""
+
+    on_weight_update: tuple[str, ...] = ("drain",)
+    """What can happen to running requests when new weights arrive, of `drain`, `continue`, `abort`."""
+    dtype: str = ""
+    """The dtype of its computation, e.g. `bfloat16`, or a name of its own for anything coarser. Empty: the dtype of the
+    model."""
+
+
+@frozen(kw_only=True)
+class EnvironmentFacts(Facts):
+    """What planning knows about an environment."""
+
+    roles: Mapping[str, RoleNeed] = field(factory=dict)
+    """Further models that it uses, by their names under `roles`."""
+    states_answers: bool | None = None
+    """Whether it has a `final_answer`, which majority votes need. None: known only after it is built."""
+
+
+@frozen(kw_only=True)
+class FilterFacts(Facts):
+    """What planning knows about a filter."""
+
+    least_group_size: int = 1
+    """The smallest number of samples of one task that can be compared."""
+
+
+@frozen(kw_only=True)
+class AdvantagesFacts(FilterFacts):
+    """What planning knows about an advantage estimator."""
+
+    token_advantages: bool = False
+    """Whether each token gets an advantage of its own [N], rather than each sequence [B]."""
+    greedy_sample: bool = False
+    """Whether each group needs one more response, at temperature 0, whose reward is the column `greedy_reward` [B]. It
+    is not trained on and counts nowhere else."""
+
+
+FACTS: Mapping[Kind, type[Facts]] = {
+    "backends": BackendFacts,
+    "generators": GeneratorFacts,
+    "losses": LossFacts,
+    "environments": EnvironmentFacts,
+    "loggers": Facts,
+    "algorithms": AlgorithmFacts,
+    "advantages": AdvantagesFacts,
+    "filters": FilterFacts,
+}
+"""The record of each kind."""
 
 
 @frozen

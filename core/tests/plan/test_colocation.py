@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from whet.component import Component, Facts, RoleNeed, Selection
+from whet.component import AlgorithmFacts, BackendFacts, Component, EnvironmentFacts, Facts, RoleNeed, Selection
 from whet.config.sections import (
     ClusterSection,
     Config,
@@ -19,8 +19,8 @@ from whet.config.sections import (
 from whet.plan.colocation import sleep_problems, turns_and_notes
 from whet.plan.roles import make_roles
 
-BOTH = Facts(sleeps=("cpu", "cuda"))
-ON_GPUS = Facts(sleeps=("cuda",))
+BOTH = BackendFacts(sleeps=("cpu", "cuda"))
+ON_GPUS = BackendFacts(sleeps=("cuda",))
 GPUS = {"backend": 2, "generator": 2}
 
 
@@ -47,7 +47,7 @@ def make_config(
 
 def facts(backend: Facts = BOTH, generator: Facts = BOTH, **others: Facts) -> Mapping[str, Facts]:
     named = {path.replace("__", "."): found for path, found in others.items()}
-    return {"algorithm": Facts(), "backend": backend, "generator": generator, **named}
+    return {"algorithm": AlgorithmFacts(), "backend": backend, "generator": generator, **named}
 
 
 def turns(config: Config, found: Mapping[str, Facts] | None = None) -> tuple[tuple[str, ...], ...]:
@@ -96,7 +96,7 @@ def test_what_cannot_give_memory_back_is_named() -> None:
     )
     assert refusals(make_config(offload="always", gpus=GPUS), found) == []
     config = make_config(gpus=GPUS)
-    chosen, (note,) = turns_and_notes(config, make_roles(config, facts(backend=Facts())))
+    chosen, (note,) = turns_and_notes(config, make_roles(config, facts(backend=BackendFacts())))
     assert chosen == ()
     assert note == "all keep their memory while others work: trainer of the backend can give memory back nowhere"
 
@@ -105,8 +105,8 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
     roles = ("critic", "judge", "both")
     needs = {name: RoleNeed() for name in roles}
     found = {
-        **facts(environments__0=Facts(roles={"judge": needs["judge"], "both": needs["both"]})),
-        "algorithm": Facts(roles={"critic": needs["critic"], "both": needs["both"]}),
+        **facts(environments__0=EnvironmentFacts(roles={"judge": needs["judge"], "both": needs["both"]})),
+        "algorithm": AlgorithmFacts(roles={"critic": needs["critic"], "both": needs["both"]}),
         **{f"roles.{name}": BOTH for name in roles},
     }
     assert turns(make_config(roles=roles, offload="always"), found) == (("backend", "critic"), ("generator", "judge"))
@@ -115,7 +115,7 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
 
 
 def test_who_asks_at_the_endpoint_is_told_of_the_wait() -> None:
-    rollouts = {**facts(), "algorithm": Facts(inputs=("rollouts",))}
+    rollouts = {**facts(), "algorithm": AlgorithmFacts(inputs=("rollouts",))}
     config = make_config(serve=True, gpus=GPUS)
     chosen, (note,) = turns_and_notes(config, make_roles(config, rollouts))
     assert chosen

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from whet.component import Component, Facts, Selection, import_path
+from whet.component import Component, EnvironmentFacts, Selection, import_path
 from whet.config.sections import Config, EnvironmentSection, EvaluationSection, ModelSection, RunSection
 from whet.interfaces.environment import SingleTurn
 from whet.plan.evaluation import evaluation_notes, with_answers
@@ -56,13 +56,13 @@ def evaluating(target: str) -> Config:
 )
 def test_a_class_says_whether_it_states_answers_where_it_can(built: Any, known: bool | None) -> None:
     config = evaluating(import_path(built))
-    found = with_answers(config, {PLACE: Facts()})
+    found = with_answers(config, {PLACE: EnvironmentFacts()})
     assert found[PLACE].states_answers is known
     assert bool(list(evaluation_notes(config, found))) == (known is None)
     for said in (True, False):
-        assert with_answers(config, {PLACE: Facts(states_answers=said)})[PLACE].states_answers is said
+        assert with_answers(config, {PLACE: EnvironmentFacts(states_answers=said)})[PLACE].states_answers is said
 
 
 def test_what_has_not_been_imported_stays_so() -> None:
     config = evaluating("no_such_module:Environment")
-    assert with_answers(config, {PLACE: Facts()})[PLACE].states_answers is None
+    assert with_answers(config, {PLACE: EnvironmentFacts()})[PLACE].states_answers is None

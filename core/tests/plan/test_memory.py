@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attrs import evolve, frozen
 
-from whet.component import Component, Facts, MemoryTerm, Selection
+from whet.component import AlgorithmFacts, BackendFacts, Component, Facts, GeneratorFacts, MemoryTerm, Selection
 from whet.config.sections import ClusterSection, Config, ModelSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.plan.memory import fullest
@@ -40,9 +40,9 @@ def sampling(ranks: int, trained: bool) -> list[MemoryTerm]:
 
 
 FACTS = {
-    "algorithm": Facts(inputs=frozenset({"rollouts"})),
-    "backend": Facts(memory=training, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
-    "generator": Facts(memory=sampling, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
+    "algorithm": AlgorithmFacts(inputs=frozenset({"rollouts"})),
+    "backend": BackendFacts(memory=training, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
+    "generator": GeneratorFacts(memory=sampling, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
 }
 
 

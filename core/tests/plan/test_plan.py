@@ -8,7 +8,17 @@ import attrs
 import pytest
 from attrs import evolve, frozen
 
-from whet.component import Component, Facts, Problem, Selection
+from whet.component import (
+    AlgorithmFacts,
+    BackendFacts,
+    Component,
+    EnvironmentFacts,
+    Facts,
+    GeneratorFacts,
+    LossFacts,
+    Problem,
+    Selection,
+)
 from whet.config.sections import (
     ClusterSection,
     Config,
@@ -60,10 +70,14 @@ def make_config(**changes: Any) -> Config:
 
 
 FACTS = {
-    "algorithm": Facts(inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4),
-    "algorithm.loss": Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
-    "backend": Facts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "tcp", "disk")),
-    "generator": Facts(transports=("shared", "shared-memory", "tcp", "disk")),
+    "algorithm": AlgorithmFacts(
+        inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4
+    ),
+    "algorithm.loss": LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
+    "backend": BackendFacts(
+        outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "tcp", "disk")
+    ),
+    "generator": GeneratorFacts(transports=("shared", "shared-memory", "tcp", "disk")),
 }
 
 
@@ -133,7 +147,7 @@ ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk")
 ENGINE = {
     **FACTS,
     "backend": evolve(FACTS["backend"], transports=ALL),
-    "generator": Facts(transports=ALL[1:], processes=2),
+    "generator": GeneratorFacts(transports=ALL[1:], processes=2),
 }
 
 
@@ -240,7 +254,7 @@ def test_what_cannot_work_is_refused_with_path_and_reason(changes, message):
 
 
 def test_evaluation_needs_a_generator():
-    facts = {**FACTS, "algorithm": Facts(inputs=frozenset({"data"}))}
+    facts = {**FACTS, "algorithm": AlgorithmFacts(inputs=frozenset({"data"}))}
     evaluation = EvaluationSection([EnvironmentSection(component=chosen("environments", "sums"))])
     config = make_config(
         environments=[], generator=None, data=DataSection([DataFile("a.jsonl")]), evaluation=evaluation
@@ -278,11 +292,11 @@ def test_votes_of_subsets_of_too_many_samples_are_refused() -> None:
 
 def test_votes_in_an_environment_that_states_no_answers_are_refused() -> None:
     config, place = evaluating({"samples": 4, "name": "chat"}, majority_at=[4]), "evaluation.environments.0"
-    (found,) = problems(config, {**FACTS, place: Facts(states_answers=False)})
+    (found,) = problems(config, {**FACTS, place: EnvironmentFacts(states_answers=False)})
     assert found.startswith(f"{place}.majority_at: the environment 'chat' does not say what an answer is")
     for known in (True, None):
-        assert not problems(config, {**FACTS, place: Facts(states_answers=known)})
-    assert not problems(evaluating({"samples": 4}), {**FACTS, place: Facts(states_answers=False)})
+        assert not problems(config, {**FACTS, place: EnvironmentFacts(states_answers=known)})
+    assert not problems(evaluating({"samples": 4}), {**FACTS, place: EnvironmentFacts(states_answers=False)})
 
 
 @pytest.mark.parametrize("key", ["pass_at", "majority_at"])
@@ -293,14 +307,14 @@ def test_what_is_of_evaluation_is_refused_in_training(key: str) -> None:
 
 
 def test_a_loss_gets_only_outputs_and_columns_that_are_there():
-    loss = Facts(outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
+    loss = LossFacts(outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns"}))
     found = problems(make_config(), {**FACTS, "algorithm.loss": loss})
     assert any("needs the model output 'values'" in line for line in found)
     assert any("reads the column 'returns'" in line for line in found)
 
 
 def test_transports_that_do_not_meet_are_refused_with_both_sides_named():
-    found = problems(make_config(), {**FACTS, "generator": Facts(transports=("carrier-pigeon",))})
+    found = problems(make_config(), {**FACTS, "generator": GeneratorFacts(transports=("carrier-pigeon",))})
     assert any("generator" in line and "carrier-pigeon" in line for line in found)
 
 

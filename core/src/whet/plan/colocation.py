@@ -45,7 +45,7 @@ def turns_and_notes(
 
 
 def _never_awake(config: Config, roles: Roles) -> bool:
-    return config.endpoint.serve and "rollouts" not in roles.facts["algorithm"].inputs
+    return config.endpoint.serve and "rollouts" not in roles.algorithm.inputs
 
 
 def _chosen(config: Config, roles: Roles) -> tuple[tuple[str, ...], ...]:
@@ -62,11 +62,8 @@ def _chosen(config: Config, roles: Roles) -> tuple[tuple[str, ...], ...]:
 
 def _sides(roles: Roles) -> tuple[tuple[str, ...], ...]:
     """Return the roles that work while the policy is trained alone, and those while it generates alone."""
-    training = {"backend", *roles.facts["algorithm"].roles}
-    generation = {
-        "generator",
-        *(role for path, found in roles.facts.items() if path != "algorithm" for role in found.roles),
-    }
+    training = {"backend", *roles.algorithm.roles}
+    generation = {"generator", *roles.asked_by("")}
     names = roles.names
     return tuple(name for name in names if name in training - generation), tuple(
         name for name in names if name in generation - training

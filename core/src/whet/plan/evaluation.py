@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
-from whet.component import Facts, Problem, loaded
+from whet.component import EnvironmentFacts, Facts, Problem, loaded
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def with_answers(config: "Config", facts: Mapping[str, Facts]) -> dict[str, Fact
     found = dict(facts)
     for i, entry in enumerate(config.evaluation.environments):
         path = f"evaluation.environments.{i}"
-        if entry.component and path in found and found[path].states_answers is None:
-            found[path] = evolve(found[path], states_answers=_shown(loaded(entry.component.component.target)))
+        own = found.get(path)
+        if entry.component and isinstance(own, EnvironmentFacts) and own.states_answers is None:
+            found[path] = evolve(own, states_answers=_shown(loaded(entry.component.component.target)))
     return found
 
 
@@ -50,22 +51,25 @@ def _shown(target: object) -> bool | None:
     return None if named & {"final_answer", "__getattr__", "setattr"} else False
 
 
-def evaluation_notes(config: "Config", facts: Mapping[str, Facts]) -> Iterator[str]:
+def evaluation_notes(config: "Config", facts: Mapping[str, EnvironmentFacts]) -> Iterator[str]:
     """Return which environments will show only when they are built whether there can be votes."""
     for i, entry in enumerate(config.evaluation.environments):
         path = f"evaluation.environments.{i}"
-        if chosen(entry, config.evaluation, "majority_at") and facts.get(path, Facts()).states_answers is None:
+        if (
+            chosen(entry, config.evaluation, "majority_at")
+            and facts.get(path, EnvironmentFacts()).states_answers is None
+        ):
             yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
 
 
-def evaluation_problems(config: "Config", facts: Mapping[str, Facts]) -> Iterator[Problem]:
+def evaluation_problems(config: "Config", facts: Mapping[str, EnvironmentFacts]) -> Iterator[Problem]:
     """Find environments that lack the samples or the answers that their figures need."""
     if config.evaluation.unanswered == "vote" and not any(
         chosen(entry, config.evaluation, "majority_at") for entry in config.evaluation.environments
     ):
         yield Problem("evaluation.unanswered", "has no effect without a majority vote; set evaluation.majority_at")
     for i, entry in enumerate(config.evaluation.environments):
-        known = facts.get(f"evaluation.environments.{i}", Facts()).states_answers
+        known = facts.get(f"evaluation.environments.{i}", EnvironmentFacts()).states_answers
         if known is False and chosen(entry, config.evaluation, "majority_at"):
             yield _no_votes(i, entry)
         for key, figure in (("pass_at", "pass"), ("majority_at", "maj")):

@@ -5,12 +5,23 @@ Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or eve
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 from attrs import frozen
 
-from whet.component import Facts, MemoryTerm, Problem, Selection, resolve
+from whet.component import (
+    FACTS,
+    AlgorithmFacts,
+    EnvironmentFacts,
+    Facts,
+    GeneratorFacts,
+    LossFacts,
+    MemoryTerm,
+    Problem,
+    Selection,
+    resolve,
+)
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
@@ -20,8 +31,10 @@ from whet.plan.evaluation import evaluation_problems
 from whet.plan.memory import Room, fullest, memory_problems, rooms, size
 from whet.plan.placement import Machine, RolePlan, Way, gpus_apart, joins, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
-from whet.plan.roles import Roles, python_problems, role_path
+from whet.plan.roles import Roles, python_problems
 from whet.plugins.launchers import LOCAL
+
+Of = TypeVar("Of", bound=Facts)
 
 ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
 """Columns of every batch."""
@@ -109,13 +122,13 @@ def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInf
     return {path: facts_of(selection, own.get(path, model)) for path, selection in selections(config)}
 
 
-def facts_of(selection: Selection, model: ModelInfo) -> Facts:
-    """Ask a component for its facts; one without a facts function has none."""
-    if not selection.component.facts:
-        return Facts()
-    facts = resolve(selection.component.facts)(selection.config, model)
-    if not isinstance(facts, Facts):
-        raise PluginError(f"{selection.component.facts} returned {type(facts).__name__}, wanted whet.component.Facts")
+def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> Of:  # type: ignore[assignment] # PEP 696
+    """Return the facts of a component, in the record of its kind. One without a function for them has the defaults."""
+    wanted = FACTS[selection.kind]
+    facts = resolve(selection.component.facts)(selection.config, model) if selection.component.facts else wanted()
+    if not isinstance(facts, wanted) or not isinstance(facts, kind):
+        found = type(facts).__name__
+        raise PluginError(f"{selection.component.facts} returned {found}, wanted whet.component.{wanted.__name__}")
     return facts
 
 
@@ -144,15 +157,15 @@ def make_plan(
     models: Mapping[str, ModelInfo] | None = None,
 ) -> tuple[Plan | None, list[Problem]]:
     """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
-    facts, algorithm = roles.facts, roles.facts["algorithm"]
+    facts, algorithm = roles.facts, roles.algorithm
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
-        *_inputs(config, facts, feeds_on),
+        *_inputs(config, roles, feeds_on),
         *_epochs(config, algorithm, feeds_on),
         *_needs(config, roles),
         *_losses(roles, feeds_on),
-        *_weights(config, facts),
-        *incompatibilities(config, facts),
+        *_weights(config, roles),
+        *incompatibilities(config.algorithm.name, roles),
         *_lengths(config, model),
         *_conversations(config, model, roles, models or {}),
         *_shares(config, roles),
@@ -218,7 +231,7 @@ def _why_not_apart(config: Config) -> str:
     return "backend and generator share their processes; cluster.colocate: [] sets them apart"
 
 
-def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterator[Problem]:
+def _inputs(config: Config, roles: Roles, feeds_on: str) -> Iterator[Problem]:
     name = config.algorithm.name
     if feeds_on == "rollouts":
         if not config.environments:
@@ -236,7 +249,7 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    yield from evaluation_problems(config, facts)
+    yield from evaluation_problems(config, roles.of(EnvironmentFacts))
     if config.endpoint.serve and config.generator is None:
         yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in (
@@ -251,7 +264,7 @@ def _inputs(config: Config, facts: Mapping[str, Facts], feeds_on: str) -> Iterat
                 )
 
 
-def _epochs(config: Config, algorithm: Facts, feeds_on: str) -> Iterator[Problem]:
+def _epochs(config: Config, algorithm: AlgorithmFacts, feeds_on: str) -> Iterator[Problem]:
     """Find epochs of a run that has none, and data files whose weights do not go together."""
     name = config.algorithm.name
     if config.run.epochs is not None and feeds_on == "rollouts":
@@ -276,7 +289,7 @@ def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
             wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
             yield Problem(f"roles.{name}", f"is missing: {config.algorithm.name} or an environment asks for it{wanted}")
             continue
-        given = roles[name].facts.outputs_given
+        given = roles.outputs_of(name)
         for output in sorted(need.outputs - given):
             yield Problem(
                 f"roles.{name}", f"must give the model output {output!r}; it gives {', '.join(sorted(given))}"
@@ -290,26 +303,26 @@ def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
 
 
 def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
-    facts, needs = roles.facts, roles.needs
-    columns = ALWAYS | facts["algorithm"].columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
-    for path, found in facts.items():
-        given = facts[role_path(found.role)].outputs_given if role_path(found.role) in facts else found.outputs_needed
-        told = needs[found.role].outputs if found.role in needs else frozenset()
-        for output in sorted(found.outputs_needed - given - told):
-            words = f"needs the model output {output!r}, which the {found.role} does not give: it gives"
-            yield Problem(path, f"{words} {', '.join(sorted(given))}")
-        if found.outputs_needed:
-            for column in sorted(found.columns_read - columns):
-                yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
+    needs, given = roles.needs, {role.name: roles.outputs_of(role.name) for role in roles}
+    asking = {"algorithm": ("backend", roles.algorithm.outputs_needed)}
+    asking |= {path: (found.role, found.outputs_needed) for path, found in roles.of(LossFacts).items()}
+    for path, (role, outputs) in asking.items():
+        told = needs[role].outputs if role in needs else frozenset()
+        for output in sorted(outputs - given.get(role, outputs) - told):
+            words = f"needs the model output {output!r}, which the {role} does not give: it gives"
+            yield Problem(path, f"{words} {', '.join(sorted(given[role]))}")
+    columns = ALWAYS | roles.algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
+    for path, found in roles.of(LossFacts).items():
+        for column in sorted(found.columns_read - columns) if found.outputs_needed else ():
+            yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
 
 
-def _weights(config: Config, facts: Mapping[str, Facts]) -> Iterator[Problem]:
-    """Find sets of weights that someone scores with and the backend does not hold."""
-    for path, found in facts.items():
-        for name in sorted(found.weights_needed - facts["backend"].weights_given):
-            who = config.algorithm.name if path == "algorithm" else path
-            why = f"{who} scores with the weights {name!r}, and the backend {config.backend.name} holds no such copy"
-            yield Problem(f"backend.{name}", f"{why}; set it to true")
+def _weights(config: Config, roles: Roles) -> Iterator[Problem]:
+    """Find sets of weights that the algorithm scores with and the backend does not hold."""
+    who, where = config.algorithm.name, config.backend.name
+    for name in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
+        why = f"{who} scores with the weights {name!r}, and the backend {where} holds no such copy"
+        yield Problem(f"backend.{name}", f"{why}; set it to true")
 
 
 def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
@@ -343,8 +356,8 @@ def _updates(config: Config, roles: Roles) -> Iterator[Problem]:
     wanted = config.rollout.on_weight_update
     if config.generator is None or config.rollout.max_staleness == 0:
         return
-    if wanted not in roles["generator"].facts.on_weight_update:
-        can = ", ".join(roles["generator"].facts.on_weight_update)
+    if wanted not in (possible := roles.of(GeneratorFacts)["generator"].on_weight_update):
+        can = ", ".join(possible)
         yield Problem(
             "rollout.on_weight_update", f"is {wanted}; of the generator {config.generator.name} it can be {can}"
         )

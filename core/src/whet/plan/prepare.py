@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from attrs import evolve, field, fields, frozen
 
-from whet.component import Facts, Package, Problem, resolve
+from whet.component import AlgorithmFacts, EnvironmentFacts, Facts, LossFacts, Package, Problem, resolve
 from whet.data.model_info import ModelInfo, check_weights, locate, read_model
 from whet.data.spans import Span
 from whet.errors import ConfigError, DataError
@@ -108,12 +108,12 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     interpreters, unfit = find_interpreters(loaded.config, roles)
     problems += unfit
     if trains:
-        found, recognised = look_at_data(loaded.config, facts["algorithm"].record_fields)
+        found, recognised = look_at_data(loaded.config, roles.algorithm.record_fields)
         problems += found
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     said = (*_unsaid(loaded.config, target), *_outside(loaded.config), *(recognised if trains else ()))
-    notes = (*evaluation_notes(loaded.config, facts), *_packages(roles, interpreters), *said)
+    notes = (*evaluation_notes(loaded.config, roles.of(EnvironmentFacts)), *_packages(roles, interpreters), *said)
     warnings = (*plan.warnings, *_not_here(loaded.config, roles))
     plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
@@ -202,7 +202,7 @@ def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[
     own = roles[role]
     parts = [
         selection for path, selection in selections(config)
-        if path == own.path or (selection.kind == "losses" and roles.facts[path].role == role)
+        if path == own.path or (isinstance(found := roles.facts[path], LossFacts) and found.role == role)
     ]  # fmt: skip
     targets = [selection.component.target for selection in parts]
     modules = [target.partition(":")[0] for target in targets if not target.startswith("file:")]
@@ -251,7 +251,7 @@ def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> lis
 def look_at_data(config: "Config", fields: Sequence[Sequence[str]] = ()) -> tuple[list[Problem], list[str]]:
     """Look at the data files that a config names, and at their first records; what is on the hub is left to the run.
 
-    Return what is wrong, and what was recognised, a line for each file. `fields`: see `Facts.record_fields`.
+    Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`.
     """
     problems, recognised, names = list[Problem](), list[str](), field_names(config)
     for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
@@ -271,7 +271,7 @@ def field_names(config: "Config") -> Mapping[str, str]:
     return found if isinstance(found, Mapping) else {}
 
 
-def encode_of(config: "Config", facts: Facts, model: ModelInfo) -> "Encode | None":
+def encode_of(config: "Config", facts: AlgorithmFacts, model: ModelInfo) -> "Encode | None":
     """Return what turns the records of a config into sequences; None where its algorithm does not state it."""
     encode: Encode | None = resolve(facts.encode)(config.algorithm.config, model) if facts.encode else None
     return encode

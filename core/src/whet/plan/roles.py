@@ -4,11 +4,23 @@ config + facts  ->  Roles: by name a Role(path, selection, facts, ranks, gpus, t
 """
 
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from attrs import frozen
 
-from whet.component import Facts, Problem, RoleNeed, Selection
+from whet.component import (
+    AlgorithmFacts,
+    BackendFacts,
+    EnvironmentFacts,
+    Facts,
+    Problem,
+    RoleNeed,
+    Selection,
+    WorkerFacts,
+)
 from whet.config.sections import Config
+
+Of = TypeVar("Of", bound=Facts)
 
 
 @frozen
@@ -20,7 +32,7 @@ class Role:
     """Where its component stands in the config."""
     selection: Selection
     """Its component."""
-    facts: Facts
+    facts: WorkerFacts
     """The facts of its component."""
     ranks: int
     """The number of ranks in the config, or else as many as its GPUs allow, or else as its component wants."""
@@ -53,6 +65,25 @@ class Roles:
         return iter(self.by_name.values())
 
     @property
+    def algorithm(self) -> AlgorithmFacts:
+        """Return the facts of the algorithm."""
+        return self.of(AlgorithmFacts)["algorithm"]
+
+    @property
+    def backend(self) -> BackendFacts:
+        """Return the facts of the backend."""
+        return self.of(BackendFacts)["backend"]
+
+    def of(self, kind: type[Of]) -> dict[str, Of]:
+        """Return the facts of one kind, by path into the config."""
+        return {path: found for path, found in self.facts.items() if isinstance(found, kind)}
+
+    def outputs_of(self, name: str) -> frozenset[str]:
+        """Return the model outputs that a role can compute: a generator computes none for others."""
+        facts = self[name].facts
+        return facts.outputs_given if isinstance(facts, BackendFacts) else frozenset()
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all roles."""
         return tuple(self.by_name)
@@ -64,7 +95,7 @@ class Roles:
 
     def asked_by(self, section: str) -> list[str]:
         """Return the further models that the environments below a path into the config ask."""
-        asking = [found for path, found in self.facts.items() if path.startswith(section) and path != "algorithm"]
+        asking = [found for path, found in self.of(EnvironmentFacts).items() if path.startswith(section)]
         return list(dict.fromkeys(name for found in asking for name in found.roles))
 
     def share(self, one: str, other: str) -> bool:
@@ -79,10 +110,11 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
     names = list(dict.fromkeys(["backend", *generator, *config.roles]))
     roles = {}
     for name in names:
-        path = role_path(name)
+        path = name if name in ("backend", "generator") else f"roles.{name}"
         selection = config.roles[name].component if name in config.roles else getattr(config, name)
         assert isinstance(selection, Selection)
         found, gpus = facts[path], cluster.gpus.get(name, 0)
+        assert isinstance(found, WorkerFacts)
         ranks = cluster.ranks.get(name, gpus // found.processes or found.ranks)
         trained = name == "backend" or needs.get(name, RoleNeed()).trained
         shared = next((group for group in sharing if name in group), (name,))
@@ -92,15 +124,11 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
     return Roles(facts, roles, needs, sharing, known)
 
 
-def role_path(name: str) -> str:
-    """Return the path into the config at which a role's component stands."""
-    return name if name in ("backend", "generator") else f"roles.{name}"
-
-
 def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
     """Return what is wanted of each further model, by all components that ask for it."""
     needs: dict[str, RoleNeed] = {}
-    for found in facts.values():
+    asking = [found for found in facts.values() if isinstance(found, AlgorithmFacts | EnvironmentFacts)]
+    for found in asking:
         for name, need in found.roles.items():
             before = needs.get(name, RoleNeed())
             needs[name] = RoleNeed(

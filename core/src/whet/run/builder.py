@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import Factory, frozen
 
-from whet.component import Selection, Spec
+from whet.component import AdvantagesFacts, Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
@@ -120,7 +120,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     """Build all parts of a run. Its models have the weights of its last checkpoint, the generator among them."""
     from whet.run.steps import Steps
 
-    config, run, facts, folder, inputs = prepared.config, begun.run, prepared.facts, attempt.folder, begun.inputs
+    config, run, roles, folder, inputs = prepared.config, begun.run, prepared.roles, attempt.folder, begun.inputs
     if attempt.again:
         attempt.observers.rewind(run.saved.step if run.saved else -1)
     else:
@@ -152,8 +152,8 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         )
         evaluate = _evaluation(evaluator, attempt, models.turns, stream, run.total)
     recording = models.within_turn(timed(attempt.spans, names={"score": "record"}))
-    recorder = _recorder(config.rollout.record, facts["backend"].outputs_given, recording, inputs.chat)
-    served, per_step = ExitStack(), facts["algorithm"].records_per_step
+    recorder = _recorder(config.rollout.record, roles.backend.outputs_given, recording, inputs.chat)
+    served, per_step = ExitStack(), roles.algorithm.records_per_step
     sinks = _sinks(attempt, begun, models, stream, recorder, evaluate, probe, config.run.keep, per_step, served.close)
     steps = Steps(
         folder, config.run, run.done, config.evaluation.every, attempt.spans, sinks, begun.startup, run.total,
@@ -261,16 +261,16 @@ def _stream(
     """Return the rollouts of training, at the position of the checkpoint; None: the run is fed by data files."""
     from whet.rollout.stream import RolloutStream
 
-    config, facts = prepared.config, prepared.facts
+    config, roles = prepared.config, prepared.roles
     if models.generator is None or not begun.inputs.training:
         return None
     stream = RolloutStream(
         begun.inputs.training, models.generator, begun.inputs.chat,
         attrs.evolve(config.rollout, max_context=prepared.plan.max_context),
-        group_size=facts["algorithm"].group_size or 1, seed=config.run.seed,
+        group_size=roles.algorithm.group_size or 1, seed=config.run.seed,
         filters=[build_selection(chosen) for chosen in getattr(config.algorithm.config, "filters", ())],
         deadline_seconds=config.cluster.deadlines.episode, status=attempt.observers.status, loop=models.loop,
-        endpoints=endpoints, greedy=any(found.greedy_sample for found in facts.values()),
+        endpoints=endpoints, greedy=any(found.greedy_sample for found in roles.of(AdvantagesFacts).values()),
     )  # fmt: skip
     attempt.closers.append(stream.close)
     if begun.run.saved:

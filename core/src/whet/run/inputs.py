@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
+from whet.component import EnvironmentFacts
 from whet.config.build import build_selection
 from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.evaluation import passes, scoring
@@ -46,7 +47,7 @@ def read_inputs(
     `began` is when the run began, for chat templates. `roles` will hold the further models that environments ask, when
     these have been started.
     """
-    config = prepared.config
+    config, facts = prepared.config, prepared.roles.of(EnvironmentFacts)
 
     def chat_of(role: str) -> "ChatTokenizer":
         from whet.data.chat import ChatTokenizer
@@ -67,7 +68,7 @@ def read_inputs(
 
     def routes(path: str, entries: "Sequence[EnvironmentSection]", split: str) -> Iterator[Route]:
         for i, entry in enumerate(entries):
-            needs = prepared.facts[f"{path}.{i}"].roles
+            needs = facts[f"{path}.{i}"].roles
             route = build_route(
                 entry, entry.split or split, *([{role: scorer(role) for role in needs}] if needs else [])
             )
@@ -81,7 +82,7 @@ def read_inputs(
         data = OfflineData(
             config.data, chat, config.run.seed, config.data.max_length or prepared.model.max_positions, status,
             timed=partial(spans.phase, "data", "tokenise"),
-            encode=encode_of(config, prepared.facts["algorithm"], prepared.model), names=field_names(config),
+            encode=encode_of(config, prepared.roles.algorithm, prepared.model), names=field_names(config),
             epochs=config.run.epochs,
         )  # fmt: skip
     criterion = passes(config.evaluation)

@@ -107,7 +107,7 @@ def count_steps(
 
     The steps of epochs are known once the data has been read and tokenised.
     """
-    run, size = prepared.config.run, prepared.facts["algorithm"].records_per_step
+    run, size = prepared.config.run, prepared.roles.algorithm.records_per_step
     if data is not None:
         data.go_on(done, position)
     if run.epochs is None or data is None or size is None:

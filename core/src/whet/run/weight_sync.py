@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.interfaces.weights import Places, TransferSpec
 from whet.weights.probe import Probe
@@ -127,8 +128,8 @@ def make_probe(
 
     `turn` waits until the generator has its turn.
     """
-    config, model, facts = prepared.config, prepared.model, prepared.facts
-    if not config.weight_sync.probe.every or "logprobs" not in facts["backend"].outputs_given:
+    config, model, facts = prepared.config, prepared.model, prepared.roles.of(GeneratorFacts)["generator"]
+    if not config.weight_sync.probe.every or "logprobs" not in prepared.roles.backend.outputs_given:
         return None
     tokens = chat.plain_tokens
 
@@ -139,7 +140,7 @@ def make_probe(
     return Probe(
         config.weight_sync.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
         room=prepared.plan.max_context, temperature=config.rollout.temperature,
-        dtypes=(facts["generator"].dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
+        dtypes=(facts.dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
         generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"],
         run=run,
     )  # fmt: skip

@@ -61,7 +61,7 @@ class Launcher(Protocol):
         ...
 
     def fork(self, modules: "Mapping[Host, Sequence[str]]", logs: Path, patience_seconds: float) -> None:
-        """Import modules once for all the processes that may be forked afterwards; see `Facts.forkable`.
+        """Import modules once for all the processes that may be forked afterwards; see `WorkerFacts.forkable`.
 
         A process that cannot be forked within `patience_seconds` is started in the normal way. A launcher that does not
         fork does nothing here.

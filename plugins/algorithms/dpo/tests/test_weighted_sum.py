@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from whet.component import resolve
+from whet.component import LossFacts, resolve
 from whet.config.build import build, to_spec
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -103,7 +103,7 @@ def test_what_terms_need_the_sum_needs(registry: Registry) -> None:
     model = ModelInfo("", {})
     loss = section(registry, [{"use": "bco-pair"}, {"use": "aot"}, {"use": "sft", "of": "conversation"}]).loss
     wanted = {"chosen", "reference_logprobs", "score_shift", "margin_shift", "response_mask"}
-    assert facts_of(loss, model).columns_read == wanted
+    assert facts_of(loss, model, LossFacts).columns_read == wanted
     assert wanted <= dpo_facts(attrs.evolve(DpoConfig(), loss=loss), model).columns_written
     free = section(registry, [{"use": "simpo"}, {"use": "sft"}]).loss
     assert "reference_logprobs" not in dpo_facts(DpoConfig(loss=free), model).columns_written

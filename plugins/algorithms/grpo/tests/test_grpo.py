@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from whet.component import Component, Selection
+from whet.component import AdvantagesFacts, Component, Selection
 from whet.config.build import build, build_selection, to_spec
 from whet.config.sections import RolloutSection
 from whet.config.structure import structure
@@ -117,7 +117,7 @@ def run(steps: int, said: list[str], learning_rate: float = 4.0, staleness: int 
     rollouts = RolloutStream(
         [Route("bandit", environment, "train")], policy, ByteChat(), section,  # type: ignore[arg-type]
         group_size=config.group_size, seed=0, filters=[build_selection(chosen) for chosen in filters],
-        greedy=facts_of(config.advantages, ModelInfo("")).greedy_sample,
+        greedy=facts_of(config.advantages, ModelInfo(""), AdvantagesFacts).greedy_sample,
     )  # fmt: skip
 
     def sync_weights(version: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from whet.component import Facts, Selection, resolve
+from whet.component import AlgorithmFacts, Selection, resolve
 from whet.config.structure import structure
 from whet.data.chat import ChatTokenizer
 from whet.plugins.registry import Registry
@@ -16,7 +16,7 @@ from whet_testing.contracts.component import MODEL
 GOOD = """
     from attrs import frozen
     from whet import hookimpl
-    from whet.component import Component, Facts, Selection
+    from whet.component import AlgorithmFacts, Component, Selection
     from whet.config.sections import selection
 
     @frozen
@@ -32,7 +32,7 @@ GOOD = """
         return Weighted({})
 
     def facts(config, model):
-        return Facts(
+        return AlgorithmFacts(
             inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}),
             group_size=4, groups_per_step=3,
         )
@@ -93,7 +93,7 @@ def plugin(folder: Path, *changes: tuple[str, str]) -> Registry:
     return registry
 
 
-def select(registry: Registry) -> tuple[Selection, Facts]:
+def select(registry: Registry) -> tuple[Selection, AlgorithmFacts]:
     offer = registry.find("algorithms", "made-up")
     config: Any = structure({}, offer.component.config, registry)
     return Selection("algorithms", offer.component, config), resolve(offer.component.facts)(config, MODEL)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from whet.component import Facts, RoleNeed, Selection
+from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -121,9 +121,9 @@ class TeacherPgConfig:
     """Bound of the advantages in both directions, in nats; 0: no bound."""
 
 
-def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:
+def distill_facts(config: DistillConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the loop on rollouts."""
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=TOPK_COLUMNS | TOKEN_COLUMNS | {"old_logprobs"},
         group_size=config.group_size,
@@ -133,10 +133,10 @@ def distill_facts(config: DistillConfig, model: ModelInfo) -> Facts:
     )  # fmt: skip
 
 
-def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
+def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the loop on data."""
     wanted = need(config, model)
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"data"}),
         data_format="conversations",
         record_fields=record_fields(config.fields),
@@ -149,7 +149,7 @@ def distill_data_facts(config: DistillDataConfig, model: ModelInfo) -> Facts:
 
 def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
     """Return what the loss wants of a teacher: nothing where the student's workers hold it."""
-    read = facts_of(config.loss, model).columns_read
+    read = facts_of(config.loss, model, LossFacts).columns_read
     outputs = set[str]()
     if read & TOPK_COLUMNS:
         outputs |= {"logprobs_at"} if config.topk_of == "student" else {"topk_ids", "topk_logprobs"}
@@ -158,10 +158,10 @@ def need(config: TaughtConfig, model: ModelInfo) -> RoleNeed:
     return RoleNeed(frozenset(outputs))
 
 
-def topk_kl_facts(config: TopkKlConfig, model: ModelInfo) -> Facts:
+def topk_kl_facts(config: TopkKlConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
     entropy = {"entropy"} if wants_entropy(config) else set()
-    return Facts(outputs_needed=frozenset({"logprobs", "logprobs_at", *entropy}), columns_read=TOPK_COLUMNS)
+    return LossFacts(outputs_needed=frozenset({"logprobs", "logprobs_at", *entropy}), columns_read=TOPK_COLUMNS)
 
 
 def wants_entropy(config: TopkKlConfig) -> bool:
@@ -169,12 +169,12 @@ def wants_entropy(config: TopkKlConfig) -> bool:
     return config.outside == "zero" and config.divergence == "mixed" and config.forward < 1
 
 
-def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> Facts:
+def full_kl_facts(config: FullKlConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
-    return Facts(outputs_needed=config.needed | {"logprobs"})
+    return LossFacts(outputs_needed=config.needed | {"logprobs"})
 
 
-def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> Facts:
+def teacher_pg_facts(config: TeacherPgConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
     columns = frozenset({"advantages", "sampler_logprobs"})
-    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)
+    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=columns)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, Problem
+from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_distill.config import (
@@ -48,7 +48,7 @@ def whet_check_config(config: "Config") -> Iterable[Problem]:
     for name in section.teachers:
         if name not in names:
             yield Problem(f"algorithm.teachers.{name}", f"there is no such environment; there are {', '.join(names)}")
-    read = facts_of(section.loss, ModelInfo(config.model.path, {})).columns_read
+    read = facts_of(section.loss, ModelInfo(config.model.path, {}), LossFacts).columns_read
     if section.old_logprobs == "trainer" and "advantages" not in read:
         yield Problem(
             "algorithm.old_logprobs", f"has no effect on the loss {section.loss.name}, which reads no advantages"

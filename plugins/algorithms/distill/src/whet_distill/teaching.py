@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.component import LossFacts
 from whet.data.batch import Batch
 from whet.plan.plan import facts_of
 from whet_distill.config import TOKEN_COLUMNS, TOPK_COLUMNS, TaughtConfig
@@ -27,7 +28,7 @@ class Teaching:
         """Take `teachers` as roles by environment. Raises `ConfigError` where one has other tokens than the student."""
         self._config, self._student, self._roles = config, parts.backend, parts.roles
         self._teachers = teachers or {}
-        self._read = facts_of(config.loss, model).columns_read
+        self._read = facts_of(config.loss, model, LossFacts).columns_read
         for name, role in parts.config.roles.items():
             if name in parts.roles and role.model is not None:
                 refuse_other_tokens(name, role.model, parts.chat.folder)

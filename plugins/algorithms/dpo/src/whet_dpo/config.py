@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from whet.component import Facts, Selection
+from whet.component import AlgorithmFacts, LossFacts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -71,17 +71,17 @@ class KtoConfig:
 
 def reads_reference(loss: Selection, model: ModelInfo) -> bool:
     """Return whether a loss reads the reference's logprobs."""
-    return REFERENCE in facts_of(loss, model).columns_read
+    return REFERENCE in facts_of(loss, model, LossFacts).columns_read
 
 
 def reads_response_mask(loss: Selection | None, model: ModelInfo) -> bool:
     """Return whether a loss learns prompts, too, and reads which tokens are the response's."""
-    return loss is not None and RESPONSE in facts_of(loss, model).columns_read
+    return loss is not None and RESPONSE in facts_of(loss, model, LossFacts).columns_read
 
 
 def reads_baseline(config: KtoConfig, model: ModelInfo) -> bool:
     """Return whether there is a baseline to estimate: the loss reads it, and it is not switched off."""
-    read = config.loss is None or BASELINE in facts_of(config.loss, model).columns_read
+    read = config.loss is None or BASELINE in facts_of(config.loss, model, LossFacts).columns_read
     return config.baseline == "batch" and read
 
 
@@ -97,13 +97,13 @@ def _called(fields: dict[str, str], *names: str) -> tuple[str, ...]:
     return tuple(fields.get(name, name) for name in names)
 
 
-def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
+def dpo_facts(config: DpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
     chosen = source(config, model)
     written = {"chosen", *({REFERENCE} if chosen != "none" else ()), *whole_columns(config.loss)}
     if reads_response_mask(config.loss, model):
         written.add(RESPONSE)
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"data"}),
         data_format="pairs",
         record_fields=(_called(config.fields, "chosen", "rejected"),),
@@ -115,12 +115,12 @@ def dpo_facts(config: DpoConfig, model: ModelInfo) -> Facts:
     )
 
 
-def kto_facts(config: KtoConfig, model: ModelInfo) -> Facts:
+def kto_facts(config: KtoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
     chosen = source(config, model)
     held = chosen == "on-the-fly" or reads_baseline(config, model)
     reference = {REFERENCE} if chosen != "none" else set()
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"data"}),
         data_format="labelled",
         record_fields=(

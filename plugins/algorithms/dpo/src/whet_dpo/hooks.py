@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from whet import hookimpl
-from whet.component import Component, Problem, Selection
+from whet.component import Component, LossFacts, Problem, Selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_dpo import loss_config as sections
@@ -97,7 +97,7 @@ def _of_sum(config: "Config", terms: list[tuple[str, Selection]]) -> Iterable[Pr
             owner.setdefault(column, path)
     kind = {DpoConfig: "chosen", KtoConfig: "desirable"}.get(type(config.algorithm.config))
     for path, term in terms:
-        read = facts_of(term, ModelInfo(config.model.path, {})).columns_read
+        read = facts_of(term, ModelInfo(config.model.path, {}), LossFacts).columns_read
         if kind is not None and kind not in read:
             words = f"reads no {kind!r}, so it would learn all responses alike"
             yield Problem(path, f"{words}; for the likelihood of the chosen responses alone choose `sft`")

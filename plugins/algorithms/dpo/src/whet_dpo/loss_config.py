@@ -10,7 +10,7 @@ from typing import Literal
 
 from attrs import Factory, field, frozen, validators
 
-from whet.component import Facts
+from whet.component import LossFacts
 from whet.config.bounds import FACTOR, above, below, between
 from whet.config.renamed import renamed
 from whet.data.model_info import ModelInfo
@@ -232,21 +232,21 @@ def pair_columns(sft: SftTerm) -> tuple[str, ...]:
     return ("chosen", RESPONSE) if sft.weight and sft.of == "conversation" else ("chosen",)
 
 
-def pair_facts(*columns: str) -> Facts:
+def pair_facts(*columns: str) -> LossFacts:
     """Return the facts of a loss on logprobs that reads these columns."""
-    return Facts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset(columns))
+    return LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset(columns))
 
 
-def referenced_facts(config: Preference, model: ModelInfo) -> Facts:
+def referenced_facts(config: Preference, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of a loss on pairs that has a reference."""
     return pair_facts(*pair_columns(config.sft), REFERENCE)
 
 
-def reference_free_facts(config: SimpoConfig | OrpoConfig | CpoConfig | SftLossConfig, model: ModelInfo) -> Facts:
+def reference_free_facts(config: SimpoConfig | OrpoConfig | CpoConfig | SftLossConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of a loss on pairs that has none."""
     return pair_facts(*pair_columns(config.sft))
 
 
-def kto_loss_facts(config: KtoLossConfig, model: ModelInfo) -> Facts:
+def kto_loss_facts(config: KtoLossConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
     return pair_facts("desirable", BASELINE, REFERENCE)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from whet.component import Facts, Selection
+from whet.component import LossFacts, Selection
 from whet.config.bounds import FACTOR, between
 from whet.config.renamed import renamed
 from whet.config.sections import selection
@@ -143,20 +143,20 @@ def columns_for(config: object) -> tuple[str, ...]:
     return (MATCHED,) if isinstance(config, AotUnpairedConfig) else ()
 
 
-def whole_facts(config: BcoPairConfig | AotConfig | AotUnpairedConfig, model: ModelInfo) -> Facts:
+def whole_facts(config: BcoPairConfig | AotConfig | AotUnpairedConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of a loss on pairs that reads numbers of the whole batch."""
     return pair_facts(*pair_columns(config.sft), REFERENCE, *columns_for(config))
 
 
-def bco_facts(config: BcoConfig, model: ModelInfo) -> Facts:
+def bco_facts(config: BcoConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of BCO on single responses."""
     return pair_facts("desirable", REFERENCE, *columns_for(config))
 
 
-def weighted_sum_facts(config: WeightedSumConfig, model: ModelInfo) -> Facts:
+def weighted_sum_facts(config: WeightedSumConfig, model: ModelInfo) -> LossFacts:
     """Return the needs of all terms together."""
-    found = [facts_of(term.component, model) for term in config.terms]
-    return Facts(
+    found = [facts_of(term.component, model, LossFacts) for term in config.terms]
+    return LossFacts(
         outputs_needed=frozenset().union(*(facts.outputs_needed for facts in found)),
         columns_read=frozenset().union(*(facts.columns_read for facts in found)),
         role=found[0].role,

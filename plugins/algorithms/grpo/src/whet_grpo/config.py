@@ -5,7 +5,7 @@ from typing import Any, Literal
 from attrs import Factory, field, frozen
 from attrs.validators import deep_mapping, ge, gt, le, optional
 
-from whet.component import Facts, Selection
+from whet.component import AdvantagesFacts, AlgorithmFacts, LossFacts, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, above, between
 from whet.config.renamed import renamed
 from whet.config.sections import selection
@@ -240,7 +240,7 @@ class UnequalRewardsConfig:
     """Name of the reward to compare, e.g. the one for being right; empty: the weighted sum of all."""
 
 
-def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
+def grpo_facts(config: GrpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
     written = {"advantages", "old_logprobs"}
     if config.overlong.penalty:
@@ -248,7 +248,7 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
     if config.kl_reward.weight:
         written |= {"reward:kl", "token_rewards", "task_reward"}
     reference = wants_reference(config, model)
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
         columns_essential=frozenset({"advantages"}),
@@ -262,32 +262,32 @@ def grpo_facts(config: GrpoConfig, model: ModelInfo) -> Facts:
 
 def wants_reference(config: GrpoConfig, model: ModelInfo) -> bool:
     """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
+    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model, LossFacts).columns_read
 
 
-def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> Facts:
+def policy_loss_facts(config: GroupLossConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of a loss."""
     further = {"reference_logprobs"} if config.kl.weight else set()
     further |= {"reward"} if config.likelihood.weight else set()
     of_sequences = isinstance(config, GmpoConfig) or (isinstance(config, GspoConfig) and config.level == "sequence")
-    return Facts(
+    return LossFacts(
         outputs_needed=frozenset({"logprobs", "entropy"} if config.entropy else {"logprobs"}),
         columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
         token_advantages=not of_sequences,
     )
 
 
-def group_facts(config: object, model: ModelInfo) -> Facts:
+def group_facts(config: object, model: ModelInfo) -> AdvantagesFacts:
     """Return that an estimator or a filter compares samples of one task, unless it can treat a single one."""
-    return Facts(least_group_size=1 if getattr(config, "singleton", "zero") == "reward" else 2)
+    return AdvantagesFacts(least_group_size=1 if getattr(config, "singleton", "zero") == "reward" else 2)
 
 
-def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> Facts:
+def reinforce_plus_plus_facts(config: ReinforcePlusPlusConfig, model: ModelInfo) -> AdvantagesFacts:
     """Return what planning needs to know of the estimator."""
     compares = config.baseline and config.singleton == "zero"
-    return Facts(least_group_size=2 if compares else 1, token_advantages=config.per_token)
+    return AdvantagesFacts(least_group_size=2 if compares else 1, token_advantages=config.per_token)
 
 
-def remax_facts(config: RemaxConfig, model: ModelInfo) -> Facts:
+def remax_facts(config: RemaxConfig, model: ModelInfo) -> AdvantagesFacts:
     """Return what planning needs to know of the estimator: one more response for each group, the likeliest."""
-    return Facts(greedy_sample=True, token_advantages=config.per_token)
+    return AdvantagesFacts(greedy_sample=True, token_advantages=config.per_token)

@@ -5,7 +5,7 @@ from typing import Literal
 from attrs import Factory, field, frozen
 from attrs.validators import ge, le
 
-from whet.component import Facts, RoleNeed, Selection
+from whet.component import AlgorithmFacts, LossFacts, RoleNeed, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -94,13 +94,13 @@ class ValueClipConfig(AverageConfig):
     reward; 0: no clipping."""
 
 
-def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:
+def ppo_facts(config: PpoConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
     written = {"advantages", "old_logprobs", "old_values", "returns", "token_rewards"}
     written |= {"reward:overlong"} if config.overlong.penalty else set()
     written |= {"reward:kl", "task_reward"} if config.kl_reward.weight else set()
     reference = wants_reference(config, model)
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"rollouts"}),
         columns_written=frozenset(written | ({"reference_logprobs"} if reference else set())),
         columns_essential=frozenset({"advantages"}),
@@ -115,20 +115,22 @@ def ppo_facts(config: PpoConfig, model: ModelInfo) -> Facts:
 
 def wants_reference(config: PpoConfig, model: ModelInfo) -> bool:
     """Return whether anything reads the logprobs of the reference policy."""
-    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model).columns_read
+    return config.kl_reward.weight > 0 or "reference_logprobs" in facts_of(config.loss, model, LossFacts).columns_read
 
 
-def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> Facts:
+def ppo_clip_facts(config: PpoClipConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the policy's loss."""
     further = {"reward"} if config.likelihood.weight else set()
     further |= {"reference_logprobs"} if config.kl.weight else set()
-    return Facts(
+    return LossFacts(
         outputs_needed=frozenset({"logprobs", "entropy"} if config.wants_entropy else {"logprobs"}),
         columns_read=frozenset({"advantages", "sampler_logprobs"} | further),
         token_advantages=True,
     )
 
 
-def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> Facts:
+def value_clip_facts(config: ValueClipConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the critic's loss."""
-    return Facts(role=CRITIC, outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns", "old_values"}))
+    return LossFacts(
+        role=CRITIC, outputs_needed=frozenset({"values"}), columns_read=frozenset({"returns", "old_values"})
+    )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whet import hookimpl
-from whet.component import Component, Problem
+from whet.component import Component, LossFacts, Problem
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
 from whet_ops.algorithms.config import (
@@ -52,7 +52,7 @@ def _of_critic(ppo: PpoConfig, config: "Config") -> Iterable[Problem]:
     if CRITIC not in config.roles:
         example = "roles: {critic: {like: backend, head: value}}"
         yield Problem("roles", f"has no critic, which ppo trains beside the policy; add `{example}`")
-    if facts_of(ppo.value_loss, ModelInfo(config.model.path, {})).role != CRITIC:
+    if facts_of(ppo.value_loss, ModelInfo(config.model.path, {}), LossFacts).role != CRITIC:
         words = "is no loss of a critic; choose one that reads its values, e.g. value-clip"
         yield Problem("algorithm.value_loss", words)
 

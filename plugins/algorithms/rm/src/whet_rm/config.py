@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from whet.component import Facts, Selection
+from whet.component import AlgorithmFacts, LossFacts, Selection
 from whet.config.bounds import BATCH, FACTOR, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -57,13 +57,13 @@ class BradleyTerryConfig:
 
 def reads_margin(loss: Selection, model: ModelInfo) -> bool:
     """Return whether a loss reads the records' margins."""
-    return MARGIN in facts_of(loss, model).columns_read
+    return MARGIN in facts_of(loss, model, LossFacts).columns_read
 
 
-def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
+def rm_facts(config: RmConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
     margin = {MARGIN} if reads_margin(config.loss, model) else set()
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"data"}),
         data_format="pairs",
         record_fields=(tuple(config.fields.get(name, name) for name in ("chosen", "rejected", *sorted(margin))),),
@@ -74,8 +74,8 @@ def rm_facts(config: RmConfig, model: ModelInfo) -> Facts:
     )
 
 
-def bradley_terry_facts(config: BradleyTerryConfig, model: ModelInfo) -> Facts:
+def bradley_terry_facts(config: BradleyTerryConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
-    return Facts(
+    return LossFacts(
         outputs_needed=frozenset({"values"}), columns_read=frozenset({"chosen", *([MARGIN] if config.margin else [])})
     )

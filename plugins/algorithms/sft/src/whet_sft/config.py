@@ -2,7 +2,7 @@
 
 from attrs import field, frozen
 
-from whet.component import Facts, Selection
+from whet.component import AlgorithmFacts, LossFacts, Selection
 from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
@@ -34,9 +34,9 @@ class NllConfig:
     """The negative log-likelihood of the data, as the mean over all trained tokens of a batch."""
 
 
-def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
+def sft_facts(config: SftConfig, model: ModelInfo) -> AlgorithmFacts:
     """Return what planning needs to know of the algorithm."""
-    return Facts(
+    return AlgorithmFacts(
         inputs=frozenset({"data"}),
         data_format="conversations",
         record_fields=record_fields(config.fields),
@@ -45,6 +45,6 @@ def sft_facts(config: SftConfig, model: ModelInfo) -> Facts:
     )
 
 
-def nll_facts(config: NllConfig, model: ModelInfo) -> Facts:
+def nll_facts(config: NllConfig, model: ModelInfo) -> LossFacts:
     """Return what planning needs to know of the loss."""
-    return Facts(outputs_needed=frozenset({"logprobs"}))
+    return LossFacts(outputs_needed=frozenset({"logprobs"}))

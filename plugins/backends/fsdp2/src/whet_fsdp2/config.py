@@ -8,7 +8,7 @@ import attrs
 from attrs import field, frozen
 from attrs.validators import deep_iterable, optional
 
-from whet.component import Facts, MemoryTerm
+from whet.component import BackendFacts, MemoryTerm
 from whet.config.bounds import FACTOR, STEPS, TOKENS, above, below, between
 from whet.data.model_info import ModelInfo, read_model
 from whet.errors import ConfigError
@@ -88,9 +88,9 @@ def outputs(config: Fsdp2Config) -> frozenset[str]:
     return frozenset({"logprobs", "entropy", "logprobs_at", "topk_ids", "topk_logprobs", *divergences})
 
 
-def facts(config: Fsdp2Config, model: ModelInfo) -> Facts:
+def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     """Return the backend's outputs, transports, and the memory of weights, gradients and optimizer on one rank."""
-    return Facts(
+    return BackendFacts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
         transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),

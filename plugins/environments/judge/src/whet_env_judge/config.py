@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from whet.component import Facts, RoleNeed, Selection
+from whet.component import EnvironmentFacts, RoleNeed, Selection
 from whet.config.bounds import FACTOR, RECORDS, above, between
 from whet.config.sections import optional_selection
 from whet.data.model_info import ModelInfo
@@ -65,10 +65,14 @@ class JudgeConfig:
     """Factor on the weights of the environment's own rewards. 0: these rewards are recorded, but not trained on."""
 
 
-def judge_facts(config: JudgeConfig, model: ModelInfo) -> Facts:
+def judge_facts(config: JudgeConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the roles that are needed: the judge, and the roles of the wrapped environment."""
-    within = facts_of(config.environment, model) if config.environment else Facts(states_answers=False)
+    within = (
+        facts_of(config.environment, model, EnvironmentFacts)
+        if config.environment
+        else EnvironmentFacts(states_answers=False)
+    )
     need = within.roles.get(config.role, RoleNeed())
     whole = need.conversations or config.too_long == "refuse"
     judge = RoleNeed(need.outputs | {"values"}, need.trained, whole)
-    return Facts(roles={**within.roles, config.role: judge}, states_answers=within.states_answers)
+    return EnvironmentFacts(roles={**within.roles, config.role: judge}, states_answers=within.states_answers)

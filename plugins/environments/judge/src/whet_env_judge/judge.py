@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import cast
 
+from whet.component import EnvironmentFacts
 from whet.config.build import build_selection
 from whet.data.messages import Conversation, Message, conversation
 from whet.data.model_info import ModelInfo
@@ -105,6 +106,6 @@ def _within(config: JudgeConfig, roles: Mapping[str, Scorer]) -> Environment:
     """Return the wrapped environment, built with the roles that it needs."""
     if config.environment is None:
         return Prompts(config)
-    needs = facts_of(config.environment, ModelInfo("", {})).roles
+    needs = facts_of(config.environment, ModelInfo("", {}), EnvironmentFacts).roles
     built = build_selection(config.environment, *([{name: roles[name] for name in needs}] if needs else []))
     return cast(Environment, built)

@@ -4,7 +4,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from whet.component import Facts
+from whet.component import EnvironmentFacts
 from whet.config.bounds import FACTOR, GROUP, PROCESSES, RECORDS, RETRIES, SECONDS, SEED, above, between
 from whet.data.model_info import ModelInfo
 
@@ -66,6 +66,6 @@ class MathConfig:
     """Most processor time of one comparison. An answer that needs more is wrong and counts as `grader/undecided`."""
 
 
-def facts(config: ArithmeticConfig | MathConfig, model: ModelInfo) -> Facts:
+def facts(config: ArithmeticConfig | MathConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the facts for planning: the environment states final answers, so majority voting works."""
-    return Facts(states_answers=True)
+    return EnvironmentFacts(states_answers=True)

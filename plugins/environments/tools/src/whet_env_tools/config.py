@@ -4,7 +4,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from whet.component import Facts
+from whet.component import EnvironmentFacts
 from whet.config.bounds import GROUP, RECORDS, SEED, between
 from whet.data.model_info import ModelInfo
 
@@ -31,6 +31,6 @@ class CalculatorConfig:
     """Seed of the tasks. Another seed gives other tasks."""
 
 
-def facts(config: CalculatorConfig, model: ModelInfo) -> Facts:
+def facts(config: CalculatorConfig, model: ModelInfo) -> EnvironmentFacts:
     """Return the facts for planning: the environment states final answers, so majority voting works."""
-    return Facts(states_answers=True)
+    return EnvironmentFacts(states_answers=True)

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from functools import partial
 
-from whet.component import Facts, MemoryTerm
+from whet.component import GeneratorFacts, MemoryTerm
 from whet.data.model_info import ModelInfo
 from whet_hf.config import HfConfig
 
 
-def facts(config: HfConfig, model: ModelInfo) -> Facts:
+def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
     """Return the transports of weights, and the most memory that weights and cache need."""
-    return Facts(
+    return GeneratorFacts(
         transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
         on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),

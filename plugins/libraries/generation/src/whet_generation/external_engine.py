@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from whet.component import Facts, MemoryTerm, Package, Problem
+from whet.component import GeneratorFacts, MemoryTerm, Package, Problem
 from whet.config.messages import nearest, path_segment
 from whet.data.model_info import ModelInfo
 from whet.errors import WhetError
@@ -112,9 +112,9 @@ class ForeignEngine:
         if wrong := list(self.wrong(written, self.known())):
             raise WhetError("\n".join(f"generator.engine.{name} {message}" for name, message in wrong))
 
-    def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> Facts:
+    def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> GeneratorFacts:
         """Return the facts of a generator that sends complete weights to the engine, and does so between two tokens."""
-        return Facts(
+        return GeneratorFacts(
             transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
             on_weight_update=("drain", "continue", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),

@@ -12,7 +12,7 @@ import click
 from whet.cli.command import Command, config_arguments, warn_of_broken
 
 if TYPE_CHECKING:
-    from whet.component import Facts
+    from whet.component import AlgorithmFacts, EnvironmentFacts
     from whet.config.sections import Config
     from whet.data.chat import ChatTokenizer
     from whet.data.messages import Conversation
@@ -75,10 +75,12 @@ class Seen(NamedTuple):
 
 def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most: int, quiet: bool) -> Seen:
     from whet.cli.progress import Progress
+    from whet.component import EnvironmentFacts
     from whet.data.chat import ChatTokenizer
     from whet.plan.load import load_config
     from whet.plan.plan import gather_facts
     from whet.plan.prepare import find_model
+    from whet.plan.roles import make_roles
 
     loaded = load_config(config, overrides)
     warn_of_broken(loaded.registry)
@@ -87,12 +89,12 @@ def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most
         name: find_model(role.model, True, f"roles.{name}.")
         for name, role in loaded.config.roles.items() if role.model is not None
     }  # fmt: skip
-    facts = gather_facts(loaded.config, model, models)
+    roles = make_roles(loaded.config, gather_facts(loaded.config, model, models))
     chat = ChatTokenizer(model.path, loaded.config.model.chat_template)
-    if "rollouts" in facts["algorithm"].inputs:
-        return _prompts(loaded.config, model, facts, chat, rows, split, most)
+    if "rollouts" in roles.algorithm.inputs:
+        return _prompts(loaded.config, model, roles.of(EnvironmentFacts), chat, rows, split, most)
     with closing(_Status(None if quiet else Progress())) as status:
-        return _records(loaded.config, model, facts["algorithm"], chat, rows, split, most, status)
+        return _records(loaded.config, model, roles.algorithm, chat, rows, split, most, status)
 
 
 class _Status:
@@ -111,8 +113,8 @@ class _Status:
 
 
 def _records(
-    config: "Config", model: "ModelInfo", facts: "Facts", chat: "ChatTokenizer", rows: int, split: Split, most: int,
-    status: _Status,
+    config: "Config", model: "ModelInfo", facts: "AlgorithmFacts", chat: "ChatTokenizer", rows: int, split: Split,
+    most: int, status: _Status,
 ) -> Seen:  # fmt: skip
     from whet.errors import ConfigError
     from whet.plan.prepare import encode_of, field_names, look_at_data
@@ -145,7 +147,7 @@ def _records(
     )
 
 
-def _length(config: "Config", facts: "Facts", counts: "Counts") -> str:
+def _length(config: "Config", facts: "AlgorithmFacts", counts: "Counts") -> str:
     """Return how many steps the run's epochs are, or the reverse, as text. Empty unless all records were counted."""
     from whet.data.offline import steps_of
 
@@ -158,8 +160,8 @@ def _length(config: "Config", facts: "Facts", counts: "Counts") -> str:
 
 
 def _prompts(
-    config: "Config", model: "ModelInfo", facts: "dict[str, Facts]", chat: "ChatTokenizer", rows: int, split: Split,
-    most: int,
+    config: "Config", model: "ModelInfo", facts: "dict[str, EnvironmentFacts]", chat: "ChatTokenizer", rows: int,
+    split: Split, most: int,
 ) -> Seen:  # fmt: skip
     from whet.errors import ConfigError
     from whet.run.inputs import build_route

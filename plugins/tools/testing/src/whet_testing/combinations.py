@@ -82,7 +82,7 @@ def reasons(one: Combination, base: Mapping[str, Any], registry: Registry, **alg
     except ConfigError as error:
         return list(error.problems)
     facts = gather_facts(config, MODEL)
-    fed = "rollouts" in facts["algorithm"].inputs
+    fed = "rollouts" in make_roles(config, facts).algorithm.inputs
     config = attrs.evolve(config, data=None) if fed else attrs.evolve(config, environments=[])
     _, problems = make_plan(config, MODEL, make_roles(config, facts), Machine(cores=8))
     return [str(problem) for problem in (*registry.problems(config), *problems)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from whet.component import Facts, Selection, Spec, resolve
+from whet.component import AdvantagesFacts, AlgorithmFacts, Selection, Spec, resolve
 from whet.config.build import build, to_spec
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.config.structure import structure
@@ -63,10 +63,10 @@ class AlgorithmContract:
         return Selection("algorithms", offer.component, config, offer.distribution)
 
     @pytest.fixture
-    def facts(self, selection: Selection) -> Facts:
+    def facts(self, selection: Selection) -> AlgorithmFacts:
         """Return the facts of the algorithm."""
         found = resolve(selection.component.facts)(selection.config, MODEL)
-        assert isinstance(found, Facts)
+        assert isinstance(found, AlgorithmFacts)
         return found
 
     @pytest.fixture
@@ -77,7 +77,7 @@ class AlgorithmContract:
     def test_it_is_an_algorithm(self, selection: Selection) -> None:
         assert isinstance(resolve(selection.component.target)(selection.config), Algorithm)
 
-    def test_its_facts_say_what_it_feeds_on(self, facts: Facts) -> None:
+    def test_its_facts_say_what_it_feeds_on(self, facts: AlgorithmFacts) -> None:
         assert facts.inputs
         assert facts.inputs <= {"rollouts", "data"}
         if "data" in facts.inputs:
@@ -88,14 +88,14 @@ class AlgorithmContract:
             assert min(facts.group_size, facts.groups_per_step) >= 1
 
     def test_every_step_trains_and_is_finished_once_in_order(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         watch = self._run(selection, facts, chat, tmp_path, steps=3)
         assert [event.value for event in watch.named("finish")] == [1, 2, 3]
         assert {event.step for event in watch.named("train")} == {1, 2, 3}
 
     def test_it_goes_on_after_the_steps_that_are_done(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         whole = self._run(selection, facts, chat, tmp_path, steps=3)
         rest = self._run(selection, facts, chat, tmp_path, steps=3, done=2, state=whole.states[2])
@@ -109,14 +109,14 @@ class AlgorithmContract:
             assert all((one[name] == other[name]).all() for name in one.columns), "what it did before decides a step"
 
     def test_a_run_without_steps_does_nothing(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         watch = self._run(selection, facts, chat, tmp_path, steps=3, done=3)
         assert not watch.named("train")
         assert not watch.named("finish")
 
     def test_the_loss_gets_the_columns_that_it_reads(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         watch = self._run(selection, facts, chat, tmp_path, steps=2)
         for event in watch.named("train"):
@@ -125,7 +125,7 @@ class AlgorithmContract:
             assert not missing, f"the loss reads {missing}, and the batch has {event.batch.columns}"
 
     def test_it_adds_no_columns_but_those_of_its_facts(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         if facts.inputs != {"rollouts"}:
             pytest.skip("what an offline algorithm makes of its records is its own affair")
@@ -136,7 +136,7 @@ class AlgorithmContract:
             assert set(event.batch.columns) <= known
 
     def test_it_takes_as_many_groups_as_its_facts_say(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         if "rollouts" not in facts.inputs:
             pytest.skip("it is not fed by rollouts")
@@ -145,7 +145,7 @@ class AlgorithmContract:
         assert taken == {1: facts.groups_per_step, 2: facts.groups_per_step}
 
     def test_a_step_takes_as_many_records_as_its_facts_say(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         if facts.records_per_step is None:
             pytest.skip("it does not state how many records a step takes")
@@ -154,7 +154,7 @@ class AlgorithmContract:
             assert len(event.batch.units()) == facts.records_per_step, "run.epochs would take another number of steps"
 
     def test_weights_are_synced_after_each_step_that_rollouts_feed(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         if "rollouts" not in facts.inputs:
             pytest.skip("it is not fed by rollouts")
@@ -166,13 +166,13 @@ class AlgorithmContract:
             assert last_train < names.index("sync_weights") < names.index("finish")
 
     def test_it_leaves_sleep_and_checkpoints_to_others(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, tmp_path: Path
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, tmp_path: Path
     ) -> None:
         watch = self._run(selection, facts, chat, tmp_path, steps=2)
         assert not {"sleep", "wake", "save"} & {event.name for event in watch.events}
 
     def _run(
-        self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path, steps: int, done: int = 0,
+        self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, folder: Path, steps: int, done: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> Watch:  # fmt: skip
         watch = Watch()
@@ -181,12 +181,18 @@ class AlgorithmContract:
         return watch
 
     def _parts(
-        self, watch: Watch, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path, steps: WatchedSteps
+        self,
+        watch: Watch,
+        selection: Selection,
+        facts: AlgorithmFacts,
+        chat: ChatTokenizer,
+        folder: Path,
+        steps: WatchedSteps,
     ) -> Parts:
         config: Any = selection.config
         loss = to_spec(config.loss) if _is_loss(getattr(config, "loss", None)) else Spec("")
         advantages = getattr(config, "advantages", None)
-        greedy = isinstance(advantages, Selection) and facts_of(advantages, MODEL).greedy_sample
+        greedy = isinstance(advantages, Selection) and facts_of(advantages, MODEL, AdvantagesFacts).greedy_sample
         whole = Config(
             run=RunSection(folder=str(folder), steps=3),
             model=ModelSection(path=str(chat.folder)),
@@ -211,7 +217,7 @@ class AlgorithmContract:
             return OnlineParts(**common, generator=FakeGenerator("a"), rollouts=rollouts)
         return OfflineParts(**common, generator=None, data=self._data(selection, facts, chat, folder))
 
-    def _data(self, selection: Selection, facts: Facts, chat: ChatTokenizer, folder: Path) -> OfflineData:
+    def _data(self, selection: Selection, facts: AlgorithmFacts, chat: ChatTokenizer, folder: Path) -> OfflineData:
         records = self.records or RECORDS.get(facts.data_format, [])
         file = folder / "data.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import pytest
 
-from whet.component import KINDS, Component, Facts, Kind, Selection, resolve
+from whet.component import FACTS, KINDS, Component, Kind, Selection, WorkerFacts, resolve
 from whet.config.build import to_spec
 from whet.config.structure import structure
 from whet.data.model_info import ModelInfo
@@ -112,7 +112,7 @@ class ComponentContract:
     def test_what_is_forkable_imports_without_threads_and_devices(self) -> None:
         known = [(component, self.config(component)) for _, component in self.components() if component.facts]
         facts = [resolve(component.facts)(config, MODEL) for component, config in known]
-        for found in [found for found in facts if found.forkable]:
+        for found in [found for found in facts if isinstance(found, WorkerFacts) and found.forkable]:
             variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
             command = [sys.executable, "-c", FORKED, *found.imports]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
@@ -165,10 +165,10 @@ class ComponentContract:
             assert callable(resolve(component.target)), component.target
 
     def test_facts_are_facts(self) -> None:
-        for _, component in self.components():
+        for kind, component in self.components():
             if component.facts:
-                found = resolve(component.facts)(self.config(component), MODEL)
-                assert isinstance(found, Facts), f"{component.facts} gave {found!r:.120}"
+                found, wanted = resolve(component.facts)(self.config(component), MODEL), FACTS[kind]
+                assert isinstance(found, wanted), f"{component.facts} gave {found!r:.120}, wanted {wanted.__name__}"
 
     def test_the_readme_shows_every_component(self) -> None:
         file = self.module().__file__

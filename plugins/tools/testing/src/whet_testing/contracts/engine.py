@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import pytest
 
-from whet.component import Facts, resolve
+from whet.component import GeneratorFacts, resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
 from whet.errors import WorkerError, WorkerLost
@@ -45,11 +45,11 @@ class EngineContract(ComponentContract):
         ((_, component),) = self.components()
         return component.config(**settings)
 
-    def facts(self, **settings: Any) -> Facts:
+    def facts(self, **settings: Any) -> GeneratorFacts:
         """Return the facts of the plugin's generator for the small model `MODEL`."""
         ((_, component),) = self.components()
         found = resolve(component.facts)(self.generator(**settings), MODEL)
-        assert isinstance(found, Facts)
+        assert isinstance(found, GeneratorFacts)
         return found
 
     @pytest.mark.parametrize(

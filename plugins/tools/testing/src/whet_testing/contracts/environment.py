@@ -43,7 +43,7 @@ class EnvironmentContract:
     gold_samples: int = 16
     """Number of tasks of each split that are answered with `gold`."""
     states_answers: bool | None = None
-    """`Facts.states_answers` of the component; None skips the comparison."""
+    """`EnvironmentFacts.states_answers` of the component; None skips the comparison."""
 
     def make(self) -> Environment:
         """Build the environment under test."""
