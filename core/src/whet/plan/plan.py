@@ -304,15 +304,13 @@ def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
 
 def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
     needs, given = roles.needs, {role.name: roles.outputs_of(role.name) for role in roles}
-    asking = {"algorithm": ("backend", roles.algorithm.outputs_needed)}
-    asking |= {path: (found.role, found.outputs_needed) for path, found in roles.of(LossFacts).items()}
-    for path, (role, outputs) in asking.items():
-        told = needs[role].outputs if role in needs else frozenset()
-        for output in sorted(outputs - given.get(role, outputs) - told):
-            words = f"needs the model output {output!r}, which the {role} does not give: it gives"
-            yield Problem(path, f"{words} {', '.join(sorted(given[role]))}")
     columns = ALWAYS | roles.algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
-    for path, found in roles.of(LossFacts).items():
+    own = LossFacts(outputs_needed=roles.algorithm.outputs_needed)
+    for path, found in {"algorithm": own, **roles.of(LossFacts)}.items():
+        told = needs[found.role].outputs if found.role in needs else frozenset()
+        for output in sorted(found.outputs_needed - given.get(found.role, found.outputs_needed) - told):
+            words = f"needs the model output {output!r}, which the {found.role} does not give: it gives"
+            yield Problem(path, f"{words} {', '.join(sorted(given[found.role]))}")
         for column in sorted(found.columns_read - columns) if found.outputs_needed else ():
             yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
 
