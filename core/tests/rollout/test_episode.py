@@ -11,7 +11,8 @@ from whet.data.records import Completion, Episode, Request, Sampling, Task
 from whet.errors import InfrastructureError, RequestLost, Undecided, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
 from whet.interfaces.undecided import note
-from whet.rollout.episode import Assignment, EpisodeFailed
+from whet.rollout.episode import EpisodeFailed
+from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet_testing.fakes import ByteChat, FakeGenerator
 from whet_testing.playing import AltChat, AltTokens, make_player

@@ -12,7 +12,7 @@ import torch
 
 from whet.errors import ConfigError, WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.plan.transport import choose_transport
+from whet.plan.placement import choose_transport
 from whet.weights import bucket_stream
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import MEETING, receive, send

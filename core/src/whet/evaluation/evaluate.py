@@ -11,7 +11,8 @@ from whet.evaluation.result import EvaluationResult, judge
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.plugins.endpoints import InstalledEndpoints
-from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
 

@@ -1,13 +1,13 @@
 """Where roles run, and how weights travel between them: pure, from config and facts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from attrs import field, frozen
 
 from whet.component import MemoryTerm, Problem
 from whet.config.sections import Config
+from whet.errors import ConfigError
 from whet.plan.roles import Roles
-from whet.plan.transport import choose_transport
 from whet.plugins.launchers import address
 from whet.weights.transfer import STREAMED
 
@@ -146,3 +146,44 @@ def way_of(config: Config, roles: Roles) -> Way:
         return Way(transport, reason)
     receivers = generator.ranks * generator.facts.processes
     return Way(transport, reason, 1, receivers) if transport == "broadcast" else Way(transport, reason, backend.ranks)
+
+
+def choose_transport(
+    sender: Sequence[str],
+    receiver: Sequence[str],
+    *,
+    same_process: bool,
+    same_host: bool,
+    same_gpu: bool = False,
+    own_gpus: bool = False,
+    together: bool = False,
+    wanted: str = "",
+) -> str:
+    """Choose the way to hand weights over: the sender's best that the receiver knows and the placement allows.
+
+    `sender` and `receiver` are the transports of their facts, best first. `same_gpu`: they take turns on their GPUs;
+    `own_gpus`: each has its own; `together`: they share processes. `wanted` is what the config insists on. Raises
+    `ConfigError` saying why none fits.
+    """
+    reachable = {
+        "shared": same_process,
+        "cuda-ipc": same_gpu,
+        "broadcast": own_gpus or (wanted == "broadcast" and not together),
+        "shared-memory": same_host,
+        "tcp": True,
+        "disk": True,
+    }
+    for transport in [wanted] if wanted else sender:
+        if transport in sender and transport in receiver and reachable.get(transport, False):
+            return transport
+    place = "in one process" if same_process else "on one machine" if same_host else "on different machines"
+    what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
+    raise ConfigError(
+        f"{what}: the backend offers {_listed(sender)}, the generator takes {_listed(receiver)}, and they are {place}; "
+        "`shared` needs one process (cluster.colocate), `cuda-ipc` shared GPUs, `broadcast` processes of their own, "
+        "`shared-memory` one machine"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -4,30 +4,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
-from whet.data.messages import Conversation, Tools
-from whet.data.records import Episode, Group, IntArray, Sampling, Task, gold_answer
+from whet.data.records import Episode, Group, Sampling, gold_answer
 from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError, WorkerError, in_words
 from whet.interfaces.chat import Chat
-from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.interfaces.undecided import note, noted
-from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
-from whet.rollout.gate import Gate
-from whet.rollout.recorded import RecordedModel
-from whet.rollout.routing import Route
+from whet.rollout.recorded import Assignment, RecordedModel, Sequences
 from whet.runtime.event_loop import gather_or_cancel
-
-if TYPE_CHECKING:
-    from whet.interfaces.generator import Generator
-
-
-Prompts = dict[tuple[Tools, Conversation], tuple[str, IntArray]]
-"""(tools, opening messages) of a group -> the name under which requests share their computation, and the tokens."""
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"
@@ -44,47 +31,15 @@ PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
 
 
 @frozen(eq=False)
-class Assignment:
-    """A task to be played by all samples of a group."""
+class Player(Sequences):
+    """Plays the episodes of one stream, or of one evaluation."""
 
-    route: Route
-    task: Task
-    position: int
-    """Position of the task in its split."""
-    index: int
-    """Index of the group: order of admission in training, position of the task in evaluation. Randomness is derived
-    from it."""
-    prompts: Prompts = field(factory=dict)
-    """Prompts of the group, filled while playing."""
-    tally: Counter[str] = field(factory=Counter)
-    """Counts episodes by outcome, filled while playing: `done`, `retried`, finally `failed`, finally lost to
-    `infrastructure`. Among the `done` ones, `undecided` counts responses that graders could not decide."""
-
-
-@frozen(eq=False)
-class Player:
-    """Plays episodes. Holds what the episodes of one stream, or of one evaluation, have in common."""
-
-    generator: "Generator"
-    chat: Chat
-    sampling: Sampling
-    """Sampling of each turn, with the chat's stop tokens; see `with_stop_tokens`."""
-    max_context: int
-    """Longest sequence, prompt included, in tokens; 0: no limit."""
-    seed: int
-    """The run's seed."""
-    purpose: str
-    """Keeps the randomness of training and evaluation apart."""
     retries: int
     deadline_seconds: float
     """Limit of one attempt at an episode, all its turns included."""
     infrastructure_retries: int = 0
-    gate: Gate = field(factory=Gate)
-    """The gate that requests pass on their way to the generator."""
     answers: bool = False
     """Whether to ask the environment what each episode answered, where it can say."""
-    endpoints: Endpoints = field(factory=InstalledEndpoints)
-    """Opens the endpoints of episodes."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
     """Of each environment; filled while playing."""
 

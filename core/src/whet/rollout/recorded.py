@@ -9,22 +9,70 @@ of the environment is tokenised once, when it is appended.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import evolve
+from attrs import evolve, field, frozen
 
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.randomness import derive_seed
-from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Trajectory, Turn
+from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Task, Trajectory, Turn
 from whet.errors import EpisodeError, PluginError, WhetError
+from whet.interfaces.chat import Chat
+from whet.interfaces.endpoint import Endpoints
 from whet.interfaces.environment import Address
+from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.complete import complete
+from whet.rollout.gate import Gate
+from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
-    from whet.rollout.episode import Assignment, Player
+    from whet.interfaces.generator import Generator
+
+
+Prompts = dict[tuple[Tools, Conversation], tuple[str, IntArray]]
+"""(tools, opening messages) of a group -> the name under which requests share their computation, and the tokens."""
+
+
+@frozen(eq=False)
+class Assignment:
+    """A task to be played by all samples of a group."""
+
+    route: Route
+    task: Task
+    position: int
+    """Position of the task in its split."""
+    index: int
+    """Index of the group: order of admission in training, position of the task in evaluation. Randomness is derived
+    from it."""
+    prompts: Prompts = field(factory=dict)
+    """Prompts of the group, filled while playing."""
+    tally: Counter[str] = field(factory=Counter)
+    """Counts episodes by outcome, filled while playing: `done`, `retried`, finally `failed`, finally lost to
+    `infrastructure`. Among the `done` ones, `undecided` counts responses that graders could not decide."""
+
+
+@frozen(eq=False)
+class Sequences:
+    """What the sequences of one stream, or of one evaluation, have in common."""
+
+    generator: "Generator"
+    chat: Chat
+    sampling: Sampling
+    """Sampling of each turn, with the chat's stop tokens; see `whet.rollout.episode.with_stop_tokens`."""
+    max_context: int
+    """Longest sequence, prompt included, in tokens; 0: no limit."""
+    seed: int
+    """The run's seed."""
+    purpose: str
+    """Keeps the randomness of training and evaluation apart."""
+    gate: Gate = field(factory=Gate, kw_only=True)
+    """The gate that requests pass on their way to the generator."""
+    endpoints: Endpoints = field(factory=InstalledEndpoints, kw_only=True)
+    """Opens the endpoints of episodes."""
 
 
 class NoRoom(WhetError):  # noqa: N818 - it says what there is not
@@ -42,14 +90,14 @@ class RecordedModel:
     """
 
     def __init__(
-        self, player: "Player", assignment: "Assignment", seat: tuple[int, int],
+        self, shared: Sequences, assignment: Assignment, seat: tuple[int, int],
         family: "list[RecordedModel] | None" = None, tools: Tools = (),
     ) -> None:  # fmt: skip
         """Begin a sequence without history. `seat` is (sample, attempt). Raises `DataError` if there are tools and the
         chat template does not support any.
         """
-        self._tools, self._chat = tools, player.chat.with_tools(tools) if tools else player.chat
-        self._player, self._assignment, self._seat = player, assignment, seat
+        self._tools, self._chat = tools, shared.chat.with_tools(tools) if tools else shared.chat
+        self._shared, self._assignment, self._seat = shared, assignment, seat
         self.family: list[RecordedModel] = [] if family is None else family
         """All sequences of the episode, in the order in which they were started."""
         self._fork = len(self.family)
@@ -78,11 +126,11 @@ class RecordedModel:
 
     def fresh(self, tools: Tools = ()) -> "RecordedModel":
         """Start another sequence of the same episode, without history, and return it."""
-        return RecordedModel(self._player, self._assignment, self._seat, self.family, tools)
+        return RecordedModel(self._shared, self._assignment, self._seat, self.family, tools)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible address at which an external agent plays the episode."""
-        return self._player.endpoints.open(self, self._player.chat, self._player.sampling, ignore)
+        return self._shared.endpoints.open(self, self._shared.chat, self._shared.sampling, ignore)
 
     @property
     def turns(self) -> int:
@@ -101,7 +149,7 @@ class RecordedModel:
         and the stop `length`. A first prompt that leaves no room is an error.
         """
         try:
-            turn = await self.turn(conversation(messages), self._player.sampling)
+            turn = await self.turn(conversation(messages), self._shared.sampling)
         except NoRoom as error:
             return await self._out_of_room(error.length)
         return Reply(turn.text, tuple(turn.completion.tokens.tolist()), turn.completion.stop)
@@ -120,25 +168,25 @@ class RecordedModel:
             self._busy = False
 
     async def _turn(self, messages: Conversation, sampling: Sampling, appended: IntArray | None) -> Turn:
-        player = self._player
+        shared = self._shared
         if self._full:
-            raise NoRoom(len(self._tokens), player.max_context)
+            raise NoRoom(len(self._tokens), shared.max_context)
         prefix, tokens = self._tokens_with(messages, appended)
-        room = player.max_context - len(tokens) if player.max_context else sampling.max_tokens
+        room = shared.max_context - len(tokens) if shared.max_context else sampling.max_tokens
         if room < 1:
-            raise NoRoom(len(tokens), player.max_context)
+            raise NoRoom(len(tokens), shared.max_context)
         position = (self._assignment.index, *self._seat, self._fork, len(self._completions))
         request = Request(
-            id=f"{player.purpose}-" + "-".join(map(str, position)),
+            id=f"{shared.purpose}-" + "-".join(map(str, position)),
             tokens=tokens,
             sampling=sampling if room >= sampling.max_tokens else evolve(sampling, max_tokens=room),
-            seed=derive_seed(player.seed, player.purpose, *position),
+            seed=derive_seed(shared.seed, shared.purpose, *position),
             prefix=prefix,
         )
-        async with player.gate:
-            completion = await complete(player.generator, request, player.chat.decode)
+        async with shared.gate:
+            completion = await complete(shared.generator, request, shared.chat.decode)
         completion = checked_completion(completion, request)
-        text = player.chat.decode(completion.tokens)
+        text = shared.chat.decode(completion.tokens)
         self._completions.append((len(tokens), completion))
         self._tokens = np.concatenate([tokens, completion.tokens])
         self.messages = (*self.messages, *messages, Message("assistant", text))
@@ -156,14 +204,14 @@ class RecordedModel:
             return "", np.concatenate([self._tokens, self._chat.continuation(self.messages, ended, messages)])
         prompts, key = self._assignment.prompts, (self._tools, messages)
         if key not in prompts:
-            name = f"{self._player.purpose}-{self._assignment.index}-{len(prompts)}"
+            name = f"{self._shared.purpose}-{self._assignment.index}-{len(prompts)}"
             prompts[key] = (name, self._chat.prompt(messages))
         return prompts[key]
 
     async def _out_of_room(self, length: int) -> Reply:
         if not len(self._tokens):
             raise EpisodeError(
-                f"its prompt of {length} tokens leaves no room for a response in {self._player.max_context}; "
+                f"its prompt of {length} tokens leaves no room for a response in {self._shared.max_context}; "
                 "raise rollout.max_context or leave the task out"
             )
         self._full = True

@@ -34,10 +34,11 @@ from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.collate import collate, rollout_metrics
-from whet.rollout.episode import Assignment, EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
 from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.gate import Gate
 from whet.rollout.journal import Consumed
+from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route, choose, shuffled
 from whet.rollout.staleness import Pacing, Slot
 from whet.runtime.event_loop import EpisodeLoop

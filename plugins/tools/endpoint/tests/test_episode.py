@@ -12,7 +12,8 @@ from whet.data.chat import RewrittenHistory
 from whet.data.records import Completion, Episode, Request, Task
 from whet.errors import DataError, RequestLost, WorkerLost
 from whet.interfaces.environment import Address, Model
-from whet.rollout.episode import Assignment, EpisodeFailed
+from whet.rollout.episode import EpisodeFailed
+from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
 from whet_testing.fakes import ByteChat, FakeGenerator
 from whet_testing.playing import AltChat, AltTokens, alt, make_player

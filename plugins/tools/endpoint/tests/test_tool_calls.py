@@ -15,7 +15,8 @@ from whet.data.chat import ChatTokenizer  # noqa: E402
 from whet.data.messages import Call, Message  # noqa: E402
 from whet.data.records import Episode, Sampling, Task  # noqa: E402
 from whet.interfaces.environment import Model  # noqa: E402
-from whet.rollout.episode import Assignment, EpisodeFailed  # noqa: E402
+from whet.rollout.episode import EpisodeFailed  # noqa: E402
+from whet.rollout.recorded import Assignment  # noqa: E402
 from whet.rollout.routing import Route  # noqa: E402
 from whet_testing.fakes import FakeGenerator, FakeModel  # noqa: E402
 from whet_testing.playing import AltChat, AltTokens, alt, make_player  # noqa: E402
