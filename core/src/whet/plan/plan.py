@@ -22,7 +22,7 @@ from whet.component import (
     Selection,
     resolve,
 )
-from whet.config.sections import Config
+from whet.config.sections import Config, DataSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
 from whet.plan.colocation import sleep_problems, turns_and_notes
@@ -161,15 +161,15 @@ def make_plan(
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
     problems = [
         *_inputs(config, roles, feeds_on),
-        *_epochs(config, algorithm, feeds_on),
+        *_epochs(config.run, config.data, config.algorithm.name, algorithm, feeds_on),
         *_needs(config, roles),
         *_losses(roles, feeds_on),
-        *_weights(config, roles),
+        *_weights(config.algorithm.name, roles),
         *incompatibilities(config.algorithm.name, roles),
-        *_lengths(config, model),
-        *_conversations(config, model, roles, models or {}),
+        *_lengths(config.rollout, model, roles),
+        *_conversations(config.rollout, model, roles, models or {}),
         *_shares(config, roles),
-        *_updates(config, roles),
+        *_updates(config.rollout, config.cluster.workers, roles),
         *sleep_problems(config, roles),
     ]
     way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
@@ -264,15 +264,16 @@ def _inputs(config: Config, roles: Roles, feeds_on: str) -> Iterator[Problem]:
                 )
 
 
-def _epochs(config: Config, algorithm: AlgorithmFacts, feeds_on: str) -> Iterator[Problem]:
+def _epochs(
+    run: RunSection, data: DataSection | None, name: str, algorithm: AlgorithmFacts, feeds_on: str
+) -> Iterator[Problem]:
     """Find epochs of a run that has none, and data files whose weights do not go together."""
-    name = config.algorithm.name
-    if config.run.epochs is not None and feeds_on == "rollouts":
+    if run.epochs is not None and feeds_on == "rollouts":
         yield Problem("run.epochs", f"{name} is fed by rollouts, which have no epochs; state run.steps")
-    elif config.run.epochs is not None and not (algorithm.encode and algorithm.records_per_step):
+    elif run.epochs is not None and not (algorithm.encode and algorithm.records_per_step):
         words = "does not state in its facts how it reads records (`encode`) and how many a step takes"
         yield Problem("run.epochs", f"{name} {words} (`records_per_step`); state run.steps")
-    train, validation = (config.data.train, config.data.validation) if config.data else ([], [])
+    train, validation = (data.train, data.validation) if data else ([], [])
     lacking = [i for i, file in enumerate(train) if file.weight is None]
     for i in lacking if len(lacking) < len(train) else ():
         yield Problem(f"data.train.{i}.weight", "missing: other files of data.train have a weight, so all need one")
@@ -315,33 +316,33 @@ def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
             yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
 
 
-def _weights(config: Config, roles: Roles) -> Iterator[Problem]:
+def _weights(name: str, roles: Roles) -> Iterator[Problem]:
     """Find sets of weights that the algorithm scores with and the backend does not hold."""
-    who, where = config.algorithm.name, config.backend.name
-    for name in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
-        why = f"{who} scores with the weights {name!r}, and the backend {where} holds no such copy"
-        yield Problem(f"backend.{name}", f"{why}; set it to true")
+    where = roles["backend"].selection.name
+    for weights in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
+        why = f"{name} scores with the weights {weights!r}, and the backend {where} holds no such copy"
+        yield Problem(f"backend.{weights}", f"{why}; set it to true")
 
 
-def _lengths(config: Config, model: ModelInfo) -> Iterator[Problem]:
-    context = config.rollout.max_context
+def _lengths(rollout: RolloutSection, model: ModelInfo, roles: Roles) -> Iterator[Problem]:
+    context = rollout.max_context
     if model.max_positions and context > model.max_positions:
         yield Problem("rollout.max_context", f"is {context}, but the model's positions end at {model.max_positions}")
     limit = context or model.max_positions
-    if config.generator is not None and limit and config.rollout.max_tokens >= limit:
+    if "generator" in roles.names and limit and rollout.max_tokens >= limit:
         yield Problem(
-            "rollout.max_tokens", f"is {config.rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
+            "rollout.max_tokens", f"is {rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
         )
 
 
 def _conversations(
-    config: Config, model: ModelInfo, roles: Roles, models: Mapping[str, ModelInfo]
+    rollout: RolloutSection, model: ModelInfo, roles: Roles, models: Mapping[str, ModelInfo]
 ) -> Iterator[Problem]:
     """Find models that read whole conversations and have fewer positions than those may have."""
-    longest = config.rollout.max_context or model.max_positions
+    longest = rollout.max_context or model.max_positions
     for name, need in roles.needs.items():
         most = models.get(name, model).max_positions
-        if need.conversations and name in config.roles and 0 < most < longest:
+        if need.conversations and name in roles.names and 0 < most < longest:
             yield Problem(
                 "rollout.max_context",
                 f"allows for conversations of {longest} tokens, and the positions of the role {name!r}, which reads "
@@ -349,17 +350,15 @@ def _conversations(
             )
 
 
-def _updates(config: Config, roles: Roles) -> Iterator[Problem]:
+def _updates(rollout: RolloutSection, workers: str, roles: Roles) -> Iterator[Problem]:
     """Find a `rollout.on_weight_update` that the generator cannot do. Without staleness no request is under way."""
-    wanted = config.rollout.on_weight_update
-    if config.generator is None or config.rollout.max_staleness == 0:
+    wanted = rollout.on_weight_update
+    if "generator" not in roles.names or rollout.max_staleness == 0:
         return
     if wanted not in (possible := roles.of(GeneratorFacts)["generator"].on_weight_update):
-        can = ", ".join(possible)
-        yield Problem(
-            "rollout.on_weight_update", f"is {wanted}; of the generator {config.generator.name} it can be {can}"
-        )
-    elif wanted == "continue" and config.cluster.workers == "process" and roles.share("backend", "generator"):
+        can, name = ", ".join(possible), roles["generator"].selection.name
+        yield Problem("rollout.on_weight_update", f"is {wanted}; of the generator {name} it can be {can}")
+    elif wanted == "continue" and workers == "process" and roles.share("backend", "generator"):
         yield Problem(
             "rollout.on_weight_update",
             "is continue, but backend and generator take turns in one process, so weights cannot be sent while a "
