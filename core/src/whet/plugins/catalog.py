@@ -4,13 +4,14 @@ Core knows no plugin by name. All of it is read from `catalog.json`, which `pyth
 from the plugins' own data.
 """
 
-import difflib
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from attrs import frozen
+
+from whet.config.messages import nearest
 
 FILE = Path(__file__).with_name("catalog.json")
 
@@ -38,8 +39,7 @@ class Catalog:
 
     def near(self, kind: str, name: str) -> str | None:
         """Return the component of a kind that was probably meant. None: no name is close."""
-        close = difflib.get_close_matches(name, self.components.get(kind, {}), n=1, cutoff=0.6)
-        return close[0] if close else None
+        return nearest(name, self.components.get(kind, {}))
 
     def titles(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield KIND/NAME and distribution of all that a name may mean: a component, KIND/NAME, a distribution."""

@@ -106,7 +106,8 @@ class Registry:
         if offers:
             owners = " and ".join(sorted(offer.distribution for offer in offers))
             raise PluginError(f"the {kind_word(kind)} {name!r} is offered by {owners}; remove all but one of them")
-        known = self._elsewhere(kind, name) or choice_words(name, self._offers[kind]) or _none_of(kind)
+        known = self._elsewhere(kind, name) or choice_words(name, self._offers[kind])
+        known = known or f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
         suspects = [str(broken) for broken in self.broken if broken.kind in (None, kind)]
         quote = f"; not usable, and might offer it: {'; '.join(suspects)}" if suspects else ""
         raise PluginError(f"there is no {kind_word(kind)} {name!r:.80}{known}{quote}")
@@ -290,10 +291,6 @@ def _items(given: object, wanted: type, optional: bool) -> list[Any]:
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
         raise PluginError(f"it gave {given!r:.80}, wanted an iterable of {wanted.__name__}")
     return list(given)
-
-
-def _none_of(kind: Kind) -> str:
-    return f"; no plugin that offers {a_kind(kind)} is installed, and `whet plugins` lists what can be"
 
 
 def _fault(component: Component) -> str | None:

@@ -1,6 +1,7 @@
 """The recipes that plugins ship: YAML files in the folder `recipes` of their packages."""
 
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ class Recipe:
     def about(self) -> str:
         """Return the first sentence of the comment at the top of the recipe."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        words = " ".join(line.lstrip("# ") for line in _head(lines))
+        head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+        words = " ".join(line.lstrip("# ") for line in head)
         return re.split(r"(?<=[.;]) ", words)[0].rstrip(".;")
 
 
@@ -69,10 +71,3 @@ def with_bases(recipe: Recipe) -> list[Path]:
             raise ConfigError(f"{recipe.distribution} ships {recipe.name!r} without {base}, which it extends")
         files.append(file)
     return files
-
-
-def _head(lines: list[str]) -> Iterator[str]:
-    for line in lines:
-        if not line.startswith("#"):
-            return
-        yield line
