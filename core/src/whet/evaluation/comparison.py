@@ -27,7 +27,7 @@ class Comparison:
     differences: Mapping[tuple[str, str], Estimate]
     """(environment, figure) -> the mean over tasks of the difference in the figure, with its interval."""
     notes: tuple[str, ...]
-    """What could not be compared, and why."""
+    """The parts that could not be compared, and why."""
 
     def summary(self) -> dict[str, Any]:
         """Return the comparison as builtins."""

@@ -41,7 +41,7 @@ class Player(Sequences):
     answers: bool = False
     """Whether to ask the environment what each episode answered, where it can say."""
     fail_fast: dict[str, FailFast] = field(factory=dict)
-    """Of each environment; filled while playing."""
+    """The check of each environment that ends a run whose episodes all fail; filled while playing."""
 
     async def group(self, assignment: Assignment, samples: int, greedy: bool = False) -> Group:
         """Play all episodes of a group concurrently. The first one that finally fails cancels the others.

@@ -31,7 +31,7 @@ class Route:
     limit: int = 0
     """For evaluation: use only this many tasks, the first ones; 0: all tasks."""
     scoring: Scoring = field(factory=Scoring)
-    """What to compute beside mean rewards. Training uses only the criterion of a pass."""
+    """Scores to compute in addition to mean rewards. Training uses only the criterion of a pass."""
 
     def tasks(self) -> Sequence[Task]:
         """Return the tasks of the split. Raises `DataError` if there are none."""

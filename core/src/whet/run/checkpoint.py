@@ -34,7 +34,7 @@ class Checkpoint:
     folder: Path
     step: int
     state: Mapping[str, Any]
-    """What the driver carries: builtins."""
+    """The driver's state as builtins."""
 
     def part(self, name: str) -> Path:
         """Return what a role saved: `backend`, or `roles/NAME`."""
