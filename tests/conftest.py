@@ -14,8 +14,13 @@ import yaml
 from attrs import frozen
 
 from whet_testing.environments import make_wheels
+from whet_testing.forking import Programs
 
 Shell = Callable[[str, Path], str]
+IMPORTED = (
+    "whet.cli.app", "whet.plan.prepare", "whet.run.compose", "whet_fsdp2.worker", "whet_hf.worker",
+    "transformers.modeling_utils",
+)  # fmt: skip
 
 
 @frozen
@@ -38,13 +43,23 @@ class Ended:
 
 
 @pytest.fixture(scope="session")
-def whet() -> Callable[..., Ended]:
-    """Run `whet` with arguments, in a folder if one is given."""
+def programs() -> Iterator[Programs]:
+    """Start what forks the commands: it has imported what every command and every inline worker imports."""
+    with Programs(IMPORTED) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def whet(programs: Programs) -> Callable[..., Ended]:
+    """Run `whet` with arguments, in a folder if one is given, by a new start of `python` if that is given."""
 
     def run(*arguments: object, folder: Path | None = None, python: Path | None = None, seconds: float = 120) -> Ended:
-        command = [str(python or sys.executable), "-m", "whet.cli", *map(str, arguments)]
-        begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds, check=False)
+        words, begin = list(map(str, arguments)), time.monotonic()
+        if python is None:
+            done = programs.run("from whet.cli import main; main()", words, folder=folder, seconds=seconds)
+        else:
+            command = [str(python), "-m", "whet.cli", *words]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds, check=False)
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
     return run

@@ -59,14 +59,15 @@ def config(tmp_path, tiny_model_folder):
 
 
 @pytest.fixture
-def command(tmp_path):
-    """Run `whet`, and return its exit code, output and errors."""
+def command(tmp_path, programs):
+    """Run `whet`, and return its exit code, output and errors. `start`: by a new start of Python."""
 
-    def command(*arguments, code=None):
-        python = [sys.executable, *(["-c", code] if code else ["-m", "whet.cli"])]
-        environment = {**os.environ, "NO_COLOR": "1"}
+    def command(*arguments, code="from whet.cli import main; main()", start=False):
+        words, environment = list(map(str, arguments)), {**os.environ, "NO_COLOR": "1"}
+        if not start:
+            return programs.run(code, words, folder=tmp_path, variables=environment, seconds=180)
         return subprocess.run(
-            [*python, *map(str, arguments)],
+            [sys.executable, "-c", code, *words],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ exit code. It does not keep the start of the interpreter: a test of imports need
 """
 
 import array
+import atexit
 import gc
 import importlib
 import json
@@ -18,11 +19,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 _LONGEST_ORDER = 1 << 20
 
@@ -124,11 +126,31 @@ def main() -> None:
     sys.argv = ["-c", *order["arguments"]]
     sys.path[0] = ""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in {"", *sys.path}]
+    _leave(_code_of(order["code"]))
+
+
+def _code_of(program: str) -> int:
+    """Run a program, and return its exit code."""
     try:
-        exec(compile(order["code"], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
-    except Exception:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
         traceback.print_exc()
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End as Python does, but leave the memory to the kernel: to free it would first copy what the fork shares."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
