@@ -8,6 +8,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "engines(vllm)"]
 PLUGINS = sorted(str(p.parent) for p in Path("plugins").glob("*/*/pyproject.toml"))
 CONSTRAINTS = ("-c", "constraints/cpu.txt")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several test processes share the cores, and threads that wait for one spin
 
 
 def install(session: nox.Session, *extra: str, tested: tuple[str, ...] = CONSTRAINTS) -> None:
@@ -63,7 +64,7 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", "-n", "2", *session.posargs)
+    session.run("pytest", "-n", "2", *session.posargs, env=ONE_THREAD)
 
 
 ENGINES = nox.parametrize("engine", [nox.param(name, id=name) for name in ("vllm", "sglang")])
