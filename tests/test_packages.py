@@ -115,7 +115,7 @@ def test_a_readme_makes_sense_on_a_page_of_its_own(folder, built):
     assert metadata.get_payload().strip() == text.strip()
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert re.search(rf"pip install '?{name}|pip install 'whet\[", text), "it says how to install it"
-    assert "```yaml" in text or folder.parent.name == "tools", "it shows what to write into a config"
+    assert "```yaml" in text or folder.parent.name in ("tools", "libraries"), "it shows what to write into a config"
     assert f"{REPOSITORY}/blob/main/docs/README.md" in text, "it leads to the documentation"
 
 
