@@ -2,9 +2,12 @@
 
 import ast
 import configparser
+import io
+import json
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 HEAVY = ("torch", "ray", "aiohttp", "transformers", "datasets", "vllm", "sglang", "matplotlib", "math_verify", "sympy")
+CATALOG = json.loads((ROOT / "core" / "src" / "whet" / "plugins" / "catalog.json").read_text(encoding="utf-8"))
 TOOLS = [plugin for plugin in PLUGINS if plugin.parent.name in ("tools", "launchers")]
 """Plugins that offer no component: they bring commands, a launcher, or a feature by a hook of its own."""
 LIBRARIES = {f"whet_{plugin.name}" for plugin in PLUGINS if plugin.parent.name == "libraries"}
@@ -105,6 +109,59 @@ def test_core_names_no_plugin() -> None:
         if file.suffix in (".py", ".yaml", ".toml", ".md", ".jinja", ".txt", ".html"):
             found = pattern.search(file.read_text(encoding="utf-8"))
             assert found is None, f"{file.relative_to(ROOT)} names {found and found.group()}"
+
+
+COMMANDS = {command for plugin in PLUGINS for command in entry_points(plugin, "whet.commands")}
+COMPONENTS = {name for names in CATALOG["components"].values() for name in names}
+PLAIN = {
+    "arithmetic", "calculator", "console", "data", "demo", "distill", "hinge", "jsonl", "judge", "math", "new", "plot",
+    "reinforce", "report", "tensorboard",
+}  # fmt: skip
+"""Names of components and commands that core also uses as words of English or as formats."""
+ELSEWHERE = {"ray"}  # until its launcher has left core
+
+
+def names_in(source: str) -> set[str]:
+    """Return the components and commands that Python code names, in identifiers, strings or comments.
+
+    A plain word counts after `use:`, or after `whet` where it is a command. Any other name counts wherever it stands.
+    """
+    found: set[str] = set()
+    kinds = (tokenize.NAME, tokenize.STRING, tokenize.COMMENT)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in kinds:
+            words = set(re.findall(r"(?<![\w-])[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", token.string))
+            found |= words & (COMPONENTS | COMMANDS) - PLAIN
+            found |= set(re.findall(r"\buse: *['\"]?([a-z0-9-]+)", token.string)) & COMPONENTS
+            found |= set(re.findall(r"\bwhet ([a-z]+)\b", token.string)) & COMMANDS
+    return found - ELSEWHERE
+
+
+def test_core_names_no_component_and_no_command_of_a_plugin() -> None:
+    assert len(COMPONENTS) > 50
+    assert {"report", "new", "demo", "data"} <= COMMANDS
+    files = list((ROOT / "core" / "src").rglob("*.py"))
+    assert len(files) > 100
+    found = {file.relative_to(ROOT): names for file in files if (names := names_in(file.read_text(encoding="utf-8")))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("if backend == 'fsdp2': pass", {"fsdp2"}),
+        ("import vllm", {"vllm"}),
+        ("# as grpo does", {"grpo"}),
+        ('"""Show it, e.g. `clipped-pg`."""', {"clipped-pg"}),
+        ('say("`whet report RUN` makes a page")', {"report"}),
+        ('f"whet report {folder}"', {"report"}),
+        ('{"loggers": "{use: jsonl}"}', {"jsonl"}),
+        ('report = "data of a plot"; file = "metrics.jsonl"', set()),
+        ("whet_grpo_like = 'grpo_like'", set()),
+    ],
+)
+def test_a_name_of_a_plugin_in_code_would_be_found(source: str, named: set[str]) -> None:
+    assert names_in(source) == named
 
 
 @pytest.mark.parametrize(("folder", "allowed"), [("src", set()), ("tests", {KIT})])

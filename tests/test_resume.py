@@ -188,9 +188,10 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tin
 def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
     before = {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}
     said = finish(start(uninterrupted.parent / "run.yaml", "loggers=[console]"))
+    page = f"`whet report {uninterrupted}`: write one HTML page about a run"
     assert said.splitlines() == [
         "this run is finished, all 12 steps of it; nothing was started",
-        f"results: the model is in {uninterrupted}/model, and `whet report {uninterrupted}` makes a page of the run",
+        f"results: the model is in {uninterrupted}/model, and {page}",
         f"to go on: whet run {uninterrupted.parent}/run.yaml 'loggers=[console]' run.steps=24",
         "to start afresh: another run.folder",
     ]

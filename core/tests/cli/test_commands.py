@@ -116,7 +116,7 @@ def test_a_command_that_is_almost_right_is_named(command: Any, install_command: 
         assert said.endswith(f"Error: there is no command {word!r} (did you mean {meant!r}?)\n"), said
 
 
-def test_the_end_of_a_run_names_a_command_only_where_it_is_installed(
+def test_the_end_of_a_run_names_a_command_only_where_it_is_installed_and_meant_for_runs(
     site: Path, install_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from whet.cli import commands
@@ -126,8 +126,11 @@ def test_the_end_of_a_run_names_a_command_only_where_it_is_installed(
     monkeypatch.setattr(commands, "distributions", lambda: importlib.metadata.distributions(path=[str(site)]))
     outcome = Outcome(site, 3, finished=True, before=True)
     assert f"\nresults: {site}\n" in nothing_left("it.yaml", (), outcome)
-    install_command("whet-shine", "report", SHINE)
-    assert f"\nresults: `whet report {site}` makes a page of the run\n" in nothing_left("it.yaml", (), outcome)
+    install_command("whet-shine", "shine", SHINE, summary="Make it shine.")
+    assert f"\nresults: {site}\n" in nothing_left("it.yaml", (), outcome)
+    (file,) = site.glob("whet_shine*/entry_points.txt")
+    file.write_text(f"{file.read_text()}\n[whet.after_run]\nshine = whet_shine_cli:shine\n")
+    assert f"\nresults: `whet shine {site}`: make it shine\n" in nothing_left("it.yaml", (), outcome)
     (site / "model").mkdir()
-    wanted = f"\nresults: the model is in {site}/model, and `whet report {site}` makes a page of the run\n"
+    wanted = f"\nresults: the model is in {site}/model, and `whet shine {site}`: make it shine\n"
     assert wanted in nothing_left("it.yaml", (), outcome)

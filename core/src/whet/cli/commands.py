@@ -3,6 +3,9 @@
     [project.entry-points."whet.commands"]
     shine = "whet_shine.cli:shine"     # the name of a command, and a click command
 
+A command that takes the folder of a run stands in the group `whet.after_run` too: a finished run recommends it, with
+the summary of the distribution.
+
 A command is imported when it is used. `whet --help` imports none: beside a distribution's command stands the summary of
 the distribution, so that a distribution with a command describes itself by what its command does. A click command made
 with `cls=whet.cli.command.Command` reports errors as core's own do.
@@ -12,6 +15,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -19,7 +23,7 @@ import click
 from whet.cli.command import Utf8
 from whet.errors import in_words
 
-GROUP = "whet.commands"
+GROUP, AFTER_RUN = "whet.commands", "whet.after_run"
 
 
 class Offer(NamedTuple):
@@ -87,15 +91,15 @@ class Commands(Utf8, click.Group):
         raise click.UsageError(_no_command(name, self.list_commands(ctx)), ctx)
 
 
-def installed() -> Iterator[Offer]:
+def installed(group: str = GROUP) -> Iterator[Offer]:
     """Yield the commands of installed distributions. Of two that have one name the first on the path is imported."""
     seen = set()
     for distribution in distributions():
         try:
-            if GROUP not in (distribution.read_text("entry_points.txt") or ""):  # most: reading a name is slow
+            if group not in (distribution.read_text("entry_points.txt") or ""):  # most: reading a name is slow
                 continue
             name = re.sub(r"[-_.]+", "-", distribution.name).lower()
-            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+            entries = [entry for entry in distribution.entry_points if entry.group == group]
         except Exception:  # its metadata cannot be read: it offers nothing
             continue
         if name not in seen:
@@ -106,6 +110,12 @@ def installed() -> Iterator[Offer]:
 def is_installed(name: str) -> bool:
     """Return whether a distribution offers a command, so that it can be recommended."""
     return any(offer.entry.name == name for offer in installed())
+
+
+def after_run(folder: Path) -> list[str]:
+    """Return the commands of installed distributions for a finished run, each with what it does."""
+    found = sorted((offer.entry.name, offer.about) for offer in installed(AFTER_RUN))
+    return [f"`whet {name} {folder}`: {about[:1].lower()}{about[1:].rstrip('.')}" for name, about in found]
 
 
 def load(offer: Offer) -> click.Command:

@@ -88,12 +88,13 @@ def _print(found: list[dict[str, Any]]) -> None:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    from whet.runtime.interpreters import LIBRARIES, normal
+    from whet.runtime.interpreters import LIBRARIES, engines, normal
 
     if "packages" not in record:
         return "not finished: make it again, or remove it"
+    wanted = LIBRARIES - {"numpy", "tokenizers", "safetensors"} | engines()
     shown = {
         name: version for name, version in record["packages"].items()
-        if normal(name).startswith("whet") or normal(name) in LIBRARIES - {"numpy", "tokenizers", "safetensors"}
+        if normal(name).startswith("whet") or normal(name) in wanted
     }  # fmt: skip
     return ", ".join([f"Python {record['python']}", *(f"{name} {version}" for name, version in shown.items())])

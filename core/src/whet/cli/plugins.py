@@ -76,7 +76,7 @@ def _to_install() -> "Iterator[str]":
     yield from _columns((click.style(command, bold=True), ", ".join(held)) for command, held in commands.items())
     yield "\nEach plugin can be installed alone, `pip install NAME`:\n"
     yield from _columns((click.style(name, bold=True), about) for name, about in found.distributions.items())
-    yield "\n`whet plugins why NAME` says who offers a name, such as grpo."
+    yield "\n`whet plugins why NAME` says who offers a name."
 
 
 def _columns(rows: "Iterable[tuple[str, str]]") -> "Iterator[str]":

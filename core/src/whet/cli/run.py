@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whet.cli.command import Command, config_arguments, say, warn_of_broken
-from whet.cli.commands import is_installed
+from whet.cli.commands import after_run
 
 if TYPE_CHECKING:
     from whet.run.compose import Outcome
@@ -36,8 +36,8 @@ def run(config: str, overrides: tuple[str, ...]) -> int:
         say(nothing_left(config, overrides, outcome))
         return 0
     if outcome.finished:
-        page = f"; `whet report {outcome.folder}` makes a page of them" if is_installed("report") else ""
-        say(f"finished {outcome.steps} steps in {outcome.folder}{page}")
+        shown = "".join(f"; {words}" for words in after_run(outcome.folder))
+        say(f"finished {outcome.steps} steps in {outcome.folder}{shown}")
         return 0
     say(f"ended after step {outcome.steps}; `whet run` with the same config continues {outcome.folder}")
     return 128 + outcome.stopped_by if outcome.stopped_by else 1
@@ -50,7 +50,7 @@ def nothing_left(config: str, overrides: tuple[str, ...], outcome: "Outcome") ->
     further = f"run.epochs={2 * outcome.epochs:g}" if outcome.epochs else f"run.steps={2 * steps}"
     longer = shlex.join(["whet", "run", config, *others, further])
     results = [f"the model is in {folder / 'model'}"] if (folder / "model").is_dir() else []
-    results += [f"`whet report {folder}` makes a page of the run"] if is_installed("report") else []
+    results += after_run(folder)
     return (
         f"this run is finished, all {steps} steps of it; nothing was started\n"
         f"results: {', and '.join(results) or folder}\n"

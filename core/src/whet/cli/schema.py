@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def schema(name: str | None, config: str | None, as_json: bool) -> None:
-    """Explain the keys of NAME: a section (`rollout`), a component (`grpo`) or KIND/COMPONENT.
+    """Explain the keys of NAME: a section (`rollout`), a component, or KIND/COMPONENT.
 
     Without NAME, list them all.
     """

