@@ -42,7 +42,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
 from whet.weights.transfer import send
 from whet_testing.processes import descendants
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 TICKS = os.sysconf("SC_CLK_TCK")
 ENGINES = re.compile("VLLM::|sglang::")
@@ -91,11 +91,11 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
     )  # fmt: skip
     config = resolve(CONFIGS[options.engine])(cache_gib=0.5)
     with LocalCluster(folder, DeadlinesSection(start=1800.0)) as cluster, asyncio.Runner() as runner:
-        site = make_site(
+        context = make_context(
             folder, "generator", model, cluster.slice("generator", threads=options.threads), max_context=512
         )
-        generator = resolve(GENERATORS[options.engine])(config, site)
-        generate, close = {"vllm": vllm_by_hand, "sglang": sglang_by_hand}[options.engine](config, site, runner)
+        generator = resolve(GENERATORS[options.engine])(config, context)
+        generate, close = {"vllm": vllm_by_hand, "sglang": sglang_by_hand}[options.engine](config, context, runner)
 
         async def through(requests: list[Request]) -> int:
             completions = await asyncio.gather(*map(generator.generate, requests))
@@ -107,7 +107,7 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
         generator.close()
 
 
-def vllm_by_hand(config: Any, site: Any, runner: asyncio.Runner) -> tuple[Generate, Callable[[], None]]:
+def vllm_by_hand(config: Any, context: Any, runner: asyncio.Runner) -> tuple[Generate, Callable[[], None]]:
     """Start vLLM in this process as its documentation has it."""
     from whet_vllm.arguments import engine_arguments
     from whet_vllm.engine import QUIET
@@ -118,7 +118,9 @@ def vllm_by_hand(config: Any, site: Any, runner: asyncio.Runner) -> tuple[Genera
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    chosen = {name: value for name, value in engine_arguments(config, site, "cpu").items() if "extension" not in name}
+    chosen = {
+        name: value for name, value in engine_arguments(config, context, "cpu").items() if "extension" not in name
+    }
 
     async def begin() -> Any:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
@@ -142,14 +144,14 @@ def vllm_by_hand(config: Any, site: Any, runner: asyncio.Runner) -> tuple[Genera
     return generate, llm.shutdown
 
 
-def sglang_by_hand(config: Any, site: Any, runner: asyncio.Runner) -> tuple[Generate, Callable[[], None]]:
+def sglang_by_hand(config: Any, context: Any, runner: asyncio.Runner) -> tuple[Generate, Callable[[], None]]:
     """Start SGLang in this process as its documentation has it."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1"}
     from sglang import Engine
 
     from whet_sglang.arguments import engine_arguments
 
-    chosen = engine_arguments(config, site, "cpu")
+    chosen = engine_arguments(config, context, "cpu")
     llm = Engine(**{name: value for name, value in chosen.items() if name != "custom_weight_loader"})
 
     async def generate(asked: list[Request]) -> int:

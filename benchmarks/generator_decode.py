@@ -27,7 +27,7 @@ from whet.data.small_models import make_model, make_tokenizer
 from whet.runtime.inline import InlineSlice
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 
 def arguments() -> argparse.Namespace:
@@ -57,8 +57,8 @@ def main() -> None:
             Path(folder) / "model", make_tokenizer(["Compute 7+8-3."]), hidden=options.hidden, layers=options.layers,
             heads=options.heads, kv_heads=options.kv_heads, head_dim=max(16, options.hidden // options.heads),
         )  # fmt: skip
-        site = make_site(Path(folder), "generator", model, InlineSlice("generator", threads=options.threads))
-        generator = HfGenerator(HfConfig(decoder=options.decoder), site)
+        context = make_context(Path(folder), "generator", model, InlineSlice("generator", threads=options.threads))
+        generator = HfGenerator(HfConfig(decoder=options.decoder), context)
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         torch.set_num_threads(options.threads)
         rng = np.random.default_rng(0)

@@ -94,14 +94,14 @@ def backend(tmp_path: Path, tiny_model_folder: Path) -> Iterator[Callable[..., A
     """Give a function that builds a backend on the tiny model, in this process or at a place; all are closed after."""
     from whet_fsdp2.backend import Fsdp2Backend
     from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
-    from whet_testing.site import make_site
+    from whet_testing.role_context import make_context
 
     built: list[Fsdp2Backend] = []
 
     def build(place: Any = None, **config: Any) -> Fsdp2Backend:
         settings = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config)
-        site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
-        built.append(Fsdp2Backend(settings, site))
+        context = make_context(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
+        built.append(Fsdp2Backend(settings, context))
         return built[-1]
 
     yield build

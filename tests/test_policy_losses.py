@@ -17,7 +17,7 @@ from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_ops.algorithms.config import CorrectionSection, TopEntropySection
 from whet_ops.algorithms.policy_steps import correct_gap, keep_uncertain, with_correction
 from whet_testing.batches import random_batch
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 PENALTY = {"weight": 0.1, "importance": "ratio"}
 LOSSES: list[dict[str, Any]] = [
@@ -70,8 +70,8 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
 
         def make(ranks: int = 1, **config: Any) -> Fsdp2Backend:
             place = cluster.slice("backend", ranks) if ranks > 1 else None
-            site = make_site(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
-            built.append(Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config), site))
+            context = make_context(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
+            built.append(Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config), context))
             return built[-1]
 
         yield make

@@ -27,7 +27,7 @@ from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config
 from whet_fsdp2.layout import pack, used_lengths
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 LOSS = Spec("whet_rm.losses:BradleyTerry", "whet_rm.config:BradleyTerryConfig", {"margin": 0.5, "centering": 0.01})
 
@@ -151,7 +151,7 @@ def test_the_exported_model_gives_the_same_scores_in_a_padded_batch(trained):
     talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
     tokens = [chat.training(conversation(talk)).tokens for talk in talks]
     batch = from_sequences([whole(one) for one in tokens], prompt_lengths=[len(one) for one in tokens])
-    judge = Fsdp2Backend(Fsdp2Config(head="value"), make_site(trained / "site", "backend", folder))
+    judge = Fsdp2Backend(Fsdp2Config(head="value"), make_context(trained / "context", "backend", folder))
     scores = judge.score(batch, ("values",))["values"][np.cumsum(batch["lengths"]) - 1]
     judge.close()
     np.testing.assert_allclose(classified(folder, talks), scores, atol=2e-5)

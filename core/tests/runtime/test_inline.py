@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import WorkerError
-from whet.interfaces.workers import Slice
+from whet.interfaces.workers import WorkerGroup
 from whet.runtime.inline import InlineSlice
 from whet.runtime.worker_process import compute_thread
 from whet_testing.contracts.workers import WorkersContract
@@ -16,7 +16,7 @@ from whet_testing.scripted_worker import TARGET
 
 class TestInline(WorkersContract):
     @contextmanager
-    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         yield lambda role, size: InlineSlice(role, size)
 
 

@@ -36,10 +36,10 @@ Weights = Literal["policy", "reference", "teacher"]
 class Backend(Protocol):
     """A handle on training workers. An algorithm owns optimizer steps; a backend owns everything below a step.
 
-    The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`; it
-    spawns its workers through `site.slice`. Where several ranks work on the same data, as with tensor parallelism, it
-    calls them through `whet.interfaces.axes.ParallelAxes`, so that a batch shard is sent once for each data-parallel
-    rank.
+    The component's target is called as `target(config, context)` on the driver; the context is a
+    `whet.interfaces.workers.RoleContext`. The target starts its workers with `context.slice.spawn`. If several ranks
+    work on the same data, as with tensor parallelism, it calls them through `whet.interfaces.axes.ParallelAxes`, so
+    that a batch shard is sent once for each data-parallel rank.
     """
 
     def train(self, batch: "Batch", loss: "Spec", count_over: "Batch | None" = None) -> "Mapping[str, Metric]":
@@ -73,7 +73,7 @@ class Backend(Protocol):
     def export(self, folder: "Path") -> None:
         """Write a folder that `transformers` loads: weights, config, tokenizer and chat template.
 
-        The chat template is that of the site's model, written where the folder does not already have it
+        The chat template is that of the context's model, written where the folder does not already have it
         (`whet.data.model_info.write_chat_template`).
         """
         ...

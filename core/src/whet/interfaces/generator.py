@@ -15,7 +15,8 @@ OnWeightUpdate = Literal["drain", "continue", "abort"]
 class Generator(Protocol):
     """Continues token sequences. The tokens that it sees are append-only, and it tokenises nothing.
 
-    The component's target is called as `target(config, site)` on the driver, with a `whet.interfaces.workers.Site`.
+    The component's target is called as `target(config, context)` on the driver; the context is a
+    `whet.interfaces.workers.RoleContext`.
     Logprobs are of `log_softmax(logits / temperature)`. At temperature 0 the likeliest token is taken, and its logprob
     is the one at temperature 1.
     """

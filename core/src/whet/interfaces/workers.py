@@ -163,8 +163,8 @@ class WorkerRank:
     """`cpu` or `cuda:INDEX`."""
 
 
-class Slice(Protocol):
-    """The share of the cluster that one role has."""
+class WorkerGroup(Protocol):
+    """The place of one role in the cluster. Its workers are started there."""
 
     @property
     def role(self) -> str:
@@ -218,10 +218,10 @@ class Replacing(Protocol):
 
 
 @frozen
-class Site:
-    """What a backend or generator gets beside its config."""
+class RoleContext:
+    """Everything that a backend or generator gets beside its config."""
 
-    slice: Slice
+    slice: WorkerGroup
     model: "ModelInfo"
     run: "RunInfo"
     seed: int
@@ -236,3 +236,7 @@ class Site:
     """Whether the model is trained here. If not, it needs no optimizer."""
     replacing: Replacing | None = None
     """For generators. None: lost replicas are not replaced."""
+
+
+Slice, Site = WorkerGroup, RoleContext
+"""The names of before, for one version."""

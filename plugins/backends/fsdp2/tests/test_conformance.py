@@ -1,6 +1,6 @@
 import pytest
 
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
 from whet_testing.contracts.backend import BackendContract
@@ -15,8 +15,8 @@ class TestFsdp2(BackendContract):
     transports: tuple[str, ...] = ("shared", "shared-memory", "disk")
     has_reference = True
 
-    def make(self, site: Site) -> Fsdp2Backend:
-        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), reference=True), site)
+    def make(self, context: RoleContext) -> Fsdp2Backend:
+        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), reference=True), context)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from whet.component import Spec
 from whet.runtime.local import LocalCluster
 from whet_fsdp2.backend import Fsdp2Backend
 from whet_fsdp2.config import Fsdp2Config, OptimizerConfig
+from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
-from whet_testing.site import make_site
 
 LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 IMPORTS = ("whet_fsdp2.worker", "transformers.modeling_utils")
@@ -38,8 +38,8 @@ def backends(cluster, folders, tmp_path):
         config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), **config)
         for size in (1, 2):
             place = cluster.slice("backend", size) if size > 1 else None
-            site = make_site(tmp_path / f"{dtype}-{size}", "backend", folders(family), place, dtype=dtype)
-            built.append(Fsdp2Backend(config, site))
+            context = make_context(tmp_path / f"{dtype}-{size}", "backend", folders(family), place, dtype=dtype)
+            built.append(Fsdp2Backend(config, context))
         return built[-2:]
 
     yield build
@@ -149,8 +149,8 @@ def test_a_step_that_is_not_finite_is_refused_on_both_ranks(backends, make_batch
 @pytest.mark.parametrize("launcher", ["local", "ray"])
 def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, folders, make_batch, tmp_path):
     def build(place, name):
-        site = make_site(tmp_path / name, "backend", folders("qwen3"), place)
-        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), site)
+        context = make_context(tmp_path / name, "backend", folders("qwen3"), place)
+        return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), context)
 
     def trained(backend):
         found = [numbers(backend.train(make_batch(seed), LIKELIHOOD)) for seed in range(2)]

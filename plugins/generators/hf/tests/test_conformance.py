@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
 from whet_testing.contracts.generator import ModelGeneratorContract
@@ -12,24 +12,24 @@ class TestInThisProcess(ModelGeneratorContract):
     transports = ("shared", "shared-memory", "disk")
     on_weight_update = ("drain", "continue", "abort")
 
-    def make(self, site: Site) -> HfGenerator:
-        return HfGenerator(HfConfig(), site)
+    def make(self, context: RoleContext) -> HfGenerator:
+        return HfGenerator(HfConfig(), context)
 
 
 class TestWithTheModelsOwnCode(ModelGeneratorContract):
     transports = ("disk",)
     on_weight_update = ("drain", "continue", "abort")
 
-    def make(self, site: Site) -> HfGenerator:
-        return HfGenerator(HfConfig(decoder="plain"), site)
+    def make(self, context: RoleContext) -> HfGenerator:
+        return HfGenerator(HfConfig(decoder="plain"), context)
 
 
 class TestInSmallBatches(ModelGeneratorContract):
     transports = ("shared-memory",)
     on_weight_update = ("drain", "continue", "abort")
 
-    def make(self, site: Site) -> HfGenerator:
-        return HfGenerator(HfConfig(max_batch=3), site)
+    def make(self, context: RoleContext) -> HfGenerator:
+        return HfGenerator(HfConfig(max_batch=3), context)
 
 
 @pytest.mark.slow
@@ -38,5 +38,5 @@ class TestOnTwoReplicas(ModelGeneratorContract):
     on_weight_update = ("drain", "continue", "abort")
     processes = 2
 
-    def make(self, site: Site) -> HfGenerator:
-        return HfGenerator(HfConfig(), site)
+    def make(self, context: RoleContext) -> HfGenerator:
+        return HfGenerator(HfConfig(), context)

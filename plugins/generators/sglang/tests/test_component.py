@@ -7,7 +7,7 @@ from whet.runtime.venvs import recipe_of
 from whet_sglang.arguments import ENGINE, cache_tokens, engine_arguments
 from whet_sglang.config import SglangConfig
 from whet_testing.contracts.engine import EngineContract
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 
 class TestPlugin(EngineContract):
@@ -17,13 +17,13 @@ class TestPlugin(EngineContract):
 
 
 def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path, tiny_model_folder: Path) -> None:
-    site = make_site(tmp_path, "generator", tiny_model_folder, seed=7, max_context=100)
-    found = engine_arguments(SglangConfig(max_batch=8, engine={"page_size": 4}), site, "cpu")
+    context = make_context(tmp_path, "generator", tiny_model_folder, seed=7, max_context=100)
+    found = engine_arguments(SglangConfig(max_batch=8, engine={"page_size": 4}), context, "cpu")
     assert found["model_path"] == str(tiny_model_folder)
     assert (found["random_seed"], found["context_length"], found["max_running_requests"]) == (7, 106, 8)
     assert (found["page_size"], found["dtype"], found["skip_tokenizer_init"]) == (4, "float32", False)
     assert (found["disable_cuda_graph"], found["enable_memory_saver"]) == (True, False)
-    on_gpu = engine_arguments(SglangConfig(memory_fraction=0.5, prefix_caching=False), site, "cuda")
+    on_gpu = engine_arguments(SglangConfig(memory_fraction=0.5, prefix_caching=False), context, "cuda")
     assert (on_gpu["mem_fraction_static"], on_gpu["disable_cuda_graph"], on_gpu["enable_memory_saver"]) == (
         0.5,
         False,
@@ -34,10 +34,10 @@ def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path,
 
 
 def test_the_context_is_never_longer_than_the_model_was_made_for(tmp_path: Path, tiny_model_folder: Path) -> None:
-    site = make_site(tmp_path, "generator", tiny_model_folder)
-    assert engine_arguments(SglangConfig(), site, "cpu")["context_length"] == 256
-    assert engine_arguments(SglangConfig(max_context=253), site, "cpu")["context_length"] == 256
-    assert engine_arguments(SglangConfig(max_context=64), site, "cpu")["context_length"] == 70
+    context = make_context(tmp_path, "generator", tiny_model_folder)
+    assert engine_arguments(SglangConfig(), context, "cpu")["context_length"] == 256
+    assert engine_arguments(SglangConfig(max_context=253), context, "cpu")["context_length"] == 256
+    assert engine_arguments(SglangConfig(max_context=64), context, "cpu")["context_length"] == 70
 
 
 def test_a_cache_is_said_in_tokens(tiny_model_folder: Path) -> None:

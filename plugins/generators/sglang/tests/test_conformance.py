@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from whet.data.records import Completion
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
@@ -32,8 +32,8 @@ class Contract(ModelGeneratorContract):
     deadline_seconds = 120.0
     survives_refusals = True
 
-    def make(self, site: Site) -> SglangGenerator:
-        return SglangGenerator(SglangConfig(cache_gib=0.125), site)
+    def make(self, context: RoleContext) -> SglangGenerator:
+        return SglangGenerator(SglangConfig(cache_gib=0.125), context)
 
 
 class TestInThisProcess(Contract):

@@ -14,8 +14,8 @@ from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
 from whet_testing.reference import Reference
+from whet_testing.role_context import make_context
 from whet_testing.served import TOLERANCE, gap
-from whet_testing.site import make_site
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,8 +40,8 @@ def largest_gap(runner: asyncio.Runner, generator: SglangGenerator, model: Refer
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_before_after_and_after_twenty_weight_syncs(tiny_models: Any, tmp_path: Path, family: str, tied: bool) -> None:
     first, other = (Reference(tiny_models(family, tied=tied, seed=seed)) for seed in (0, 7))
-    site = make_site(tmp_path, "generator", tiny_models(family, tied=tied))
-    generator = SglangGenerator(SglangConfig(cache_gib=0.0625), site)
+    context = make_context(tmp_path, "generator", tiny_models(family, tied=tied))
+    generator = SglangGenerator(SglangConfig(cache_gib=0.0625), context)
     try:
         with asyncio.Runner() as runner:
             for temperature in (1.0, 0.7, 0.0):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from whet.runtime.venvs import recipe_of
 from whet_testing.contracts.engine import EngineContract
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 from whet_vllm.arguments import ENGINE, engine_arguments
 from whet_vllm.config import VllmConfig
 
@@ -31,13 +31,13 @@ def test_its_environment_is_that_of_the_extras_and_of_the_tested_versions() -> N
 
 
 def test_arguments_are_those_of_the_config_the_model_and_the_run(tmp_path: Path, tiny_model_folder: Path) -> None:
-    site = make_site(tmp_path, "generator", tiny_model_folder, seed=7, max_context=100)
-    found = engine_arguments(VllmConfig(max_batch=8, cache_gib=0.25, engine={"block_size": 32}), site, "cpu")
+    context = make_context(tmp_path, "generator", tiny_model_folder, seed=7, max_context=100)
+    found = engine_arguments(VllmConfig(max_batch=8, cache_gib=0.25, engine={"block_size": 32}), context, "cpu")
     assert found["model"] == str(tiny_model_folder)
     assert (found["seed"], found["max_model_len"], found["max_num_seqs"]) == (7, 100, 8)
     assert (found["kv_cache_memory_bytes"], found["block_size"], found["dtype"]) == (2**28, 32, "float32")
     assert (found["enforce_eager"], found["enable_sleep_mode"], found["skip_tokenizer_init"]) == (True, False, False)
-    on_gpu = engine_arguments(VllmConfig(memory_fraction=0.5), site, "cuda")
+    on_gpu = engine_arguments(VllmConfig(memory_fraction=0.5), context, "cuda")
     assert (on_gpu["gpu_memory_utilization"], on_gpu["enforce_eager"], on_gpu["enable_sleep_mode"]) == (
         0.5,
         False,

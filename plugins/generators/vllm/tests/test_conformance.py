@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_testing.contracts.generator import ModelGeneratorContract
 from whet_testing.reference import Reference
 from whet_testing.served import TOLERANCE, Subject, gap
@@ -30,8 +30,8 @@ class Contract(ModelGeneratorContract):
     deadline_seconds = 120.0
     survives_refusals = True
 
-    def make(self, site: Site) -> VllmGenerator:
-        return VllmGenerator(VllmConfig(cache_gib=0.125), site)
+    def make(self, context: RoleContext) -> VllmGenerator:
+        return VllmGenerator(VllmConfig(cache_gib=0.125), context)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -91,5 +91,5 @@ class TestOnAWorkerWithTheModelInTwoParts(Contract):
     transports = ("shared-memory", "broadcast")
     receivers = 2
 
-    def make(self, site: Site) -> VllmGenerator:
-        return VllmGenerator(VllmConfig(cache_gib=0.125, tensor_parallel=2), site)
+    def make(self, context: RoleContext) -> VllmGenerator:
+        return VllmGenerator(VllmConfig(cache_gib=0.125, tensor_parallel=2), context)

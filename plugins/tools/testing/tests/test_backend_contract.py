@@ -20,12 +20,12 @@ from whet.errors import CheckpointError, WhetError
 from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet.weights import transfer
 from whet_testing.contracts.backend import BackendContract
 from whet_testing.fakes import Done
 from whet_testing.reference import Reference
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 WORK = ("train", "evaluate", "score", "send_weights", "save", "load", "export")
 
@@ -35,14 +35,14 @@ class PlainBackend:
 
     asleep = False
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, context: RoleContext) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(site.model.path, dtype="float32").eval()
-        self.frozen: Any = AutoModelForCausalLM.from_pretrained(site.model.path, dtype="float32").eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(site.model.path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(context.model.path, dtype="float32").eval()
+        self.frozen: Any = AutoModelForCausalLM.from_pretrained(context.model.path, dtype="float32").eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(context.model.path)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.0)
-        self.described, self.closed = site.model, False
+        self.described, self.closed = context.model, False
 
     def train(self, batch: Batch, loss: Spec, count_over: Batch | None = None) -> Mapping[str, Metric]:
         made = build(loss)
@@ -158,8 +158,8 @@ def tensors(batch: Batch) -> Batch:
 class Plain(BackendContract):
     has_reference = True
 
-    def make(self, site: Site) -> Any:
-        return PlainBackend(site)
+    def make(self, context: RoleContext) -> Any:
+        return PlainBackend(context)
 
 
 class TestOfAPlainBackend(Plain):
@@ -322,8 +322,8 @@ def test_the_contract_catches(kind: type[PlainBackend], rule: str, tmp_path: Pat
     count = iter(range(99))
 
     def fresh(model_folder: Path = tiny_model_folder, chat_template: str = "") -> PlainBackend:
-        site = make_site(tmp_path / f"backend-{next(count)}", "backend", model_folder)
-        return kind(evolve(site, model=evolve(site.model, chat_template=chat_template)))
+        context = make_context(tmp_path / f"backend-{next(count)}", "backend", model_folder)
+        return kind(evolve(context, model=evolve(context.model, chat_template=chat_template)))
 
     wanted = inspect.signature(test).parameters
     parts = {"tmp_path": tmp_path, "fresh": fresh, "reference": Reference(tiny_model_folder)}
@@ -336,6 +336,6 @@ def test_the_contract_catches(kind: type[PlainBackend], rule: str, tmp_path: Pat
 def test_the_contract_catches_logprobs_that_are_not_those_of_transformers(
     kind: type[PlainBackend], tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    backend = kind(make_site(tmp_path, "backend", tiny_model_folder))
+    backend = kind(make_context(tmp_path, "backend", tiny_model_folder))
     with pytest.raises(AssertionError):
         Plain().test_logprobs_are_those_of_transformers(backend, Reference(tiny_model_folder), 0.7)

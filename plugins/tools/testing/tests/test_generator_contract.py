@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from whet.data.records import Completion, Request
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_testing.contracts.generator import GeneratorContract
 from whet_testing.fakes import FakeGenerator
 from whet_testing.served import Subject
@@ -21,7 +21,7 @@ def letters(prompt: str, rng: np.random.Generator) -> str:
 
 
 class Fake(GeneratorContract):
-    def make(self, site: Site) -> Any:
+    def make(self, context: RoleContext) -> Any:
         return FakeGenerator(letters)
 
 

@@ -16,7 +16,7 @@ from whet.errors import WhetError
 from whet.interfaces.axes import ParallelAxes
 from whet.interfaces.backend import Weights
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Pending, Site, Workers
+from whet.interfaces.workers import Pending, RoleContext, Workers
 from whet_fsdp2.config import Fsdp2Config
 
 _ROW = "whet_fsdp2_row"
@@ -25,18 +25,18 @@ _ROW = "whet_fsdp2_row"
 class Fsdp2Backend:
     """A Hugging Face model on a group of ranks. Implements `whet.interfaces.backend.Backend`."""
 
-    def __init__(self, config: Fsdp2Config, site: Site) -> None:
-        site.status("loading the model to train")
-        self._workers = site.slice.spawn(
+    def __init__(self, config: Fsdp2Config, context: RoleContext) -> None:
+        context.status("loading the model to train")
+        self._workers = context.slice.spawn(
             "whet_fsdp2.worker:Worker",
             {
                 "config": attrs.asdict(config),
-                "model": site.model,
-                "total_steps": site.run.steps,
-                "longest": site.max_context or site.model.max_positions,
-                "seed": site.seed,
-                "trained": site.trained,
-                "scratch": str(site.scratch.absolute()),
+                "model": context.model,
+                "total_steps": context.run.steps,
+                "longest": context.max_context or context.model.max_positions,
+                "seed": context.seed,
+                "trained": context.trained,
+                "scratch": str(context.scratch.absolute()),
             },
         )
         self._axes = ParallelAxes.reported_by(self._workers)

@@ -6,7 +6,7 @@ from whet_generation.replicas import ReplicatedGenerator
 from whet_hf.config import HfConfig
 
 if TYPE_CHECKING:
-    from whet.interfaces.workers import Site
+    from whet.interfaces.workers import RoleContext
 
 
 class HfGenerator(ReplicatedGenerator):
@@ -18,14 +18,14 @@ class HfGenerator(ReplicatedGenerator):
     sleeps, its weights are in host memory, or in a file on a CPU, and it has no cache.
     """
 
-    def __init__(self, config: HfConfig, site: "Site") -> None:
+    def __init__(self, config: HfConfig, context: "RoleContext") -> None:
         arguments = {
-            "path": site.model.path,
-            "dtype": site.model.dtype_for(config.dtype),
-            "trust_remote_code": site.model.trust_remote_code,
+            "path": context.model.path,
+            "dtype": context.model.dtype_for(config.dtype),
+            "trust_remote_code": context.model.trust_remote_code,
             "max_batch": config.max_batch,
             "cache_bytes": int(config.cache_gib * 2**30),
             "fused": config.decoder == "auto",
-            "scratch": str(site.scratch.absolute()),
+            "scratch": str(context.scratch.absolute()),
         }
-        super().__init__("whet_hf.worker:Worker", arguments, site)
+        super().__init__("whet_hf.worker:Worker", arguments, context)

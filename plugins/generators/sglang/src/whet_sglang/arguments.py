@@ -10,7 +10,7 @@ from whet_generation.limits import context_length
 from whet_sglang.config import SglangConfig
 
 if TYPE_CHECKING:
-    from whet.interfaces.workers import Site
+    from whet.interfaces.workers import RoleContext
 
 CPU_BATCH = 64
 CPU_MEMORY_FRACTION = 0.9
@@ -62,10 +62,10 @@ ENGINE = ForeignEngine(
 )
 
 
-def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[str, Any]:
+def engine_arguments(config: SglangConfig, context: "RoleContext", device: str) -> dict[str, Any]:
     """Return the arguments of SGLang's engine for a rank on a device, as builtins."""
-    on_cpu, model = device == "cpu", site.model
-    length = context_length(config.max_context, site.max_context, model.max_positions)
+    on_cpu, model = device == "cpu", context.model
+    length = context_length(config.max_context, context.max_context, model.max_positions)
     known = {
         "context_length": _with_kept_positions(length, model.max_positions),
         "max_running_requests": config.max_batch or (CPU_BATCH if on_cpu else None),
@@ -77,7 +77,7 @@ def engine_arguments(config: SglangConfig, site: "Site", device: str) -> dict[st
         "model_path": str(Path(model.path).absolute()),
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.dtype_for(config.dtype),
-        "random_seed": site.seed % 2**31,
+        "random_seed": context.seed % 2**31,
         "device": device,
         "mem_fraction_static": CPU_MEMORY_FRACTION if on_cpu else config.memory_fraction,
         "tp_size": config.tensor_parallel,

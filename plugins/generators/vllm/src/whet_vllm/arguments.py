@@ -10,7 +10,7 @@ from whet_generation.limits import context_length
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
-    from whet.interfaces.workers import Site
+    from whet.interfaces.workers import RoleContext
 
 BACKEND = "whet"
 """The name under which `whet_vllm.extension` registers its weight transfer with vLLM."""
@@ -54,12 +54,12 @@ ENGINE = ForeignEngine(
 )
 
 
-def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str, Any]:
+def engine_arguments(config: VllmConfig, context: "RoleContext", device: str) -> dict[str, Any]:
     """Return the arguments of vLLM's engine for a rank on a device, as builtins."""
-    on_cpu, model = device == "cpu", site.model
+    on_cpu, model = device == "cpu", context.model
     cache = config.cache_gib or (CPU_CACHE_GIB if on_cpu else None)
     known = {
-        "max_model_len": context_length(config.max_context, site.max_context, model.max_positions) or None,
+        "max_model_len": context_length(config.max_context, context.max_context, model.max_positions) or None,
         "max_num_seqs": config.max_batch,
         "kv_cache_memory_bytes": int(cache * 2**30) if cache else None,
         "gpu_memory_utilization": None if on_cpu else config.memory_fraction,
@@ -69,7 +69,7 @@ def engine_arguments(config: VllmConfig, site: "Site", device: str) -> dict[str,
         "model": str(Path(model.path).absolute()),
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.dtype_for(config.dtype),
-        "seed": site.seed % 2**31,
+        "seed": context.seed % 2**31,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": on_cpu if config.eager is None else config.eager,
         "enable_prefix_caching": config.prefix_caching,

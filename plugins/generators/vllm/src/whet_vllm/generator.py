@@ -7,7 +7,7 @@ from whet_vllm.arguments import engine_arguments
 from whet_vllm.config import VllmConfig
 
 if TYPE_CHECKING:
-    from whet.interfaces.workers import Site
+    from whet.interfaces.workers import RoleContext
 
 
 class VllmGenerator(ReplicatedGenerator):
@@ -18,10 +18,10 @@ class VllmGenerator(ReplicatedGenerator):
     sync clears the engine's whole cache.
     """
 
-    def __init__(self, config: VllmConfig, site: "Site") -> None:
+    def __init__(self, config: VllmConfig, context: "RoleContext") -> None:
         arguments = {
-            "arguments": {device: engine_arguments(config, site, device) for device in ("cpu", "cuda")},
+            "arguments": {device: engine_arguments(config, context, device) for device in ("cpu", "cuda")},
             "engine": config.engine,
-            "scratch": str(site.scratch.absolute()),
+            "scratch": str(context.scratch.absolute()),
         }
-        super().__init__("whet_vllm.worker:Worker", arguments, site)
+        super().__init__("whet_vllm.worker:Worker", arguments, context)

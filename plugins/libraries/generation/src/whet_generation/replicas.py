@@ -17,7 +17,7 @@ from whet_generation.replica_set import ReplicaSet
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import OnWeightUpdate
-    from whet.interfaces.workers import Site
+    from whet.interfaces.workers import RoleContext
 
 
 class Replicas:
@@ -106,8 +106,8 @@ class ReplicatedGenerator:
     Workers also have `sleep()`, which returns the bytes that it released, or None, and `wake()`; see the interface.
     """
 
-    def __init__(self, target: str, arguments: Mapping[str, Any], site: "Site") -> None:
-        self._replicas = Replicas(site.slice.spawn(target, arguments), site.replacing)
+    def __init__(self, target: str, arguments: Mapping[str, Any], context: "RoleContext") -> None:
+        self._replicas = Replicas(context.slice.spawn(target, arguments), context.replacing)
 
     async def generate(self, request: Request) -> Completion:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""

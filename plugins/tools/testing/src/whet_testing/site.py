@@ -1,39 +1,9 @@
-"""A `Site` with which a test builds a backend or a generator without a run."""
+"""The import path of earlier versions, for one version."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import warnings
 
-from whet.data.model_info import read_model
-from whet.interfaces.logger import RunInfo
-from whet.interfaces.workers import Site
-from whet.runtime.inline import InlineSlice
+from whet_testing.role_context import make_context as make_site
 
-if TYPE_CHECKING:
-    from whet.interfaces.workers import Slice
+__all__ = ["make_site"]
 
-
-def make_site(
-    tmp_path: Path,
-    role: str,
-    model_folder: Path,
-    slice: "Slice | None" = None,
-    *,
-    seed: int = 0,
-    dtype: str = "float32",
-    max_context: int = 0,
-) -> Site:
-    """Return a site whose run folder is in `tmp_path`.
-
-    By default the site has one worker in this process, so that a debugger works.
-    """
-    run, scratch = tmp_path / "run", tmp_path / "scratch"
-    for folder in (run, scratch):
-        folder.mkdir(parents=True, exist_ok=True)
-    return Site(
-        slice=slice or InlineSlice(role),
-        model=read_model(model_folder, dtype),
-        run=RunInfo(run, "test", steps=4),
-        seed=seed,
-        scratch=scratch,
-        max_context=max_context,
-    )
+warnings.warn("whet_testing.site has moved to whet_testing.role_context", DeprecationWarning, stacklevel=2)

@@ -1,8 +1,8 @@
 """The rules that every backend must keep, tested in float32 against `transformers`.
 
     class TestFsdp2(BackendContract):
-        def make(self, site: Site) -> Fsdp2Backend:
-            return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), site)
+        def make(self, context: RoleContext) -> Fsdp2Backend:
+            return Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2)), context)
 
 `make` must choose a constant learning rate of about 0.01. A subclass with `processes = 2` tests the same rules on two
 worker processes.
@@ -23,7 +23,7 @@ from whet.data.small_models import make_model
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet.weights import transfer
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import Slices
@@ -47,7 +47,7 @@ class BackendContract(SleepRules):
     step_tolerance: float = 1e-5
     """Largest allowed difference of the loss after a step, in nats, between two orders of one batch."""
 
-    def make(self, site: Site) -> Backend:
+    def make(self, context: RoleContext) -> Backend:
         """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
 
@@ -60,8 +60,8 @@ class BackendContract(SleepRules):
         built: list[Backend] = []
 
         def build(model_folder: Path = tiny_model_folder, chat_template: str = "") -> Backend:
-            site = self.site(tmp_path / f"backend-{len(built)}", "backend", model_folder, slices)
-            built.append(self.make(evolve(site, model=evolve(site.model, chat_template=chat_template))))
+            context = self.context(tmp_path / f"backend-{len(built)}", "backend", model_folder, slices)
+            built.append(self.make(evolve(context, model=evolve(context.model, chat_template=chat_template))))
             return built[-1]
 
         yield build

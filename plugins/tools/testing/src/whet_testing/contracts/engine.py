@@ -28,7 +28,7 @@ from whet.runtime.local import LocalCluster
 from whet_generation.external_engine import CPU_CACHE_GIB, ForeignEngine
 from whet_testing.contracts.component import MODEL, ComponentContract
 from whet_testing.processes import descendants
-from whet_testing.site import make_site
+from whet_testing.role_context import make_context
 
 Make = Callable[..., Generator]
 
@@ -38,7 +38,7 @@ class EngineContract(ComponentContract):
 
     engine: ForeignEngine
     arguments: Callable[..., Mapping[str, Any]]
-    """Function (config, site, device) -> arguments of the engine."""
+    """Function (config, context, device) -> arguments of the engine."""
 
     def generator(self, **settings: Any) -> Any:
         """Return a config of the plugin's generator."""
@@ -83,8 +83,8 @@ class EngineContract(ComponentContract):
     ) -> None:
         if not self.engine.is_here:
             pytest.skip(f"{self.engine.package.name} is not installed")
-        site = make_site(tmp_path, "generator", tiny_model_folder)
-        ours = {name for device in ("cpu", "cuda") for name in self.arguments(self.generator(), site, device)}
+        context = make_context(tmp_path, "generator", tiny_model_folder)
+        ours = {name for device in ("cpu", "cuda") for name in self.arguments(self.generator(), context, device)}
         assert ours | set(self.engine.ours) | set(self.engine.fixed) <= self.engine.known()
 
 
@@ -136,8 +136,8 @@ class EngineFailuresContract:
             deadlines = attrs.evolve(DeadlinesSection(), generate=generate_seconds)
             cluster = LocalCluster(tmp_path / "logs", deadlines=deadlines)
             opened.append(cluster)
-            site = make_site(tmp_path, "generator", tiny_model_folder, cluster.slice("generator", size=1))
-            generator = type(self).generator(self.config(**{"cache_gib": 0.0625, **settings}), site)
+            context = make_context(tmp_path, "generator", tiny_model_folder, cluster.slice("generator", size=1))
+            generator = type(self).generator(self.config(**{"cache_gib": 0.0625, **settings}), context)
             opened.append(generator)
             return generator
 

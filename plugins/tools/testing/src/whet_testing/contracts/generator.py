@@ -3,8 +3,8 @@
     class TestHF(ModelGeneratorContract):
         transports = ("shared-memory", "disk")
 
-        def make(self, site: Site) -> HfGenerator:
-            return HfGenerator(HfConfig(), site)
+        def make(self, context: RoleContext) -> HfGenerator:
+            return HfGenerator(HfConfig(), context)
 
 `ModelGeneratorContract` is for generators that serve a model folder, as all but stand-ins do. Its rules also compare
 completions with `transformers`. A subclass with `processes = 1` tests the same rules on a worker process.
@@ -24,7 +24,7 @@ from whet.data.records import Completion, Request
 from whet.data.small_models import make_model
 from whet.errors import WhetError
 from whet.interfaces.generator import Generator, OnWeightUpdate
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_testing.contracts.placed import Placed, Slices, on_gpu
 from whet_testing.contracts.weights import WeightRules
 from whet_testing.reference import Reference
@@ -37,7 +37,7 @@ class GeneratorContract(Placed):
     deadline_seconds: float = 60.0
     """Deadline of a few short requests."""
 
-    def make(self, site: Site) -> Generator:
+    def make(self, context: RoleContext) -> Generator:
         """Build the generator under test."""
         raise NotImplementedError("override `make` to build the generator")
 
@@ -54,7 +54,7 @@ class GeneratorContract(Placed):
     def built(self, folder: Path, model_folder: Path, tokenizer: Any, slices: Slices) -> Iterator[Subject]:
         """Yield a generator in an event loop of its own, and close both afterwards."""
         with asyncio.Runner() as runner:
-            generator = self.make(self.site(folder, "generator", model_folder, slices))
+            generator = self.make(self.context(folder, "generator", model_folder, slices))
             yield Subject(generator, model_folder, tokenizer, folder, self.deadline_seconds, runner)
             generator.close()
             generator.close()
@@ -192,7 +192,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
     """The contract of generators that serve a model folder. Inherit this class and override `make`."""
 
     transports: tuple[str, ...] = ("disk",)
-    """Transports to test, named as in the facts of the component. They must work on the slice of `site`."""
+    """Transports to test, named as in the facts of the component. They must work on the worker group of `context`."""
     on_weight_update: tuple[OnWeightUpdate, ...] = ("drain",)
     """Modes to test, named as in the facts: how running requests are treated when new weights arrive."""
     gpu_tolerance: float = 0.2

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from whet.interfaces.workers import Site, Slice, Workers
+from whet.interfaces.workers import RoleContext, WorkerGroup, Workers
 from whet.runtime.inline import InlineSlice
 from whet.runtime.local import LocalCluster
 from whet_testing.processes import descendants, survivors
+from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
-from whet_testing.site import make_site
 
-Slices = Callable[[str], Slice]
-"""Function role -> slice."""
+Slices = Callable[[str], WorkerGroup]
+"""Function role -> worker group."""
 
 
-def on_gpu(role: str) -> Slice:
-    """Return a slice in this process, on its first GPU."""
+def on_gpu(role: str) -> WorkerGroup:
+    """Return a worker group in this process, on its first GPU."""
     return InlineSlice(role, device="cuda:0")
 
 
@@ -34,7 +34,7 @@ class Placed:
     @pytest.fixture(scope="class")
     @classmethod
     def slices(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slices]:
-        """Yield a function role -> slice on one cluster for all rules of a class. Fail if a process is left behind."""
+        """Yield a function role -> worker group; all rules of a class share one cluster. Fail if a process is left."""
         if not cls.processes:
             yield InlineSlice
             return
@@ -43,7 +43,7 @@ class Placed:
         with LocalCluster(tmp_path_factory.mktemp("logs"), share=share) as cluster:
             holders: dict[str, Workers] = {}
 
-            def give(role: str) -> Slice:
+            def give(role: str) -> WorkerGroup:
                 given = cluster.slice(role, size=cls.processes)
                 if role in cls.held and role not in holders:
                     holders[role] = cluster.slice(f"{role}-holder", size=cls.processes).spawn(TARGET, {})
@@ -53,6 +53,6 @@ class Placed:
         left = survivors(before, patience_seconds=5.0)
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
-    def site(self, folder: Path, role: str, model_folder: Path, slices: Slices) -> Site:
-        """Return the site that `make` gets."""
-        return make_site(folder, role, model_folder, slices(role))
+    def context(self, folder: Path, role: str, model_folder: Path, slices: Slices) -> RoleContext:
+        """Return the context that `make` gets."""
+        return make_context(folder, role, model_folder, slices(role))

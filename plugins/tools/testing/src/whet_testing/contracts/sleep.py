@@ -13,7 +13,7 @@ from whet.data.small_models import make_model
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.interfaces.weights import TransferSpec
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import Placed, on_gpu
 
@@ -24,7 +24,7 @@ LIKELIHOOD = Spec("whet_testing.losses:Likelihood")
 class SleepRules(Placed):
     """Rules for a contract that has the fixtures `fresh` and `backend`."""
 
-    def make(self, site: Site) -> Backend:
+    def make(self, context: RoleContext) -> Backend:
         """Build the backend under test."""
         raise NotImplementedError("override `make` to build the backend")
 
@@ -66,7 +66,7 @@ class SleepRules(Placed):
 
         folder = make_model(tmp_path / "model", tiny_tokenizer, hidden=512, layers=4)
         weights, batch = sum(file.stat().st_size for file in folder.glob("*.safetensors")), random_batch(0)
-        backend = self.make(self.site(tmp_path / "run", "backend", folder, on_gpu))
+        backend = self.make(self.context(tmp_path / "run", "backend", folder, on_gpu))
         try:
             backend.train(batch, LIKELIHOOD)
             before = backend.score(batch, ("logprobs",))["logprobs"]

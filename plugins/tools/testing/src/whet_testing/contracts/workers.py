@@ -2,7 +2,7 @@
 
     class TestLocal(WorkersContract):
         @contextmanager
-        def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+        def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
             with LocalCluster(folder) as cluster:
                 yield cluster.slice
 
@@ -27,7 +27,7 @@ import pytest
 
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
-from whet.interfaces.workers import Heard, Slice, WorkerRank, Workers
+from whet.interfaces.workers import Heard, WorkerGroup, WorkerRank, Workers
 from whet_testing.scripted_worker import TARGET
 
 SOON_SECONDS = 3.0
@@ -65,9 +65,9 @@ class WorkersContract:
 
     ranks = 2
 
-    def cluster(self, folder: Path) -> AbstractContextManager[Callable[[str, int], Slice]]:
-        """Open a cluster as a context manager of a function (role, ranks) -> slice."""
-        raise NotImplementedError("override `cluster` to give slices")
+    def cluster(self, folder: Path) -> AbstractContextManager[Callable[[str, int], WorkerGroup]]:
+        """Open a cluster as a context manager of a function (role, ranks) -> worker group."""
+        raise NotImplementedError("override `cluster` to return worker groups")
 
     @pytest.fixture(scope="class")
     @classmethod
