@@ -1,7 +1,7 @@
 """Records some sequences of a step token by token: the numbers of sampler, trainer and algorithm for each token.
 
     take            chooses sequences; the trainer scores them with the weights that are about to be trained
-    train, refit    by the algorithm, which does not know about the recorder
+    train, sync     by the algorithm, which does not know about the recorder
     finish          adds the algorithm's columns; rows are made on the thread that writes them
 
 Recording draws no random number and changes nothing, so a run's numbers are the same with and without it.

@@ -1,7 +1,7 @@
-"""Checkpoints: complete or not there, and only ever picked by the run that wrote them.
+"""Checkpoints. A checkpoint is complete or absent, and only the run that wrote it loads it.
 
-A checkpoint is written beside its place, listed file by file with sizes and checksums, made durable, and
-then renamed. A kill at any moment leaves either no checkpoint of that step or a whole one.
+A checkpoint is written to a temporary folder, listed with the size and checksum of each file, synced to disk, and then
+renamed. After a kill at any moment there is either a whole checkpoint of the step or none.
 """
 
 import json
@@ -37,14 +37,14 @@ class Checkpoint:
     """The driver's state as builtins."""
 
     def part(self, name: str) -> Path:
-        """Return what a role saved: `backend`, or `roles/NAME`."""
+        """Return the folder that a role saved: `backend` or `roles/NAME`."""
         return self.folder / name
 
 
 def save_models(
     run: RunFolder, step: int, state: Mapping[str, Any], models: "Mapping[str, Backend]", keep: int
 ) -> None:
-    """Write a checkpoint of a step, with models by the names of their folders, and remove all but the last `keep`."""
+    """Write a checkpoint of a step, and remove all but the last `keep`. `models` are named by their subfolders."""
     write(run, step, state, {name: _saving(model) for name, model in models.items()})
     prune(run, keep)
     run.journal("saved", step=step)
@@ -55,7 +55,7 @@ def _saving(model: "Backend") -> Callable[[Path], None]:
 
 
 def write(run: RunFolder, step: int, state: Mapping[str, Any], saves: Mapping[str, Callable[[Path], None]]) -> Path:
-    """Write a checkpoint of a step. `saves`, by name of the subfolder, each return when what they wrote is durable."""
+    """Write a checkpoint of a step. `saves` maps subfolders to functions that return when their files are durable."""
     final = run.checkpoints / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     with disk_errors(partial):
@@ -93,12 +93,12 @@ def prune(run: RunFolder, keep: int) -> None:
 
 
 def newest(run: RunFolder) -> int:
-    """Return the step of the newest checkpoint, which is not read; 0 where there is none."""
+    """Return the step of the newest checkpoint, or 0 if there is none. The checkpoint is not read."""
     return max((step for step, _ in _folders(run)), default=0)
 
 
 def position(run: RunFolder, step: int) -> dict[str, int]:
-    """Return the position in the data that a checkpoint holds; empty where it holds none. Its files are not checked."""
+    """Return the position in the data of a checkpoint; empty if it has none. Its files are not checked."""
     for number, folder in _folders(run):
         with suppress(OSError, ValueError, AttributeError, RecursionError):
             if number == step:
@@ -108,7 +108,7 @@ def position(run: RunFolder, step: int) -> dict[str, int]:
 
 
 def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint, or that of a step. A damaged one raises `CheckpointError`: none takes its place."""
+    """Return the newest checkpoint, or the one of a step. Raises `CheckpointError` if it is damaged."""
     for number, folder in _folders(run):
         if step is None or number == step:
             return read(folder)
@@ -119,7 +119,7 @@ def latest(run: RunFolder, step: int | None = None) -> Checkpoint | None:
 
 
 def usable(run: RunFolder, before: int) -> list[int]:
-    """List the steps before a step whose checkpoints can be used, the newest first."""
+    """Return the earlier steps that have a usable checkpoint, the newest first."""
     steps = []
     for step, folder in _folders(run):
         with suppress(CheckpointError):
@@ -129,7 +129,7 @@ def usable(run: RunFolder, before: int) -> list[int]:
 
 
 def last_saved(run: RunFolder) -> int:
-    """Return the step of the last checkpoint that the run's journal says was written and counts; 0: none was."""
+    """Return the step of the last checkpoint that counts by the run's journal; 0 if there is none."""
     saved = [0]
     journal = run.path / "journal.jsonl"
     for row in read_rows(journal) if journal.is_file() else ():
@@ -144,7 +144,7 @@ def last_saved(run: RunFolder) -> int:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a checkpoint and check every file against the manifest. Raises `CheckpointError` saying what is wrong."""
+    """Return a checkpoint after a check of every file. Raises `CheckpointError` that describes the damage."""
     advice = "delete the folder to resume from the checkpoint before it"
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"checkpoint {folder} is damaged: it lacks {MANIFEST}, which lists its files; {advice}")
@@ -181,7 +181,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
-    """List where two run identities differ, a line each, leaving out what may change."""
+    """Return the differences of two run fingerprints, one line each, without the keys that may change."""
     before, now = _flat(saved), _flat(current)
     lines = []
     for path in sorted(before.keys() | now.keys()):
@@ -202,7 +202,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _folders(run: RunFolder) -> list[tuple[int, Path]]:
-    """List what stands in the place of a checkpoint, the newest first. A save that was cut short has another name."""
+    """Return the checkpoint folders, the newest first. A save that was cut short has another name."""
     found = [p for p in run.checkpoints.glob("step-*") if _NUMBER.fullmatch(p.name[5:])]
     return sorted(((int(p.name[5:]), p) for p in found), reverse=True)
 

@@ -1,4 +1,4 @@
-"""What makes a run this run: a resume that would mix two of them is refused with the difference shown."""
+"""The fingerprint of a run: everything that decides its numbers. Another run is refused, and the error shows why."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ FREE = {
 }
 """Keys of each section that may change between the run attempts of a run."""
 SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")
-"""Sections that decide what a run computes; the others say where it runs and who watches."""
+"""Sections that decide the numbers of a run. The others decide where it runs and how it is observed."""
 
 SAMPLED_TASKS = 64
 
@@ -53,7 +53,7 @@ def run_fingerprint(
     routes: "Sequence[Route]",
     models: "Mapping[str, ModelInfo] | None" = None,
 ) -> dict[str, Any]:
-    """Collect what decides a run's numbers: config, model files (`models` are those of roles), data files and tasks."""
+    """Return everything that decides the numbers: config, model files (`models`: of roles), data files and tasks."""
     plain = unstructure(config, path=_held)
     chosen = {
         name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
@@ -75,10 +75,10 @@ def run_fingerprint(
 
 
 def _held(path: Any) -> Any:
-    """Return what identifies a path, or each of a mapping: where files lie may change.
+    """Return what identifies a path, or each path of a mapping. The location of files may change.
 
-    Of a folder it is what makes it a model. What is read from others is hashed as data or tasks. Names on a hub are
-    kept.
+    For a folder: the fingerprint of its model. For a file: None, because its content is hashed as data or tasks. A name
+    on the hub is returned as it is.
     """
     if isinstance(path, Mapping):
         return {key: _held(item) for key, item in path.items()}
@@ -88,7 +88,7 @@ def _held(path: Any) -> Any:
 
 
 def _tasks(route: "Route") -> str:
-    """Hash the number of tasks and a sample spread evenly over them: generated splits may be endless."""
+    """Return a hash of the number of tasks and of an evenly spaced sample, because generated splits may be endless."""
     tasks = route.tasks()
     positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
     return _hash(repr((len(tasks), [(tasks[i].prompt, sorted(tasks[i].data.items())) for i in positions])))
@@ -99,7 +99,7 @@ def _hash(text: str) -> str:
 
 
 def versions_of(interpreters: "Mapping[str, Interpreter]") -> dict[str, Any]:
-    """List the versions that a run stands on, and under `roles` those of roles that have a Python of their own."""
+    """Return the versions of the packages of a run; under `roles`, the versions of roles with their own Python."""
     roles = {role: {"interpreter": found.executable, **found.versions} for role, found in interpreters.items()}
     return {**versions(), **({"roles": roles} if roles else {})}
 

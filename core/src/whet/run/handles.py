@@ -1,7 +1,7 @@
-"""Handles around a backend, a generator and the rollouts of a run: each call is made inside of context managers.
+"""Handles around the backend, the generator and the rollouts of a run. Each call runs inside context managers.
 
-BackendHandle(backend, *turns.around("backend"), timed(spans, "backend"))      its turn, and within it a span
-GeneratorHandle(generator, *turns.requests(), busy(spans))                     the gate, and within it a span
+BackendHandle(backend, *turns.around("backend"), timed(spans, "backend"))      the turn, and a span within it
+GeneratorHandle(generator, *turns.requests(), busy(spans))                     the gate, and a span within it
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from whet.rollout.stream import RolloutStream
 
 Around = Callable[[str], AbstractContextManager[Any]]
-"""(name of a method) -> what a call of it is made in."""
+"""Name of a method -> context manager around its call."""
 AroundRequest = Callable[[], AbstractAsyncContextManager[Any]]
-"""Returns what a request is made in."""
+"""Returns the context manager around a request."""
 
 PHASES: Mapping[str, str] = MappingProxyType({"train": "train", "evaluate": "evaluate", "score": "score"})
-"""Methods of a backend whose calls are spans, and the names of these."""
+"""Methods of a backend that are timed, and the names of their spans."""
 
 
 def timed(spans: Spans, role: str = "backend", names: Mapping[str, str] = PHASES) -> Around:
-    """Return what records the calls of the methods in `names` as spans."""
+    """Return a function that records the calls of the methods in `names` as spans."""
     return lambda method: spans.phase(role, names[method]) if method in names else nullcontext()
 
 
 def busy(spans: Spans) -> AroundRequest:
-    """Return what records the time from the first request under way to the last completion as one span."""
+    """Return a function that records one span from the first running request to the last completion."""
     running, span = 0, ExitStack()
 
     @asynccontextmanager
@@ -67,7 +67,7 @@ def busy(spans: Spans) -> AroundRequest:
 
 
 class BackendHandle:
-    """A backend whose calls are made inside of context managers, in their order."""
+    """A backend whose calls run inside context managers, in their order."""
 
     def __init__(self, backend: "Backend", *around: Around) -> None:
         self._backend, self._managers = backend, around
@@ -128,7 +128,7 @@ class BackendHandle:
 
 
 class GeneratorHandle:
-    """A generator whose requests are made inside of context managers, in their order."""
+    """A generator whose requests run inside context managers, in their order."""
 
     def __init__(
         self, generator: "Generator", *around: AroundRequest, receiving: Callable[[], None] = lambda: None
@@ -164,13 +164,13 @@ class GeneratorHandle:
 
 
 class TimedRollouts:
-    """A rollout stream whose waits are recorded as spans, and end at once on a signal."""
+    """A rollout stream whose waits are recorded as spans. A signal ends a wait at once."""
 
     def __init__(
         self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any],
         taken: Callable[["Batch"], None], turn: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Wrap a stream; `taken` sees each batch before it is handed out. `turn` waits for the generator's turn."""
+        """Wrap a stream. `taken` gets each batch before the caller does. `turn` waits for the generator's turn."""
         self._stream, self._spans, self._interruptible, self._taken = stream, spans, interruptible, taken
         self._turn = turn
 

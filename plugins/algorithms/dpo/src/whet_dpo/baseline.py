@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def kl_baseline(backend: "Backend", batch: Batch) -> Any:
-    """Estimate the baseline over the whole batch, the same number for each sequence: [B] float32.
+    """Return the baseline of the whole batch, the same number for each sequence: [B] float32.
 
-    Where all responses are to one prompt there is no other to borrow from, and it is 0.
+    If all responses belong to one prompt, there is no other prompt, and the baseline is 0.
     """
     borrowed = mismatched(batch)
     if not borrowed["loss_mask"].any():
@@ -33,9 +33,10 @@ def kl_baseline(backend: "Backend", batch: Batch) -> Any:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Return each prompt with the response of the unit before, in the order of the batch; what gets too long is cut.
+    """Return each prompt with the response of the previous unit, in the order of the batch.
 
-    A unit has one sequence or, where the data are pairs, two. Too long is what exceeds the longest of the batch.
+    A unit has one sequence, or two if the data are pairs. A result longer than the longest sequence of the batch is
+    cut.
     """
     lengths, prompts = np.asarray(batch["lengths"]), np.asarray(batch["prompt_lengths"])
     unit, tokens, mask = (np.asarray(batch[name]) for name in ("unit", "tokens", "loss_mask"))

@@ -134,14 +134,14 @@ class Sft:
         self.columns: tuple[str, ...] = sections.pair_columns(config.sft)
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the tokens or responses that the mean is over."""
+        """Return the number of tokens or responses that the mean is over."""
         return {"sft": likelihood_count(batch, self.config.sft)}
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences are of a pair with anything to learn."""
+        """Return which sequences belong to a pair with trained tokens."""
         return live_pairs(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Sum over the chosen responses of this micro-batch."""
+        """Return the sum over the chosen responses of this micro-batch."""
         total, nll = likelihood(outputs["logprobs"], batch, self.config.sft)
         return LossResult({"sft": total}, {"nll": nll})

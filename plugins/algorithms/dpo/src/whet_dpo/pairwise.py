@@ -1,8 +1,8 @@
-"""What all losses on pairs share: scores from logprobs, counts, the likelihood of the chosen responses, and metrics.
+"""The common part of all losses on pairs: scores from logprobs, counts, the likelihood of chosen responses, metrics.
 
     logprobs [N] -> score of each sequence [B] -> chosen [P], rejected [P] -> a loss for each pair -> sum
 
-A pair counts where at least one of its responses has a token to learn; a response without any has the score 0.
+A pair counts if at least one of its responses has a trained token. A response without trained tokens has the score 0.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from whet_ops.reductions import expand, segment_mean, segment_sum
 
 
 class Settings(Protocol):
-    """What every config of a loss on pairs has."""
+    """The fields that every config of a loss on pairs has."""
 
     @property
     def beta(self) -> float:
@@ -68,7 +68,7 @@ class Scoring:
 
 
 def responses(logprobs: Tensor, batch: Batch, how: Scoring) -> Responses:
-    """Sum up the tokens of each response. Differences are taken token by token, which rounds less than of sums."""
+    """Return the responses with their sums over tokens. Differences are taken per token, which rounds less."""
     mask, lengths = response_mask(batch), batch["lengths"]
     logprobs = logprobs.float()
     # `where` rather than a product: whatever stands at a masked token must not reach the sum.
@@ -84,24 +84,24 @@ def responses(logprobs: Tensor, batch: Batch, how: Scoring) -> Responses:
 
 
 def response_mask(batch: Batch) -> Any:
-    """Return the trained tokens of responses [N]: all that are trained, unless prompts are, too."""
+    """Return the mask of trained response tokens [N]. It differs from `loss_mask` only if prompts are trained too."""
     return batch["loss_mask"] & batch[RESPONSE] if RESPONSE in batch else batch["loss_mask"]
 
 
 def likelihood_mask(batch: Batch, sft: SftTerm) -> Any:
-    """Return the tokens [N] whose likelihood counts: of the chosen responses, with their prompts where `of` says so."""
+    """Return the mask [N] of tokens whose likelihood counts: chosen responses; with `of: conversation`, prompts too."""
     mask = batch["loss_mask"] if sft.of == "conversation" else response_mask(batch)
     return mask & expand(batch["chosen"], batch["lengths"])
 
 
 def likelihood_count(batch: Batch, sft: SftTerm) -> Any:
-    """Return what the likelihood is averaged over: chosen tokens, or chosen responses that have any."""
+    """Return the divisor of the likelihood: the number of chosen tokens, or of chosen responses that have any."""
     tokens = segment_sum(likelihood_mask(batch, sft).long(), batch["lengths"])
     return tokens.sum() if sft.average == "token" else (tokens > 0).sum()
 
 
 class PairLoss(Generic[Config]):
-    """A loss on pairs: a subclass says what a pair costs. The second term is the likelihood of the chosen responses."""
+    """A loss on pairs. A subclass has the loss of a pair. The second term is the likelihood of chosen responses."""
 
     referenced = True
     """Whether scores are relative to the reference."""
@@ -115,7 +115,7 @@ class PairLoss(Generic[Config]):
 
     @property
     def scoring(self) -> Scoring:
-        """How the responses are scored; losses that have no such key average, and weigh all tokens alike."""
+        """How the responses are scored. Losses without these keys average, with equal weight for all tokens."""
         names = ("ld_alpha", "divergence", "divergence_alpha")
         found = {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
         return Scoring(self.referenced, getattr(self.config, "average_logprobs", True), **found)
@@ -129,7 +129,7 @@ class PairLoss(Generic[Config]):
         return self.preference(score[chosen], score[rejected])
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the pairs with anything to learn; of the second term, the tokens or responses it is averaged over."""
+        """Return the number of pairs with trained tokens; for the second term, its number of tokens or responses."""
         tokens = segment_sum(response_mask(batch).long(), batch["lengths"])
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         counts = {"preference": (tokens[chosen] + tokens[rejected] > 0).sum()}
@@ -138,11 +138,11 @@ class PairLoss(Generic[Config]):
         return counts
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences are of a pair with anything to learn."""
+        """Return which sequences belong to a pair with trained tokens."""
         return live_pairs(batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Sum over the pairs of this micro-batch."""
+        """Return the sums over the pairs of this micro-batch."""
         found = responses(outputs["logprobs"], batch, self.scoring)
         chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
         alive = found.tokens[chosen] + found.tokens[rejected] > 0
@@ -155,7 +155,7 @@ class PairLoss(Generic[Config]):
 
 
 def live_pairs(batch: Batch) -> Any:
-    """Return which sequences [B] are of a pair with anything to learn."""
+    """Return which sequences [B] belong to a pair with trained tokens."""
     tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
     chosen, rejected = pair_positions(batch["unit"], batch["chosen"])
     alive = torch.zeros_like(batch["chosen"])
@@ -164,7 +164,7 @@ def live_pairs(batch: Batch) -> Any:
 
 
 def _metrics(found: Responses, chosen: Tensor, rejected: Tensor, beta: float, how: PairMetrics) -> dict[str, Metric]:
-    """Return means over pairs. A reward is beta times the score that the loss compares, unless `how` says otherwise."""
+    """Return means over pairs. A reward is beta times the score of the loss, unless `how` sets another scale."""
     rewards, logps, count = rewards_of(found, beta, how), logps_of(found, how), len(chosen)
     margins = rewards[chosen] - rewards[rejected]
     return {
@@ -178,18 +178,18 @@ def _metrics(found: Responses, chosen: Tensor, rejected: Tensor, beta: float, ho
 
 
 def rewards_of(found: Responses, beta: float, how: PairMetrics) -> Tensor:
-    """Return the reward of each response as it is reported: [B]."""
+    """Return the reported reward of each response: [B]."""
     score = found.total if how.rewards == "summed" else found.score
     return score.detach() * (beta if how.scaled else 1.0)
 
 
 def logps_of(found: Responses, how: PairMetrics) -> Tensor:
-    """Return the logprob of each response as it is reported: [B]."""
+    """Return the reported logprob of each response: [B]."""
     return found.logprob / found.tokens.clamp(min=1) if how.logps == "mean" else found.logprob
 
 
 def right(margins: Tensor, how: PairMetrics) -> Tensor:
-    """Return 1 where the chosen response is ahead, 0 where it is behind, and else what a tie counts for."""
+    """Return 1 if the chosen response has the higher score, 0 if the lower one; for equal scores, what a tie counts."""
     tie = {"half": 0.5, "wrong": 0.0, "right": 1.0}[how.ties]
     return (margins > 0).float() + tie * (margins == 0).float()
 

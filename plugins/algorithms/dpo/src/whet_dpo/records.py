@@ -1,4 +1,4 @@
-"""From the records of a data file to sequences to compare."""
+"""Turns records of a data file into sequences to compare."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":
-    """Return what turns a record into two sequences to compare."""
+    """Return the function that turns a record into two sequences to compare."""
     encode = encode_with_prompt if reads_response_mask(config.loss, model) else encode_pair
     return partial(encode, names=config.fields)
 
 
 def labelled_encoder(config: KtoConfig, model: "ModelInfo") -> "Encode":
-    """Return what turns a record into sequences with labels."""
+    """Return the function that turns a record into sequences with labels."""
     return partial(encode_labelled, names=config.fields)
 
 
 def encode_with_prompt(
     record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Tokenise a pair of which the chosen conversation is learned whole, but for its first token.
+    """Tokenise a pair whose chosen conversation is trained as a whole, except its first token.
 
-    Which tokens are the response's says the column `response_mask`. Raises `DataError` saying what the record lacks.
+    The column `response_mask` marks the tokens of the response. Raises `DataError` that names what the record lacks.
     """
     return [
         {**one, RESPONSE: one["loss_mask"], "loss_mask": _all_but_first(one) if one["chosen"] else one["loss_mask"]}
@@ -44,14 +44,14 @@ def encode_with_prompt(
 
 
 def _all_but_first(sequence: Mapping[str, Any]) -> Any:
-    """Return the mask of what something stands before: all tokens but the first."""
+    """Return the mask of the tokens that have a token before them: all except the first."""
     return np.arange(len(sequence["tokens"])) > 0
 
 
 def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Tokenise a response with its label: one sequence with the column `desirable`. A pair is two, in one unit.
+    """Tokenise a response with its label: a sequence with the column `desirable`. A pair is two sequences in a unit.
 
-    `names` says what the fields are called in the data. Raises `DataError` saying what the record lacks.
+    `names` maps fields to the columns of the data. Raises `DataError` that names what the record lacks.
     """
     own = {name: names.get(name, name) for name in ("prompt", "completion", "label", "chosen", "rejected")}
     prompt, completion, label = (record.get(own[name]) for name in ("prompt", "completion", "label"))
@@ -77,5 +77,5 @@ def encode_labelled(record: Mapping[str, Any], chat: ChatTokenizer, names: Mappi
 
 
 def _labelled(sequence: dict[str, Any]) -> dict[str, Any]:
-    """Call the chosen response of a pair desirable, and the other not."""
+    """Return both sequences of a pair, the chosen one labelled as desirable."""
     return {("desirable" if name == "chosen" else name): value for name, value in sequence.items()}

@@ -1,9 +1,9 @@
-"""The running mean of scores: sums over all batches that were learned from, kept in the run folder line by line.
+"""The running mean of scores: sums over all trained batches, kept in the run folder as JSON lines.
 
     RUN/score-shift.jsonl      {"step": 3, "sums": [1.5, -2.25], "counts": [12, 12]}     chosen and rejected responses
 
-A line holds the sums up to its step. A resume after step n takes the line of step n, bit for bit, so the run goes on as
-if nothing had happened; lines of later steps are of a process that died before its next checkpoint.
+A line holds the sums up to its step. A resume after step n takes the line of step n, so the result is the same bit for
+bit. Lines of later steps are from a process that died before its next checkpoint.
 """
 
 import json
@@ -19,18 +19,18 @@ from whet.errors import CheckpointError
 
 @frozen
 class Tally:
-    """Sums of the scores of two kinds of responses, desirable ones first, and how many there were."""
+    """Sums of the scores of two kinds of responses, desirable ones first, and their numbers."""
 
     sums: tuple[float, float] = (0.0, 0.0)
     counts: tuple[int, int] = (0, 0)
 
     def plus(self, other: "Tally") -> "Tally":
-        """Add up."""
+        """Return the sum of two tallies."""
         sums = (self.sums[0] + other.sums[0], self.sums[1] + other.sums[1])
         return Tally(sums, (self.counts[0] + other.counts[0], self.counts[1] + other.counts[1]))
 
     def mean(self, of: Literal["kinds", "responses"]) -> float:
-        """Return the mean of the means of the kinds that there are, or the mean over all responses; of nothing 0."""
+        """Return the mean of the means of the kinds that occur, or the mean over all responses; 0 if there are none."""
         if of == "responses":
             return sum(self.sums) / max(sum(self.counts), 1)
         means = [total / count for total, count in zip(self.sums, self.counts, strict=True) if count]
@@ -41,19 +41,19 @@ class RunningTally:
     """The tally of all batches so far, in a file of the run folder."""
 
     def __init__(self, folder: str, done: int) -> None:
-        """Begin after so many steps; the file is read when it is first needed."""
+        """Begin after `done` steps. The file is read when it is first needed."""
         self._file, self._done = Path(folder) / "score-shift.jsonl", done
         self._tally: Tally | None = None
 
     @property
     def tally(self) -> Tally:
-        """The tally so far. Raises `CheckpointError` where the file does not have it."""
+        """Return the tally so far. Raises `CheckpointError` if the file does not have it."""
         if self._tally is None:
             self._tally = self._read(self._done) if self._done else Tally()
         return self._tally
 
     def add(self, tally: Tally, step: int) -> Tally:
-        """Add the batch of a step, and return the tally with it. What is written is durable."""
+        """Add the batch of a step, sync the file to disk, and return the tally."""
         self._tally = self.tally.plus(tally)
         row = {"step": step, "sums": list(self.tally.sums), "counts": list(self.tally.counts)}
         with disk_errors(self._file):

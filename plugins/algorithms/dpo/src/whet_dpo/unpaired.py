@@ -19,17 +19,17 @@ Config = TypeVar("Config", bound=KtoLossConfig)
 
 
 class AnswerLoss(Generic[Config]):
-    """A loss on single responses: a subclass says what a response costs, compared with a number of the whole batch.
+    """A loss on single responses. A subclass compares the score of a response with a number of the whole batch.
 
-    That number is a column, since a loss sees a part of the batch. Responses without a token to learn do not count. The
-    mean is over responses, weighted by their label, or it is the mean of the means of both kinds.
+    This number is a column, because a loss sees only a part of the batch. Responses without trained tokens do not
+    count. The mean is over responses, weighted by their label, or it is the mean of the means of both kinds.
     """
 
     outputs: tuple[str, ...] = ("logprobs",)
     metric = ""
     """The name in metrics of the number that scores are compared with."""
     column: str | None = None
-    """The column that holds the number; without one it is 0."""
+    """The column of this number. Without a column the number is 0."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -39,27 +39,27 @@ class AnswerLoss(Generic[Config]):
         self.weights: Mapping[str, float] = two if config.average == "kinds" else one
 
     def cost(self, score: Tensor, desirable: Tensor, even: Tensor) -> Tensor:
-        """Return the loss of each response [B]; `even` [B] is the number that scores are compared with."""
+        """Return the loss of each response [B]. `even` [B] is the number that scores are compared with."""
         raise NotImplementedError
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count the responses with anything to learn, of each kind where each has a mean of its own."""
+        """Return the number of responses with trained tokens, for each kind if each kind has its own mean."""
         alive = segment_sum(batch["loss_mask"].long(), batch["lengths"]) > 0
         return {name: of.sum() for name, of in self._of_terms(alive, batch["desirable"]).items()}
 
     def _of_terms(self, alive: Tensor, desirable: Tensor) -> dict[str, Tensor]:
-        """Return which responses [B] each term is over."""
+        """Return the mask [B] of the responses of each term."""
         if self.config.average == "responses":
             return {"preference": alive}
         return {"desirable": alive & desirable, "undesirable": alive & ~desirable}
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences are of a unit with anything to learn."""
+        """Return which sequences belong to a unit with trained tokens."""
         tokens = segment_sum(batch["loss_mask"].long(), batch["lengths"])
         return torch.isin(batch["unit"], batch["unit"][tokens > 0])
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Sum over the responses of this micro-batch."""
+        """Return the sums over the responses of this micro-batch."""
         found = responses(outputs["logprobs"], batch, Scoring(referenced=True, average=False))
         desirable, config = batch["desirable"], self.config
         even = torch.zeros_like(found.score) if self.column is None else batch[self.column].float()
@@ -70,7 +70,7 @@ class AnswerLoss(Generic[Config]):
         return LossResult(terms, self._metrics(found, even, batch))
 
     def _metrics(self, found: Responses, even: Tensor, batch: Batch) -> dict[str, Metric]:
-        """Return means over desirable responses, over the others, and over the pairs that lie in one unit."""
+        """Return means over desirable responses, over other responses, and over the pairs."""
         how = self.config.metrics
         alive, rewards, logps = found.tokens > 0, rewards_of(found, self.config.beta, how), logps_of(found, how)
         metrics = {self.metric: mean(even[alive].sum(), alive.sum())}
@@ -110,7 +110,7 @@ class Bco(AnswerLoss[BcoConfig]):
 
 
 def _pairs(unit: Tensor, desirable: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the units that hold a desirable response and another; records of one response are none. -> [P], [P]."""
+    """Return the positions of both responses of each pair: [P], [P]. A record with one response is no pair."""
     order = (unit * 2 + ~desirable).argsort(stable=True)
     one, other = order[:-1], order[1:]
     found = (unit[one] == unit[other]) & desirable[one] & ~desirable[other]

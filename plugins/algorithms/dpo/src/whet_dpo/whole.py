@@ -1,8 +1,8 @@
-"""Columns that hold what a loss must know of the whole batch: computed before the step, from the policy's scores.
+"""Columns that a loss needs from the whole batch. They are computed before the step, from the policy's scores.
 
     batch -> logprobs of the policy (one forward pass) -> scores [B] -> score_shift | margin_shift | matched_score
 
-A loss sees a micro-batch of one rank. A mean or a sort over the whole batch is therefore done here, once, so that value
+A loss sees only a micro-batch of one rank. So a mean or a sort over the whole batch is computed here, once, and value
 and gradient do not depend on micro-batches, packing or ranks. The columns carry no gradient.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Scores:
-    """The responses of a batch as its loss scores them, one for each sequence. NumPy float64."""
+    """The scored responses of a batch, one for each sequence. NumPy float64."""
 
     policy: Any  # [B]
     reference: Any  # [B]
@@ -44,12 +44,12 @@ class Scores:
 
     @property
     def ratio(self) -> Any:
-        """What losses call the score [B]: the log-ratio of policy and reference."""
+        """The score [B] of the losses: the log-ratio of policy and reference."""
         return self.policy - self.reference
 
 
 def scores_of(batch: Batch, logprobs: Any, config: object) -> Scores:
-    """Sum up the tokens of each response as the loss with this section does: logprobs [N] -> [B]."""
+    """Return the responses, with sums over tokens as in the loss with this section. logprobs [N] -> [B]."""
     mask, lengths = np.asarray(batch["loss_mask"]), batch["lengths"]
     mask = mask & batch[RESPONSE] if RESPONSE in batch else mask
     alpha = getattr(config, "ld_alpha", 1.0)
@@ -64,14 +64,14 @@ def scores_of(batch: Batch, logprobs: Any, config: object) -> Scores:
 
 
 def live_pairs(batch: Batch, scores: Scores) -> tuple[Any, Any]:
-    """Find the chosen and the rejected response of each pair that has anything to learn. -> [P], [P]."""
+    """Return the positions of the chosen and the rejected response of each pair with trained tokens: [P], [P]."""
     chosen, rejected = pair_positions(np.asarray(batch["unit"]), np.asarray(batch["chosen"]))
     alive = scores.tokens[chosen] + scores.tokens[rejected] > 0
     return chosen[alive], rejected[alive]
 
 
 def tally_of(batch: Batch, scores: Scores) -> Tally:
-    """Sum up the scores of responses of both kinds; a response without a token to learn does not count."""
+    """Return the sums of the scores of both kinds of responses. A response without trained tokens does not count."""
     desirable = np.asarray(batch["desirable" if "desirable" in batch else "chosen"])
     kinds = [(scores.tokens > 0) & of for of in (desirable, ~desirable)]
     ratios = [scores.ratio[of] for of in kinds]
@@ -98,7 +98,7 @@ def matched_score(batch: Batch, scores: Scores) -> Any:
 
 
 class WholeBatch:
-    """Adds the columns that a loss reads of the whole batch; where it reads none, nothing is scored."""
+    """Adds the columns that a loss needs from the whole batch. If it needs none, nothing is scored."""
 
     def __init__(self, parts: "Parts", loss: "Selection") -> None:
         self._backend = parts.backend
@@ -107,7 +107,7 @@ class WholeBatch:
         self._running = RunningTally(parts.config.run.folder, parts.steps.done) if running else None
 
     def __call__(self, batch: Batch, step: int = 0) -> Batch:
-        """Add the columns. `step` is the step that learns from the batch; 0: it is validated on."""
+        """Return the batch with the columns. `step` is the step that trains on the batch; 0: validation."""
         if not self._terms:
             return batch
         logprobs = self._backend.score(batch, ("logprobs",))["logprobs"]
@@ -122,7 +122,7 @@ class WholeBatch:
         return batch
 
     def _tally(self, of_batch: Tally, config: BcoPairConfig | BcoConfig, step: int) -> Tally:
-        """Return what the mean is over: the batch, or all batches that were learned from, this one included."""
+        """Return the tally of the mean: of this batch, or of all trained batches up to this one."""
         if config.shift == "batch" or self._running is None:
             return of_batch
         return self._running.add(of_batch, step) if step else self._running.tally
@@ -132,4 +132,4 @@ _SORTED: dict[type, tuple[str, Callable[[Batch, Scores], Any]]] = {
     AotConfig: (MARGIN_SHIFT, margin_shift),
     AotUnpairedConfig: (MATCHED, matched_score),
 }
-"""The column of each loss that sorts, and what computes it."""
+"""The column of each loss that sorts, and the function that computes it."""

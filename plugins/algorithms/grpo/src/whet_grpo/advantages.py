@@ -23,7 +23,7 @@ from whet_ops.reductions import expand, segment_sum
 from whet_ops.shaping import reward_to_go
 
 PREFIX = "reward:"
-"""Columns of named rewards begin with this."""
+"""Prefix of the columns of named rewards."""
 
 
 @frozen(eq=False)
@@ -31,15 +31,15 @@ class Episodes:
     """The episodes of a batch; each counts once, however many sequences it has."""
 
     first: NDArray[Any]
-    """A sequence of each: [E]."""
+    """The position of one sequence of each episode: [E]."""
     owner: NDArray[Any]
     """The episode of each sequence: [B]."""
     sizes: NDArray[Any]
-    """Sequences of each: [E]."""
+    """The number of sequences of each episode: [E]."""
 
 
 def episodes_of(batch: Batch) -> Episodes:
-    """Find the episodes of a batch."""
+    """Return the episodes of a batch."""
     found = np.unique(np.asarray(batch["episode"]), return_index=True, return_inverse=True, return_counts=True)
     return Episodes(*found[1:])
 
@@ -51,7 +51,7 @@ class GroupMean:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        """Return the advantage of each sequence [B]. All sequences of an episode have the same advantage."""
         config, episodes = self.config, episodes_of(batch)
         advantages = group_mean(
             batch["reward"][episodes.first],
@@ -80,7 +80,7 @@ class Rloo:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        """Return the advantage of each sequence [B]. All sequences of an episode have the same advantage."""
         config, episodes = self.config, episodes_of(batch)
         rewards, group = batch["reward"][episodes.first], batch["group"][episodes.first]
         advantages = group_mean(rewards, group, scale="none", leave_one_out=True, singleton=config.singleton)
@@ -97,8 +97,8 @@ class ReinforcePlusPlus:
         advantage = (A - mean over the batch) / sqrt(max(variance over the batch, epsilon))
 
     Hu et al. 2025, section 3 (arXiv:2501.03262). Mean and variance are over trained tokens, as in OpenRLHF, verl and
-    NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl has the unbiased variance
-    and adds its epsilon to it; the others, and we, have the biased one, of at least epsilon. A batch of equal rewards
+    NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl uses the unbiased variance
+    plus epsilon; the others and whet use the biased variance, at least epsilon. A batch of equal rewards
     gets exactly 0. Rewards and penalties are kept apart until the end, so that with a baseline a group of equal rewards
     has exactly the advantages that its penalties make.
     """
@@ -134,7 +134,7 @@ class ReinforcePlusPlus:
     def _to_come(
         self, rewards: NDArray[Any], costs: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]
     ) -> NDArray[Any]:
-        """Return what is still to come at each token [N], discounted: rewards [B] at the end, costs at each token."""
+        """Return the discounted return at each token [N]: rewards [B] at the end, costs at each token."""
         if self.config.gamma == 1:
             return reward_to_go(rewards, costs, lengths)
         placed = at_last(rewards, mask, lengths) + costs
@@ -147,9 +147,9 @@ class ReinforcePlusPlus:
 
 
 def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return rewards [B] without `kl_reward`, that penalty of each episode [B], and that of each token [N].
+    """Return the rewards [B] without `kl_reward`, this penalty per episode [B], and per token [N].
 
-    They are the columns of `policy_steps.penalise_kl`; where it was not asked for, both penalties are 0. Without the
+    They are the columns of `policy_steps.penalise_kl`. If the penalty is off, both are 0. Without the
     column `task_reward` the penalty is subtracted from `reward`, which leaves rounding errors.
     """
     costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)
@@ -170,7 +170,7 @@ class Opo:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode."""
+        """Return the advantage of each sequence [B]. All sequences of an episode have the same advantage."""
         episodes = episodes_of(batch)
         produced = np.asarray(batch["version"]) >= 0 if "version" in batch else np.asarray(batch["loss_mask"])
         tokens = segment_sum(produced.astype(np.int64), batch["lengths"])
@@ -185,7 +185,7 @@ class Remax:
         A(t) = reward + token rewards (-weight * KL) from the token on - reward of the response at temperature 0
 
     Li et al. 2023, algorithm 2 (arXiv:2310.10505). The likeliest response is sampled beside each group and is not
-    trained on. Its reward is as its environment gave it, without penalties, as in verl. Nothing is normalised.
+    trained on. Its reward has no penalties, as in verl. Nothing is normalised.
     """
 
     def __init__(self, config: RemaxConfig) -> None:
@@ -208,16 +208,16 @@ class Remax:
 class Gdpo:
     """Each named reward normalised in its group, then added up, then scaled over the batch.
 
-    See `whet_ops.advantages.gdpo` and `whiten`. Over tokens, those of an episode with n sequences weigh 1 / n each.
+    See `whet_ops.advantages.gdpo` and `whiten`. A token of an episode with n sequences weighs 1 / n.
     """
 
     def __init__(self, config: GdpoConfig) -> None:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each sequence [B]. Every sequence of an episode has that of the episode.
+        """Return the advantage of each sequence [B]. All sequences of an episode have the same advantage.
 
-        Raises `DataError` for a reward that is named in the config and not given by the environments.
+        Raises `DataError` if the environments do not return a reward that the config names.
         """
         config, episodes = self.config, episodes_of(batch)
         named = {name[len(PREFIX) :]: batch[name] for name in batch.per_sequence if name.startswith(PREFIX)}

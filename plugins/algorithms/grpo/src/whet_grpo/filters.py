@@ -1,4 +1,4 @@
-"""Which groups are worth training on."""
+"""Filters: decide which groups are trained on."""
 
 from whet.data.records import Episode, Group
 from whet.errors import DataError
@@ -8,16 +8,16 @@ from whet_grpo.config import UnequalRewardsConfig
 class UnequalRewards:
     """Keeps groups whose rewards differ; the others have advantage 0.
 
-    The dynamic sampling of DAPO: Yu et al. 2025 (arXiv:2503.14476), section 3.2. Looks at the rewards as the
-    environment gave them, before any penalty of the algorithm. What filters drop in a row is bounded by
-    `rollout.max_filtered_groups`.
+    The dynamic sampling of DAPO: Yu et al. 2025 (arXiv:2503.14476), section 3.2. It compares the rewards of
+    the environment, before any penalty of the algorithm. `rollout.max_filtered_groups` limits how many groups
+    filters may remove in a row.
     """
 
     def __init__(self, config: UnequalRewardsConfig) -> None:
         self.config = config
 
     def __call__(self, group: Group) -> bool:
-        """Return whether to keep a group. Raises `DataError` where nobody gives the reward to compare."""
+        """Return whether to keep a group. Raises `DataError` if no environment returns the reward to compare."""
         rewards = [self._reward(episode) for episode in group.episodes]
         return min(rewards) < max(rewards)
 

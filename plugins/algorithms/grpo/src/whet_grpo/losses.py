@@ -1,6 +1,6 @@
 """The losses of a policy. Needs torch; only workers import it.
 
-Each is a formula of `whet_ops.losses`; what they share is in `PolicyLoss`.
+Each loss is a formula of `whet_ops.losses`. `PolicyLoss` is their common part.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ from whet_ops.reductions import expand, moved, of_tokens, segment_sum
 
 @frozen(eq=False)
 class Responses:
-    """What a formula sees of a micro-batch: [N] each, but for the lengths [B]."""
+    """The inputs of a formula for one micro-batch: lengths [B], all others [N]."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -58,7 +58,7 @@ Formula = Callable[[Responses], PolicyGradient]
 class PolicyLoss:
     """A formula, averaged, with a penalty for leaving the reference policy, a likelihood term, and metrics.
 
-    Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
+    Without the column `old_logprobs` the policy's own logprobs take its place, and the ratio is
     exactly 1. Advantages are per sequence [B] or per token [N]. Without a penalty, sequences whose advantages are all 0
     count in the mean and nowhere else: they have no gradient, unless the response is right and `likelihood` is on.
     """
@@ -83,17 +83,17 @@ class PolicyLoss:
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences have an advantage or are right; with a penalty, all that have loss tokens."""
+        """Return the sequences that have an advantage or are right; with a penalty, all sequences with loss tokens."""
         if self.config.kl.weight:
             return _trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
         return moving | _trained(self._right(batch), batch) if self.config.likelihood.weight else moving
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Compute the sums over this micro-batch.
+        """Return the sums over this micro-batch.
 
-        Metrics are over the tokens that can have a gradient. Where none can, they are over all loss tokens: a sampler
-        that is broken earns nothing, and its gap is what shows it.
+        Metrics are over the tokens that can have a gradient. If there are none, metrics are over all loss tokens: with
+        a broken sampler all rewards may be 0, and then the logprob gap must still be visible.
         """
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
@@ -126,7 +126,7 @@ class PolicyLoss:
         return total
 
     def _near(self, a: Responses, batch: Batch) -> Tensor | None:
-        """Return which tokens [N] off-policy masking leaves; None where it is off."""
+        """Return the mask of the tokens [N] that off-policy masking keeps. None: it is off."""
         section = self.config.off_policy
         if section.threshold is None:
             return None

@@ -20,13 +20,14 @@ from whet_ppo.config import PpoClipConfig, ValueClipConfig
 
 
 def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Compute half the squared error of values per token. values, old_values, returns [N] -> loss, clipped [N].
+    """Return half the squared error of values per token. values, old_values, returns [N] -> loss, clipped [N].
 
         near = old + clip(values - old, -clip, clip)
         loss = max((values - returns)**2, (near - returns)**2) / 2
 
-    OpenAI Baselines' PPO2; TRL and verl the same. `clipped` (bool) says where the second is larger: there a value that
-    has come further than `clip` gets no gradient. `clip` 0: half the squared error alone. Computed in float32.
+    OpenAI Baselines' PPO2, TRL and verl compute the same. `clipped` (bool) marks where the second error is larger:
+    there a value that has moved further than `clip` gets no gradient. `clip` 0: half the squared error alone. Computed
+    in float32.
     """
     if not values.shape == old_values.shape == returns.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (values, old_values, returns))
@@ -42,7 +43,7 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 class PpoClip:
     """The clipped policy gradient over tokens; see `whet_ops.losses.clipped_policy_gradient`.
 
-    Reads the column `old_logprobs` where there is one; else the policy's own logprobs stand for it and the ratio is
+    Without the column `old_logprobs` the policy's own logprobs take its place, and the ratio is
     exactly 1. Advantages are per token [N] or per sequence [B]. Further terms, each with a weight: a penalty for
     leaving the reference policy (`whet_ops.kl_loss`), the negative log-likelihood of right responses, over their tokens
     (Yue et al. 2025, "VAPO", section 4.3, arXiv:2504.05118), and the negative entropy (Schulman et al. 2017, equation
@@ -65,14 +66,14 @@ class PpoClip:
         self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count loss tokens, or sequences that have any; for the likelihood, the tokens of right responses."""
+        """Return the number of loss tokens, or of sequences with any; for the likelihood, tokens of right responses."""
         counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences have an advantage other than 0 or are right.
+        """Return the sequences that have an advantage other than 0 or are right.
 
-        With a bonus, or a penalty, those that have a loss token.
+        With an entropy bonus or a penalty: all sequences with loss tokens.
         """
         if self.config.entropy_weight or self.config.kl.weight:
             return _trained(batch["loss_mask"], batch)
@@ -80,10 +81,10 @@ class PpoClip:
         return moving | _trained(self._right(batch), batch) if self.config.likelihood.weight else moving
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Compute the sums over this micro-batch.
+        """Return the sums over this micro-batch.
 
-        Metrics are over the tokens that can have a gradient. Where none can, they are over all loss tokens: a sampler
-        that is broken earns nothing, and its gap is what shows it.
+        Metrics are over the tokens that can have a gradient. If there are none, metrics are over all loss tokens: with
+        a broken sampler all rewards may be 0, and then the logprob gap must still be visible.
         """
         config, logprobs, lengths = self.config, outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
@@ -125,15 +126,15 @@ class ValueClip:
         self.config = config
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Count loss tokens, or sequences that have any."""
+        """Return the number of loss tokens, or of sequences with any."""
         return {"value": aggregation.counted(batch, self.config)}
 
     def live(self, batch: Batch) -> Any:
-        """Return which sequences have a loss token."""
+        """Return the sequences that have a loss token."""
         return _trained(batch["loss_mask"], batch)
 
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
-        """Compute the sum over this micro-batch."""
+        """Return the sum over this micro-batch."""
         mask, values = batch["loss_mask"], outputs["values"]
         loss, clipped = clipped_value_error(values, batch["old_values"], batch["returns"], self.config.clip)
         error = (values.detach() - batch["returns"]).abs()

@@ -1,4 +1,4 @@
-"""From rewards and values to what critic and policy learn, on NumPy columns of a batch."""
+"""Turns rewards and values into the targets of critic and policy, on NumPy columns of a batch."""
 
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,9 @@ def place_rewards(
 ) -> tuple[Batch, Metrics]:
     """Add the reward of each token in the column `token_rewards` [N].
 
-    The reward of an episode stands at the last trained token of each of its sequences, the penalty for leaving the
-    reference at every one. `reward` [B] stays without that penalty. `carried` is as for `policy_steps.penalise_kl`.
+    The reward of an episode is at the last trained token of each of its sequences. The penalty for leaving the
+    reference is at every trained token. `reward` [B] does not include this penalty. For `carried` see
+    `policy_steps.penalise_kl`.
     """
     reward = np.asarray(batch["reward"])
     batch, metrics = penalise_kl(batch, section, carried)
@@ -38,7 +39,7 @@ def place_rewards(
 
 
 def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return the critic's values [N] and, to bootstrap, those after responses that were cut [B], 0 after the others."""
+    """Return the critic's values [N], and the values after responses that were cut [B], 0 after the others."""
     if not bootstrap:
         return critic.score(batch, ("values",))["values"], None
     longer, last = one_place_more(batch, ~np.asarray(batch["stopped"]))
@@ -47,9 +48,9 @@ def values_of(batch: Batch, critic: "Backend", bootstrap: bool) -> tuple[NDArray
 
 
 def one_place_more(batch: Batch, wanted: NDArray[Any]) -> tuple[Batch, NDArray[Any]]:
-    """Append a place to each sequence, to be scored where wanted [B]; its `values` are those after the sequence.
+    """Append one token to each sequence. Its `values` are the value after the sequence; `wanted` [B] are scored.
 
-    Gives the batch, with the columns that scoring reads, and the positions of the new places. See
+    Return the batch with the columns that scoring reads, and the positions of the new tokens. See
     `whet.rollout.scorer.whole`.
     """
     lengths = np.asarray(batch["lengths"])
@@ -65,7 +66,7 @@ def one_place_more(batch: Batch, wanted: NDArray[Any]) -> tuple[Batch, NDArray[A
 def estimate(
     batch: Batch, values: NDArray[Any], after: NDArray[Any] | None, section: GaeSection
 ) -> tuple[Batch, Metrics]:
-    """Add `old_values`, `returns` and `advantages` [N]: what critic and policy learn from.
+    """Add `old_values`, `returns` and `advantages` [N], the targets of critic and policy.
 
     Metrics are over trained tokens, those of advantages before whitening.
     """
@@ -101,7 +102,7 @@ def estimate(
 
 
 def _whitened_rewards(rewards: NDArray[Any], mask: NDArray[Any], section: GaeSection) -> NDArray[Any]:
-    """Return rewards scaled to deviation 1 over trained tokens. rewards, mask [N] -> [N]; equal rewards stay."""
+    """Return rewards scaled to deviation 1 over trained tokens. rewards, mask [N] -> [N]. Equal rewards stay."""
     found = np.asarray(rewards, np.float64).copy()
     if mask.any() and np.ptp(found[mask]) > 0:
         found[mask] = _whiten(found[mask], section) + found[mask].mean()
