@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.evaluate import Evaluator
     from whet.interfaces.backend import Backend
-    from whet.interfaces.workers import Slice
+    from whet.interfaces.workers import WorkerGroup
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
@@ -216,7 +216,7 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
 
 
 def start(
-    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], Slice]", total: int = 0,
+    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], WorkerGroup]", total: int = 0,
     sync: WeightSync | None = None, turns: Turns | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.

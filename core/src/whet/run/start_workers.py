@@ -15,7 +15,7 @@ from whet.runtime.interpreters import located
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
-    from whet.interfaces.workers import Slice
+    from whet.interfaces.workers import WorkerGroup
     from whet.runtime.launcher import Cluster
 
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Slices:
     """Where roles get their workers."""
 
-    of: "Callable[[str], Slice]"
+    of: "Callable[[str], WorkerGroup]"
     """(role) -> its slice."""
     cluster: "Cluster | None" = None
     """None: the workers live in this process."""
