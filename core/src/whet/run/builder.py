@@ -216,8 +216,8 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
 
 
 def start(
-    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], WorkerGroup]", total: int = 0,
-    sync: WeightSync | None = None, turns: Turns | None = None,
+    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], WorkerGroup]",
+    total: int = 0, sync: WeightSync | None = None, turns: Turns | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
 
