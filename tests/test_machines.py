@@ -129,7 +129,7 @@ def test_a_trainer_on_one_machine_and_a_generator_on_another_give_the_bits_of_on
     remote = machines[0].run(sys.executable, "-m", "whet.cli", "run", there)
     assert remote.returncode == 0, remote.stderr
     assert numbers(there.parent / "run") == numbers(here.parent / "run")
-    assert json.loads((there.parent / "run/plan.json").read_text())["way"]["transport"] == "tcp"
+    assert json.loads((there.parent / "run/plan.json").read_text())["way"]["transport"] == "shared-memory"
     model = "run/model/model.safetensors"
     assert (there.parent / model).read_bytes() == (here.parent / model).read_bytes()
 

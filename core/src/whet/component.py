@@ -166,7 +166,7 @@ class WorkerFacts(Facts):
     """Number of processes over which each rank spreads its model, e.g. by tensor parallelism. Each receives weights,
     and has a GPU if there are any."""
     transports: tuple[str, ...] = ()
-    """Supported transports of a weight sync, best first, of `shared`, `cuda-ipc`, `broadcast`, `shared-memory`, `tcp`,
+    """Supported transports of a weight sync, best first, of `shared`, `cuda-ipc`, `broadcast`, `shared-memory`,
     `disk`."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
     """Called with the role's number of ranks and whether it is trained, it returns what one rank holds in memory. None:

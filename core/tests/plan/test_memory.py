@@ -41,8 +41,8 @@ def sampling(ranks: int, trained: bool) -> list[MemoryTerm]:
 
 FACTS = {
     "algorithm": AlgorithmFacts(inputs=frozenset({"rollouts"})),
-    "backend": BackendFacts(memory=training, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
-    "generator": GeneratorFacts(memory=sampling, transports=("shared", "shared-memory", "tcp"), sleeps=("cpu", "cuda")),
+    "backend": BackendFacts(memory=training, transports=("shared", "shared-memory"), sleeps=("cpu", "cuda")),
+    "generator": GeneratorFacts(memory=sampling, transports=("shared", "shared-memory"), sleeps=("cpu", "cuda")),
 }
 
 

@@ -74,10 +74,8 @@ FACTS = {
         inputs=frozenset({"rollouts"}), columns_written=frozenset({"advantages"}), group_size=4
     ),
     "algorithm.loss": LossFacts(outputs_needed=frozenset({"logprobs"}), columns_read=frozenset({"advantages"})),
-    "backend": BackendFacts(
-        outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "tcp", "disk")
-    ),
-    "generator": GeneratorFacts(transports=("shared", "shared-memory", "tcp", "disk")),
+    "backend": BackendFacts(outputs_given=frozenset({"logprobs"}), transports=("shared", "shared-memory", "disk")),
+    "generator": GeneratorFacts(transports=("shared", "shared-memory", "disk")),
 }
 
 
@@ -143,7 +141,7 @@ def test_gpus_apart_are_numbered_one_after_the_other():
     assert plan.role("generator").devices == ("cuda:2", "cuda:3")
 
 
-ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk")
+ALL = ("shared", "cuda-ipc", "broadcast", "shared-memory", "disk")
 ENGINE = {
     **FACTS,
     "backend": evolve(FACTS["backend"], transports=ALL),
@@ -159,7 +157,11 @@ ENGINE = {
         ({"gpus": {"backend": 2, "generator": 1}}, 1, ("shared-memory", 1, 1)),
         ({"gpus": {"generator": 4}, "colocate": []}, 2, ("shared-memory", 1, 1)),
         ({"colocate": [], "transport": "broadcast", "ranks": {"generator": 3}}, 1, ("broadcast", 1, 3)),
-        ({"gpus": {"backend": 2, "generator": 4}, "colocate": [], "transport": "tcp"}, 2, ("tcp", 1, 1)),
+        (
+            {"gpus": {"backend": 2, "generator": 4}, "colocate": [], "transport": "shared-memory"},
+            2,
+            ("shared-memory", 1, 1),
+        ),
     ],
     ids=str,
 )
@@ -379,13 +381,13 @@ JOINED = {"launcher": "ray", "address": "10.0.0.1:6379"}
     ("cluster", "transport", "reason"),
     [
         ({"launcher": "ray", "colocate": []}, "shared-memory", "on one machine"),
-        ({**JOINED, "colocate": []}, "tcp", "on nodes that the launcher will choose"),
+        ({**JOINED, "colocate": []}, "shared-memory", "on nodes that the launcher will choose"),
         (JOINED, "shared", "in one process"),
-        ({**JOINED, "ranks": {"backend": 2}}, "tcp", "on nodes that the launcher will choose"),
+        ({**JOINED, "ranks": {"backend": 2}}, "shared-memory", "on nodes that the launcher will choose"),
         ({**JOINED, "ranks": {"backend": 2}, "placement": {"backend": "one-node"}}, "shared-memory", "on one machine"),
         (
             {**JOINED, "colocate": [], "placement": {"backend": "one-node"}},
-            "tcp",
+            "shared-memory",
             "on nodes that the launcher will choose",
         ),
         ({**JOINED, "colocate": [], "workers": "inline"}, "shared", "in one process"),

@@ -54,14 +54,14 @@ def test_a_weight_sync_says_what_requests_under_way_are_to_do() -> None:
     assert [span.phase for span in spans.drain()] == ["weight_sync", "weight_sync"]
 
 
-def test_receivers_are_told_where_senders_were_at_the_weight_sync_before() -> None:
-    spans, backend, known = Spans(), FakeBackend(), list[dict[str, Any]]()
+def test_what_was_sent_is_carried_to_other_nodes_and_again_for_a_receiver_that_came_back() -> None:
+    spans, backend, carried = Spans(), FakeBackend(), list[Any]()
     generator = GeneratorHandle(Noting(), busy(spans))
-    sync = weight_sync(generator, BackendHandle(backend, timed(spans)), spans, places=lambda: tuple(known))
+    sync = weight_sync(generator, BackendHandle(backend, timed(spans)), spans, carry=carried.append)
     sync(version=1)
-    known.append({"sender": 0, "address": ["10.0.0.1", 1], "place": ""})
-    sync(version=2)
-    assert [spec.places for spec in backend.sent] == [(), tuple(known)]
+    assert carried == backend.sent
+    sync.resync(lambda spec, proof: carried.append(spec))
+    assert carried == backend.sent * 3
 
 
 def test_a_generator_is_busy_from_the_first_request_to_the_last_answer_whatever_steps_end_meanwhile() -> None:

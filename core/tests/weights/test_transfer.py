@@ -17,8 +17,8 @@ from whet.weights import bucket_stream
 from whet.weights.exchange import Exchange
 from whet.weights.transfer import MEETING, receive, send
 
-TRANSPORTS = ("shared", "broadcast", "shared-memory", "tcp", "disk")
-BY_BYTES = ("broadcast", "shared-memory", "tcp", "disk")
+TRANSPORTS = ("shared", "broadcast", "shared-memory", "disk")
+BY_BYTES = ("broadcast", "shared-memory", "disk")
 BY_FILE = ("shared-memory", "disk")
 
 
@@ -272,10 +272,10 @@ def test_the_best_transport_that_both_know_and_the_placement_allows_is_chosen() 
     known = TRANSPORTS
     assert choose_transport(known, known, same_process=True, same_host=True) == "shared"
     assert choose_transport(known, known, same_process=False, same_host=True) == "shared-memory"
-    assert choose_transport(known, known, same_process=False, same_host=False) == "tcp"
+    assert choose_transport(known, known, same_process=False, same_host=False) == "shared-memory"
     assert choose_transport(known, ("shared", "disk"), same_process=False, same_host=False) == "disk"
     assert choose_transport(("disk", "shared"), known, same_process=True, same_host=True) == "disk"
     with pytest.raises(ConfigError, match="backend offers shared, the generator takes disk, and they are in one"):
         choose_transport(("shared",), ("disk",), same_process=True, same_host=True)
     with pytest.raises(ConfigError, match="on different machines"):
-        choose_transport(("shared", "shared-memory"), known, same_process=False, same_host=False)
+        choose_transport(("shared", "cuda-ipc"), known, same_process=False, same_host=False)

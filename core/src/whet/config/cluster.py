@@ -97,7 +97,9 @@ class ClusterSection:
     memory: Literal["check", "ignore"] = "check"
     """`check`: refuse a run whose weights, gradients, optimizer and caches alone need more memory than a host or a GPU
     has. `ignore`: start it anyway."""
-    transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"] = ""
+    transport: Literal["", "shared", "cuda-ipc", "broadcast", "shared-memory", "disk"] = field(
+        default="", metadata=renamed(tcp="shared-memory")
+    )
     """How weights are sent from backend to generator. Empty: the fastest way that both support and their placement
     allows."""
     python: dict[str, str] = field(factory=dict, converter=absolute_paths, metadata={"names_path": True})

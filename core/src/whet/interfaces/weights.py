@@ -7,16 +7,13 @@ Senders and receivers meet through the driver, which makes one `TransferSpec` pe
     generator receive_weights(spec) -> whet.weights.TRANSPORT.receive(spec) yields (name, tensor), checked
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import field, frozen
 
 if TYPE_CHECKING:
     from whet.data.records import Completion, Request
-
-Places = tuple[Mapping[str, Any], ...]
-"""Where each sender is, as it reported: `sender`, `address`, `place`."""
 
 
 @frozen
@@ -24,8 +21,8 @@ class TransferSpec:
     """One transfer of weights. It is complete or refused."""
 
     transport: str
-    """`shared` (same process), `cuda-ipc` (same GPU), `shared-memory` (same host), `broadcast` and `tcp` (same
-    network), `disk` (same file system)."""
+    """`shared` (same process), `cuda-ipc` (same GPU), `broadcast` (same network), `shared-memory` (any nodes of a run),
+    `disk` (same file system)."""
     address: str
     """For `shared-memory` and `disk`, a folder. For `shared`, a key within the process. For the other transports,
     `host:port` of the driver's exchange."""
@@ -43,8 +40,6 @@ class TransferSpec:
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
     """A secret that both ends must know, in hexadecimal digits. Used by transports that meet through the exchange."""
-    places: Places = field(default=(), hash=False)
-    """For `tcp`: where the senders were at the previous transfer. If a sender has moved, receivers ask the exchange."""
     kept: bool = True
     """For `broadcast` and `cuda-ipc`: whether senders keep a copy for receivers that come late."""
 

@@ -169,8 +169,7 @@ def choose_transport(
         "shared": same_process,
         "cuda-ipc": same_gpu,
         "broadcast": own_gpus or (wanted == "broadcast" and not together),
-        "shared-memory": same_host,
-        "tcp": True,
+        "shared-memory": True,
         "disk": True,
     }
     for transport in [wanted] if wanted else sender:
@@ -180,8 +179,7 @@ def choose_transport(
     what = f"{wanted} is no way to hand weights over" if wanted else "no way to hand weights over"
     raise ConfigError(
         f"{what}: the backend offers {_listed(sender)}, the generator takes {_listed(receiver)}, and they are {place}; "
-        "`shared` needs one process (cluster.colocate), `cuda-ipc` shared GPUs, `broadcast` processes of their own, "
-        "`shared-memory` one machine"
+        "`shared` needs one process (cluster.colocate), `cuda-ipc` shared GPUs, `broadcast` processes of their own"
     )
 
 

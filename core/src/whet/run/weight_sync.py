@@ -16,7 +16,8 @@ import numpy as np
 
 from whet.component import GeneratorFacts
 from whet.data.spans import Spans
-from whet.interfaces.weights import Places, TransferSpec
+from whet.interfaces.weights import TransferSpec
+from whet.weights.carry import carry
 from whet.weights.probe import Probe
 from whet.weights.transfer import MEETING
 
@@ -42,13 +43,13 @@ class WeightSync:
 
     def __init__(
         self, spec: TransferSpec, spans: Spans, on_weight_update: "OnWeightUpdate" = "drain",
-        places: Callable[[], Places] = tuple,
+        carry: Callable[[TransferSpec], None] = lambda spec: None,
     ) -> None:  # fmt: skip
-        """Take a spec without session, version and `places`, which each sync sets.
+        """Take a spec without session and version, which each sync sets.
 
-        `places` returns the last known places of senders.
+        `carry` brings what was sent to the other nodes of receivers, after the senders are done.
         """
-        self._template, self._spans, self._on_weight_update, self._places = spec, spans, on_weight_update, places
+        self._template, self._spans, self._on_weight_update, self._carry = spec, spans, on_weight_update, carry
         self._count = itertools.count()
         self._last: TransferSpec | None = None
         self._probe: Probe | None = None
@@ -74,14 +75,15 @@ class WeightSync:
             with self._spans.phase("backend", "weight_sync"):
                 held.enter_context(self._changing)
                 session = f"{version}-{next(self._count)}"
-                spec = attrs.evolve(self._template, session=session, version=version, places=self._places())
+                spec = attrs.evolve(self._template, session=session, version=version)
                 self._last, self._proof = spec, None
                 ends = [
                     self._backend.send_weights(spec),
                     self._generator.receive_weights(spec, version, self._on_weight_update),
                 ]
-                for end in ends:
-                    end.result()
+                ends[0].result()
+                self._carry(spec)
+                ends[1].result()
             if self._probe is not None and self._probe.due(version):
                 with self._spans.phase("generator", "probe"):
                     self._proof = self._probe(version)
@@ -97,6 +99,8 @@ class WeightSync:
         with self._changing:
             if self._probe is not None and self._proof is None:
                 self._probe.overdue = True
+            if self._last is not None:
+                self._carry(self._last)  # the receiver may be on a node that had none
             give(self._last, self._proof)
 
 
@@ -108,7 +112,9 @@ def make_weight_sync(
     seconds, recovery = section.deadlines.weight_sync, section.recovery
     if way.transport not in MEETING:
         folder = str(scratch.resolve() / "weights")
-        return WeightSync(TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds), spans, on_weight_update)
+        copy_memory = cluster.copy_memory if cluster else lambda *order: {}
+        template = TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds)
+        return WeightSync(template, spans, on_weight_update, lambda spec: carry(spec, copy_memory))
     from whet.weights.exchange import Exchange
 
     exchange = Exchange(cluster.address() if cluster else "127.0.0.1")
@@ -117,7 +123,7 @@ def make_weight_sync(
         way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers, timeout_seconds=seconds,
         token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
     )  # fmt: skip
-    return WeightSync(spec, spans, on_weight_update, exchange.places)
+    return WeightSync(spec, spans, on_weight_update)
 
 
 def make_probe(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 from attrs import frozen
@@ -30,6 +30,9 @@ from whet.runtime.deadlines import Clock, told_at_once
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
+
+if TYPE_CHECKING:
+    from whet.runtime.shared_pages import Copy
 
 _NO_PHASES = ("heartbeat", "notice")
 
@@ -85,6 +88,15 @@ class Launcher(Protocol):
 
     def preparations(self) -> list[Span]:
         """Return spans for the work in the background that processes had to wait for, as far as it is done."""
+        ...
+
+    def copy_memory(
+        self, memory: str, size: int, node: str, hosts: Sequence[Host], have: Collection[str], seconds: float
+    ) -> "Mapping[str, Copy]":
+        """Copy a memory of a process on `node` to every other node of these processes, but those that `have` it.
+
+        Return the copies by node. `seconds`: the limit for the whole. A launcher for one machine does nothing.
+        """
         ...
 
     def close(self) -> None:
@@ -189,6 +201,13 @@ class Cluster:
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
         """Return a new URL at which the ranks of one spawn meet."""
         return self._launcher.rendezvous(role, slot, processes)
+
+    def copy_memory(
+        self, memory: str, size: int, node: str, have: Collection[str], seconds: float, role: str = "generator"
+    ) -> "Mapping[str, Copy]":
+        """Copy a memory of a process to the nodes of a role; see `Launcher.copy_memory`."""
+        hosts = [self._host(name) for name in self._slices[role].host_groups]
+        return self._launcher.copy_memory(memory, size, node, hosts, have, seconds)
 
     def preparations(self) -> list[Span]:
         """Return spans for the work in the background that processes had to wait for, as far as it is done."""

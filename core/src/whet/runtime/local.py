@@ -7,7 +7,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,6 +88,12 @@ class LocalLauncher:
     def address(self) -> str:
         """Return the address at which processes reach this machine."""
         return "127.0.0.1"
+
+    def copy_memory(
+        self, memory: str, size: int, node: str, hosts: Sequence[Host], have: Collection[str], seconds: float
+    ) -> dict[str, Any]:
+        """Do nothing: every process is on this machine."""
+        return {}
 
     def preparations(self) -> list[Span]:
         """Return spans for the imports of the fork servers."""

@@ -21,8 +21,8 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.ports import listen
 from whet.weights import bucket_stream
 from whet.weights.bucket_stream import Broken, is_gone, tell
+from whet.weights.meeting import Offer
 from whet.weights.staged_copy import Guest, own_address
-from whet.weights.tcp import Offer
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@
               <- {"end": SESSION}
 
 The transports `broadcast` and `cuda_ipc` move the bytes of a bucket. A receiver that comes too late, or whose stream
-breaks, reads the rest from the sender's staged copy, as with the transport `tcp`.
+breaks, reads the rest from the sender's staged copy.
 """
 
 import logging
@@ -24,8 +24,8 @@ from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
 from whet.weights.manifest import Entry, Manifest, byte_count, check, checksum, dtype_name, title
+from whet.weights.meeting import Offer, address, announce, connect, entries_of, offers, take
 from whet.weights.staged_copy import Guest, KeptCopy, kept_copy, plain
-from whet.weights.tcp import Offer, address, announce, connect, entries_of, offers, take
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from whet.interfaces.weights import TransferSpec
 from whet.weights import bucket_stream
 from whet.weights.bucket_stream import Broken, tell, told
 from whet.weights.manifest import title
+from whet.weights.meeting import Offer
 from whet.weights.staged_copy import Guest
-from whet.weights.tcp import Offer
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,8 @@
-"""Where senders and receivers of weights find each other: the driver's part of the transport `tcp`.
+"""Where senders and receivers of weights find each other: the driver's part of a bucket stream.
 
-    sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  -> exchange, which confirms
-    receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}     -> exchange, which answers once all are there
-              <- {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
-
-Receivers that use `tcp` ask at the first weight sync. Later specs carry the answer (`TransferSpec.places`), so that a
-thousand receivers do not ask the driver every time. They ask again if a sender cannot be reached.
+sender    "sender/SESSION/0"      {"version": 7, "address": [host, port], "place": ""}  -> exchange, which confirms
+receiver  "receiver/SESSION/0"    {"senders": 1, "seconds": 300.0}     -> exchange, which answers once all are there
+<- {"found": [{"sender": 0, "session": SESSION, "version": 7, "address": [...], "place": ""}]}
 """
 
 import secrets
@@ -15,7 +12,6 @@ import time
 from contextlib import closing
 from typing import Any
 
-from whet.interfaces.weights import Places
 from whet.runtime.channel import receive, send
 from whet.runtime.door import Door, DoorError
 from whet.runtime.wire import decode, encode
@@ -37,14 +33,6 @@ class Exchange:
     def address(self) -> str:
         """Return the address in the form of a spec."""
         return f"{self._door.address[0]}:{self._door.address[1]}"
-
-    def places(self) -> Places:
-        """Return where each sender reported to be last. Senders stay there for all weight syncs of a run."""
-        with self._changed:
-            return tuple(
-                {name: self._senders[sender][name] for name in ("sender", "address", "place")}
-                for sender in sorted(self._senders)
-            )
 
     def close(self) -> None:
         """Stop listening."""

@@ -18,6 +18,7 @@ from attrs import asdict, frozen
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
+from whet.runtime.shared_pages import this_node
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,10 @@ class Manifest:
     entries: tuple[Entry, ...]
     failed: str = ""
     """Why the sender gave up, so that receivers need not wait for their deadline. Empty: it did not."""
+    node: str = ""
+    """The node on which the files can be read. Empty: on every node."""
+    size: int = 0
+    """Bytes of a sender's memory."""
 
 
 def checksum(tensor: "torch.Tensor") -> int:
@@ -75,29 +80,47 @@ def byte_count(entry: Entry) -> int:
     return dtype.itemsize * torch.Size(entry.shape).numel()
 
 
-def manifest_path(spec: TransferSpec, sender: int) -> Path:
-    """Return the path of a sender's manifest."""
-    return Path(spec.address) / f"manifest-{sender}.json"
+def manifest_path(spec: TransferSpec, sender: int, carried: str = "") -> Path:
+    """Return the path of a sender's manifest. `carried`: of what was carried to this node."""
+    return Path(spec.address) / f"manifest-{sender}{'@' * bool(carried)}{carried}.json"
+
+
+def carried_nodes(spec: TransferSpec, sender: int) -> list[str]:
+    """Return the nodes that have a manifest of their own."""
+    return [path.stem.partition("@")[2] for path in Path(spec.address).glob(f"manifest-{sender}@*.json")]
 
 
 def withdraw(spec: TransferSpec, sender: int) -> None:
     """Create the folder if needed and remove the sender's manifest of an earlier session."""
-    path = manifest_path(spec, sender)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    Path(spec.address).mkdir(parents=True, exist_ok=True)
+    for node in ("", *carried_nodes(spec, sender)):
+        manifest_path(spec, sender, node).unlink(missing_ok=True)
 
 
-def publish(spec: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "") -> None:
-    """Write the manifest in one step: it exists completely or not at all."""
-    path = manifest_path(spec, sender)
+def publish(
+    spec: TransferSpec, sender: int, entries: Iterable[Entry], failed: str = "", *, node: str = "", size: int = 0
+) -> None:
+    """Write the manifest of a sender."""
+    manifest = Manifest(spec.session, spec.version, sender, tuple(entries), failed, node, size)
+    write(manifest, manifest_path(spec, sender))
+
+
+def write(manifest: Manifest, path: Path) -> None:
+    """Write a manifest in one step: it exists completely or not at all."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(Manifest(spec.session, spec.version, sender, tuple(entries), failed))))
+    draft.write_text(json.dumps(asdict(manifest)))
     os.replace(draft, path)
 
 
-def read(spec: TransferSpec, sender: int) -> Manifest | None:
+def read_here(spec: TransferSpec, sender: int) -> Manifest | None:
+    """Return the manifest of what this node can read: the sender's own, or that of what was carried to this node."""
+    found, here = read(spec, sender), this_node()
+    return found if found is None or found.failed or found.node in ("", here) else read(spec, sender, here)
+
+
+def read(spec: TransferSpec, sender: int, carried: str = "") -> Manifest | None:
     """Return a sender's manifest. None: there is none. Raises `WeightSyncError` if the file is no manifest."""
-    path = manifest_path(spec, sender)
+    path = manifest_path(spec, sender, carried)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in document.pop("entries"))
@@ -119,7 +142,7 @@ def await_manifests(spec: TransferSpec) -> list[Manifest]:
     manifests: dict[int, Manifest] = {}
     while True:
         for sender in range(spec.senders):
-            found = manifests.get(sender) or read(spec, sender)
+            found = manifests.get(sender) or read_here(spec, sender)
             if found and found.session == spec.session:
                 manifests[sender] = found
         if len(manifests) == spec.senders:
@@ -136,7 +159,7 @@ def await_manifests(spec: TransferSpec) -> list[Manifest]:
 def still_current(spec: TransferSpec, manifests: Iterable[Manifest]) -> None:
     """Raise `WeightSyncError` if a sender began another session while this one was read."""
     for manifest in manifests:
-        now = read(spec, manifest.sender)
+        now = read_here(spec, manifest.sender)
         if now is None or now.session != spec.session:
             raise WeightSyncError(
                 f"{title(spec)}: sender {manifest.sender} began another session while this one was read"

@@ -2,6 +2,7 @@
 
     sender      an anonymous file in memory (memfd), open as long as its process lives
     receiver    opens /proc/PROCESS/fd/NUMBER, as the manifest states, and maps the same pages
+    other nodes the driver has the block carried to each node of receivers, once, see `carry`
 
 No weight is written to a disk: the run folder, which may be on a network file system, holds only the manifest. The size
 of /dev/shm is no limit. The kernel frees the memory when the last process that has it open or mapped is gone, however
@@ -11,16 +12,15 @@ New pages cost most: writing a gigabyte to them takes ten times as long as writi
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define
 
-from whet.errors import WeightSyncError, in_words
+from whet.errors import WeightSyncError, WhetError, in_words
 from whet.interfaces.weights import TransferSpec
-from whet.runtime.machine import available_memory
+from whet.runtime import shared_pages
 from whet.weights.manifest import (
     Entry,
     await_manifests,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 ALIGN: Final = 64
 GROW: Final = 16 << 20
-_TITLE: Final = "whet-tensors"
-_IN_MEMORY: Final = re.compile(r"memory-(\d{1,10})-(\d{1,10})")
 
 
 @define
@@ -70,7 +68,7 @@ def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
     """Write the tensors to the sender's memory, cast to `spec.dtype`, and publish the manifest."""
     withdraw(spec, sender)
     entries: list[Entry] = []
-    offset = 0
+    offset = size = 0
     try:
         room = _room(spec, sender)
         for name, tensor in weights:
@@ -78,11 +76,12 @@ def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", send
             entries.append(
                 Entry(name, tuple(tensor.shape), dtype_name(stored.dtype), checksum(stored), room.name, offset)
             )
-            offset = -(-end // ALIGN) * ALIGN
+            offset, size = -(-end // ALIGN) * ALIGN, end
+        node = shared_pages.this_node() if room.descriptor >= 0 else ""
     except BaseException as error:
         publish(spec, sender, (), in_words(error))
         raise
-    publish(spec, sender, entries)
+    publish(spec, sender, entries, node=node, size=size)
 
 
 def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -109,11 +108,10 @@ def _new_room(folder: Path, sender: int) -> _Room:
     if not hasattr(os, "memfd_create"):
         return _Room(name := f"weights-{sender}.bin", folder / name)
     try:
-        descriptor = os.memfd_create(f"{_TITLE}-{sender}")
+        descriptor = shared_pages.create()
     except OSError as error:
         raise WeightSyncError(f"no shared memory for weights: {error.strerror}; use the transport `disk`") from error
-    name = f"memory-{os.getpid()}-{descriptor}"
-    return _Room(name, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor)
+    return _Room(shared_pages.name_of(descriptor), Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor)
 
 
 def _write(
@@ -141,14 +139,12 @@ def _grow(room: _Room, size: int) -> None:
     size = -(-size // GROW) * GROW if size > GROW else max(size, ALIGN)
     descriptor = os.open(room.path, os.O_RDWR | os.O_CREAT, 0o600) if room.descriptor < 0 else room.descriptor
     try:
-        more, free = size - os.fstat(descriptor).st_size, available_memory()
-        if room.descriptor >= 0 and more > free:
-            raise WeightSyncError(
-                f"weights of {size / 1e6:.0f} MB do not fit into memory: {free / 1e6:.0f} MB are available; give the "
-                "container more, or use the transport `disk`"
-            )
-        # Reserve the pages: writing to a mapped page that cannot be had kills the process.
-        os.posix_fallocate(descriptor, 0, size)
+        if room.descriptor >= 0:
+            shared_pages.reserve(descriptor, size)
+        else:
+            os.posix_fallocate(descriptor, 0, size)
+    except WhetError as error:
+        raise WeightSyncError(f"{error}; give the container more, or use the transport `disk`") from error
     except OSError as error:
         where = room.path if room.descriptor < 0 else "the shared memory of weights"
         raise WeightSyncError(
@@ -173,7 +169,7 @@ def _read(spec: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
     dtype: torch.dtype = getattr(torch, entry.dtype)
     end = entry.offset + dtype.itemsize * torch.Size(entry.shape).numel()
     try:
-        file = _find(spec, entry)
+        file = shared_pages.find(entry.file) or Path(spec.address) / entry.file
         status = file.stat()
     except OSError as error:
         gone = isinstance(error, FileNotFoundError)
@@ -189,14 +185,3 @@ def _read(spec: TransferSpec, sender: int, entry: Entry) -> "torch.Tensor":
     if found != entry.checksum:
         raise damaged(spec, entry, f"checksum {found:08x}, wanted {entry.checksum:08x}")
     return tensor
-
-
-def _find(spec: TransferSpec, entry: Entry) -> Path:
-    """Return the path of a sender's memory. Raises `FileNotFoundError` if no process has it open any more."""
-    found = _IN_MEMORY.fullmatch(entry.file)
-    if not found:
-        return Path(spec.address) / entry.file
-    file = Path(f"/proc/{found[1]}/fd/{found[2]}")
-    if not os.readlink(file).startswith(f"/memfd:{_TITLE}-"):  # another process has the number by now
-        raise FileNotFoundError(file)
-    return file

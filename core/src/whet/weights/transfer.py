@@ -22,12 +22,11 @@ TRANSPORTS = {
     "cuda-ipc": "cuda_ipc",
     "broadcast": "broadcast",
     "shared-memory": "shared_memory",
-    "tcp": "tcp",
     "disk": "disk",
 }
 """Transports and their modules. All but `shared` keep what was sent until the next session begins, so that a receiver
 that comes late, or a second time, gets it too."""
-MEETING = ("cuda-ipc", "broadcast", "tcp")
+MEETING = ("cuda-ipc", "broadcast")
 """Transports whose ends find each other through the driver's exchange."""
 STREAMED = ("cuda-ipc", "broadcast")
 """Transports that yield tensors on a GPU, one bucket at a time. A receiver has no room to hold them all."""

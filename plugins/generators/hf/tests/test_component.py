@@ -32,7 +32,7 @@ def test_memory_counts_weights_and_cache(tmp_path: Path, tiny_tokenizer: object)
     assert held(HfConfig(cache_gib=2**-10, dtype="float32")) == [4 * model.parameters, 2**20]
     # Keys and values of 256 sequences of 256 positions: 2 layers, 2 heads of 16, four bytes each.
     assert held(HfConfig(cache_gib=64.0)) == [2 * model.parameters, 256 * 256 * (2 * 2 * 2 * 16 * 4)]
-    assert facts(HfConfig(), model).transports == ("shared", "broadcast", "shared-memory", "tcp", "disk")
+    assert facts(HfConfig(), model).transports == ("shared", "broadcast", "shared-memory", "disk")
 
 
 @pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"cache_gib": 0.0}])

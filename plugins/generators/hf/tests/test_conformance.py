@@ -34,7 +34,7 @@ class TestInSmallBatches(ModelGeneratorContract):
 
 @pytest.mark.slow
 class TestOnTwoReplicas(ModelGeneratorContract):
-    transports = ("shared-memory", "broadcast", "tcp", "disk")
+    transports = ("shared-memory", "broadcast", "disk")
     on_weight_update = ("drain", "continue", "abort")
     processes = 2
 

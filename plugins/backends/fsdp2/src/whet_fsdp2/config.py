@@ -93,7 +93,7 @@ def facts(config: Fsdp2Config, model: ModelInfo) -> BackendFacts:
     return BackendFacts(
         outputs_given=outputs(config),
         weights_given=frozenset({"policy", *["reference"] * config.reference, *["teacher"] * bool(config.teacher)}),
-        transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
+        transports=("shared", "cuda-ipc", "broadcast", "shared-memory", "disk"),
         memory=partial(memory, config, model) if model.parameters else None,
         imports=("whet_fsdp2.worker", "transformers.modeling_utils", *model.code),
         forkable=True,

@@ -11,7 +11,7 @@ from whet_hf.config import HfConfig
 def facts(config: HfConfig, model: ModelInfo) -> GeneratorFacts:
     """Return the transports of weights, and the most memory that weights and cache need."""
     return GeneratorFacts(
-        transports=("shared", "broadcast", "shared-memory", "tcp", "disk"),
+        transports=("shared", "broadcast", "shared-memory", "disk"),
         on_weight_update=("drain", "continue", "abort"),
         dtype=model.dtype_for(config.dtype),
         memory=partial(memory, config, model) if model.parameters else None,

@@ -10,7 +10,7 @@ the connection, see `ray_line`: it fails at once when the agent or its node is l
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -24,7 +24,9 @@ from whet.runtime.call import HostProcess
 from whet.runtime.launcher import Cluster, Host
 from whet.runtime.local import LocalLauncher
 from whet.runtime.process import extra_folders, foreign_folders
+from whet.runtime.shared_pages import Copy
 from whet.runtime.traffic import Traffic
+from whet_ray.carrier import Carriers
 from whet_ray.life import Life
 from whet_ray.line import RayLine
 from whet_ray.node_agent import versions
@@ -87,6 +89,7 @@ class RayLauncher:
         self.environment = dict(environment)
         self.start_seconds = 0.9 * start_seconds  # below the caller's deadline, so that the error names the cause
         self._files = LocalLauncher({})
+        self._carriers = Carriers()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "RayProcess":
         """Return a process that is not started yet. Its place is a bundle in the placement group of its group."""
@@ -115,6 +118,17 @@ class RayLauncher:
         self.session.wait(self.start_seconds)
         return _LOOPBACK if self.session.local else self.session.address_here()
 
+    def copy_memory(
+        self, memory: str, size: int, node: str, hosts: Sequence[Host], have: Collection[str], seconds: float
+    ) -> Mapping[str, Copy]:
+        """Copy a memory of a process to every other node of the processes through Ray's object store."""
+
+        def copy() -> Mapping[str, Copy]:
+            others = self.places.nodes(hosts) - {node, *have}
+            return self._carriers.copy(memory, size, node, others, seconds) if others else {}
+
+        return self.session.life.ask(copy)
+
     def preparations(self) -> list[Span]:
         """Return the span of the start of Ray, which processes had to wait for."""
         began, there = self.session.began, self.session.there
@@ -124,6 +138,7 @@ class RayLauncher:
         """Release all resources, and end Ray where whet started it."""
         if not self.session.ends_ray:  # else Ray's end releases the places, and a lost Ray might not answer
             self.places.close()
+            self._carriers.close()
         self.session.close()
         self._files.close()
 

@@ -27,6 +27,7 @@ from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
 from whet.runtime.ports import reserve
 from whet.runtime.process import Child, on_loopback, worker_environment
+from whet.runtime.shared_pages import NODE
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
 
@@ -221,7 +222,8 @@ def _environment(order: Mapping[str, Any]) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name not in OURS}
     own = on_loopback(own) if order["one_machine"] else own
     gpus = own.get("CUDA_VISIBLE_DEVICES", "") if order["gpu"] else ""
-    return {**worker_environment(own, order["threads"], gpus), **order["environment"]}
+    node = {} if order["one_machine"] else {NODE: import_module("ray").get_runtime_context().get_node_id()}
+    return {**worker_environment(own, order["threads"], gpus), **order["environment"], **node}
 
 
 def _address(one_machine: bool) -> str:

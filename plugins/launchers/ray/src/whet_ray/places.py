@@ -147,6 +147,15 @@ class Places:
                 self._looked[id(bundle.group)] = time.monotonic(), nodes
         return bool(nodes.get(bundle.index, "unknown"))
 
+    def nodes(self, hosts: Sequence[Host]) -> set[str]:
+        """Return Ray's ids of the nodes that processes are on."""
+        from ray.util import placement_group_table
+
+        with self._lock:
+            bundles = [self._bundles[host.name] for host in hosts if host.name in self._bundles]
+        tables = {bundle.group.id: placement_group_table(bundle.group)["bundles_to_node_id"] for bundle in bundles}
+        return {node for bundle in bundles if (node := tables[bundle.group.id].get(bundle.index))}
+
     def refuse_hopeless(self, bundles: Sequence[Bundle], began: float, deadline: float) -> None:
         """Raise `WhetError` where unplaced bundles are past their deadline, or fit on no node for too long.
 

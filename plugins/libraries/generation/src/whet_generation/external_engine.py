@@ -115,7 +115,7 @@ class ForeignEngine:
     def facts(self, config: EngineConfig, model: ModelInfo, imports: tuple[str, ...]) -> GeneratorFacts:
         """Return the facts of a generator that sends complete weights to the engine, and does so between two tokens."""
         return GeneratorFacts(
-            transports=("cuda-ipc", "broadcast", "shared-memory", "tcp", "disk"),
+            transports=("cuda-ipc", "broadcast", "shared-memory", "disk"),
             on_weight_update=("drain", "continue", "abort"),
             dtype=str(config.engine.get("quantization") or model.dtype_for(config.dtype)),
             processes=config.tensor_parallel,

@@ -155,7 +155,7 @@ class WeightRules:
         if transport in transfer.MEETING:
             address, token = _exchange().address, _exchange().token
             receivers = self.receivers or max(1, self.processes)
-            more = {"token": token, "receivers": receivers, "places": _exchange().places()}
+            more = {"token": token, "receivers": receivers}
         else:
             folder = subject.scratch / f"weights-{transport}"
             folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is special about a weight sync over connections: strangers, a sender that dies, bytes that are written over."""
+"""A late receiver reads a staged copy: strangers, a sender that dies, bytes that are written over."""
 
 import subprocess
 import sys
@@ -17,14 +17,18 @@ from whet.weights.transfer import receive, send
 
 
 @pytest.fixture
-def exchange() -> Iterator[Exchange]:
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
+    """Senders wait for no receiver, so every receiver is late."""
+    monkeypatch.setattr("whet.weights.bucket_stream.GATHER_SECONDS", 0.0)
     made = Exchange("127.0.0.1")
     yield made
     made.close()
 
 
 def make_spec(exchange: Exchange, version: int = 1) -> TransferSpec:
-    return TransferSpec("tcp", exchange.address, uuid.uuid4().hex, version, timeout_seconds=20.0, token=exchange.token)
+    return TransferSpec(
+        "broadcast", exchange.address, uuid.uuid4().hex, version, timeout_seconds=20.0, token=exchange.token
+    )
 
 
 def large(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -52,8 +56,9 @@ def test_who_does_not_know_the_token_takes_no_part(exchange: Exchange, end: obje
 def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) -> None:
     spec = make_spec(exchange)
     program = (
-        "import sys, torch; from whet.weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
-        "spec = TransferSpec('tcp', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
+        "import sys, torch; from whet.weights import bucket_stream; bucket_stream.GATHER_SECONDS = 0.0\n"
+        "from whet.weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
+        "spec = TransferSpec('broadcast', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
         "send(spec, [(f'large.{n}', torch.zeros(8_000_000)) for n in range(4)])\n"
         "print('sent', flush=True); sys.stdin.read()"
     )

@@ -1,9 +1,8 @@
-"""Weight sync over connections from every receiver to every sender. It needs no shared file system.
+"""How the ends of a bucket stream find each other, and how a late receiver reads a sender's staged copy.
 
-sender     copies its tensors to a buffer of its own, kept from session to session (`staged_copy`), and tells the
-           exchange (`whet.weights.exchange`, on the driver) where it serves them
-receiver   asks the exchange unless the spec has the places, connects, perhaps before the sender has begun, and
-           reads manifest, bytes and a last message
+sender     tells the exchange (`whet.weights.exchange`, on the driver) where it is
+receiver   asks the exchange, and connects to the senders; where its stream breaks, it connects again and reads the
+           staged copies (`staged_copy`): manifest, bytes and a last message
 """
 
 import socket
@@ -20,7 +19,7 @@ from whet.runtime.channel import send as send_message
 from whet.runtime.door import knock
 from whet.runtime.wire import decode, encode
 from whet.weights.manifest import Entry, Manifest, byte_count, check, checksum, title
-from whet.weights.staged_copy import KeptCopy, kept_copy
+from whet.weights.staged_copy import KeptCopy
 
 if TYPE_CHECKING:
     import torch
@@ -33,34 +32,6 @@ Offer = dict[str, Any]
 
 class UnreachableError(WeightSyncError):
     """A sender, or the exchange, cannot be reached."""
-
-
-def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Copy the tensors, cast to `spec.dtype`, and serve them until the next session."""
-    copy = kept_copy(spec, sender)
-    copy.begin(spec)
-    entries: list[Entry] = []
-    try:
-        for name, tensor in weights:
-            entries.append(copy.keep(name, tensor, spec.dtype))
-        copy.publish(Manifest(spec.session, spec.version, sender, tuple(entries)))
-    except BaseException as error:
-        copy.publish(Manifest(spec.session, spec.version, sender, (), in_words(error)))
-        raise
-    finally:  # connected only now: the exchange does not wait for who has nothing to say yet
-        announce(spec, copy, sender)
-
-
-def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield every tensor. Raises `WeightSyncError` for a missing, stale, inconsistent or damaged transfer."""
-    deadline = time.monotonic() + spec.timeout_seconds
-    if len(spec.places) == spec.senders:
-        try:
-            yield from take(spec, receiver, [dict(place) for place in spec.places], deadline)
-            return
-        except UnreachableError:
-            pass  # it is elsewhere now, and nothing was given yet
-    yield from take(spec, receiver, offers(spec, receiver, deadline), deadline)
 
 
 def announce(spec: TransferSpec, copy: KeptCopy, sender: int, place: str = "") -> None:
