@@ -40,9 +40,9 @@ from whet.data.records import Request, Sampling
 from whet.data.small_models import make_model, make_tokenizer
 from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
-from whet.weights.transfer import send
 from whet_testing.processes import descendants
 from whet_testing.role_context import make_context
+from whet_weights.transfer import send
 
 TICKS = os.sysconf("SC_CLK_TCK")
 ENGINES = re.compile("VLLM::|sglang::")

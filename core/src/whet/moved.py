@@ -26,7 +26,6 @@ MOVED = {
     "prepare": "plan.prepare",
     "randomness": "data.randomness",
     "refit": "weights",
-    "refit.handover": "weights.transfer",
     "refit.link": "interfaces.weights",
     "run_folder": "data.files",
     "spans": "data.spans",

@@ -3,8 +3,8 @@
 Senders and receivers meet through the driver, which makes one `TransferSpec` per transfer and sends it to both:
 
     driver    spec = TransferSpec(transport, address, session, version, dtype)
-    backend   send_weights(spec)    -> whet.weights.TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
-    generator receive_weights(spec) -> whet.weights.TRANSPORT.receive(spec) yields (name, tensor), checked
+    backend   send_weights(spec)    -> whet_weights.TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
+    generator receive_weights(spec) -> whet_weights.TRANSPORT.receive(spec) yields (name, tensor), checked
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,10 @@ from attrs import field, frozen
 
 if TYPE_CHECKING:
     from whet.data.records import Completion, Request
+
+STREAMED = ("cuda-ipc", "broadcast")
+"""Transports that yield tensors on a GPU, one bucket at a time: a receiver has no room to hold all of them. Both ends
+find each other through the driver's exchange."""
 
 
 @frozen

@@ -7,9 +7,9 @@ from attrs import field, frozen
 from whet.component import MemoryTerm, Problem
 from whet.config.sections import Config
 from whet.errors import ConfigError
+from whet.interfaces.weights import STREAMED
 from whet.plan.roles import Roles
 from whet.plugins.launchers import address
-from whet.weights.transfer import STREAMED
 
 
 @frozen

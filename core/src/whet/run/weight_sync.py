@@ -16,10 +16,9 @@ import numpy as np
 
 from whet.component import GeneratorFacts
 from whet.data.spans import Spans
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import STREAMED, TransferSpec
 from whet.weights.carry import carry
 from whet.weights.probe import Probe
-from whet.weights.transfer import MEETING
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection
@@ -110,7 +109,7 @@ def make_weight_sync(
 ) -> WeightSync:  # fmt: skip
     """Return the weight sync of one attempt, whose ends are not connected yet. Files are written below `scratch`."""
     seconds, recovery = section.deadlines.weight_sync, section.recovery
-    if way.transport not in MEETING:
+    if way.transport not in STREAMED:
         folder = str(scratch.resolve() / "weights")
         copy_memory = cluster.copy_memory if cluster else lambda *order: {}
         template = TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds)

@@ -15,9 +15,9 @@ from whet.data.records import Completion, Request, Sampling
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet.weights.transfer import send
 from whet_hf.decode import Job
 from whet_hf.worker import Worker, split
+from whet_weights.transfer import send
 
 
 def make_worker(folder: Path, **options: Any) -> Worker:

@@ -9,13 +9,13 @@ import pytest
 
 from whet.data.records import Request, Sampling
 from whet.interfaces.weights import TransferSpec
-from whet.weights import transfer
 from whet_sglang.arguments import ENGINE
 from whet_sglang.config import SglangConfig
 from whet_sglang.generator import SglangGenerator
 from whet_testing.reference import Reference
 from whet_testing.role_context import make_context
 from whet_testing.served import TOLERANCE, gap
+from whet_weights import transfer
 
 pytestmark = [
     pytest.mark.slow,

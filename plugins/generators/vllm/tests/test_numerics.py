@@ -15,11 +15,11 @@ import torch._dynamo
 
 from whet.data.records import Request, Sampling
 from whet.interfaces.weights import TransferSpec
-from whet.weights.transfer import send
 from whet_testing.reference import Reference
 from whet_testing.served import TOLERANCE, gap
 from whet_vllm.arguments import BACKEND, ENGINE, EXTENSION
 from whet_vllm.sampling import completion, sampling_params
+from whet_weights.transfer import send
 
 pytestmark = [
     pytest.mark.slow,

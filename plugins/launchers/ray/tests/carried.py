@@ -2,7 +2,7 @@
 
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
-from whet.weights.transfer import receive, send
+from whet_weights.transfer import receive, send
 
 
 class Holder:

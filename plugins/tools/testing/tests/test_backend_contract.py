@@ -21,11 +21,11 @@ from whet.interfaces.backend import Weights
 from whet.interfaces.loss import LossResult
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
-from whet.weights import transfer
 from whet_testing.contracts.backend import BackendContract
 from whet_testing.fakes import Done
 from whet_testing.reference import Reference
 from whet_testing.role_context import make_context
+from whet_weights import transfer
 
 WORK = ("train", "evaluate", "score", "send_weights", "save", "load", "export")
 

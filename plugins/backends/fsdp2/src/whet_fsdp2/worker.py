@@ -334,7 +334,7 @@ class Worker:
             for _ in stream:
                 pass
             return
-        from whet.weights.transfer import send
+        from whet_weights.transfer import send
 
         dtype = getattr(torch, spec.dtype) if spec.dtype else None
         cast = ((name, tensor.to(dtype if tensor.is_floating_point() else None)) for name, tensor in stream)

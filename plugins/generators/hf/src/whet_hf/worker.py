@@ -20,12 +20,12 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import compute_thread
-from whet.weights.transfer import receive
 from whet_hf.decode import Aborts, Job, decode
 from whet_hf.loading import choose_decoder, load_model, take_weights
 from whet_hf.stopping import StopStrings
 from whet_hf.swap import Weights
 from whet_weights.offload import Offload
+from whet_weights.transfer import receive
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import torch
 
 from whet.errors import WeightSyncError, in_words
 from whet.interfaces.weights import TransferSpec
-from whet.weights.whole import receive_whole, stored_shapes
 from whet_sglang.arguments import SWITCH
 from whet_sglang.drawing import draw
+from whet_weights.whole import receive_whole, stored_shapes
 
 log = logging.getLogger("sglang.whet")
 

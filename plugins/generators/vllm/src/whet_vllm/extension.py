@@ -24,8 +24,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from whet.errors import WeightSyncError, in_words
 from whet.interfaces.weights import TransferSpec
-from whet.weights.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 from whet_vllm.arguments import BACKEND
+from whet_weights.whole import EMBEDDING, HEAD, receive_whole, stored_shapes
 
 log = logging.getLogger("vllm.whet")
 

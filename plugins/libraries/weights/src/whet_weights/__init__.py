@@ -1,1 +1,1 @@
-"""Tensors of workers on their way: between devices and host memory."""
+"""Tensors of workers on their way: weight sync between trainer and generator, offload to host memory."""

@@ -24,11 +24,11 @@ from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
-from whet.weights import transfer
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import Slices
 from whet_testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet_testing.reference import Reference
+from whet_weights import transfer
 
 TOLERANCE = 1e-4
 """Largest allowed difference of a logprob from `transformers`, in nats, in float32."""

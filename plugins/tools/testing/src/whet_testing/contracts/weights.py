@@ -13,12 +13,12 @@ from attrs import evolve
 from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError, WorkerError
 from whet.interfaces.generator import OnWeightUpdate
-from whet.interfaces.weights import TransferSpec
-from whet.weights import transfer
+from whet.interfaces.weights import STREAMED, TransferSpec
 from whet.weights.exchange import Exchange
 from whet_testing.deadline import deadline
 from whet_testing.reference import Reference
 from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
+from whet_weights import transfer
 
 
 class WeightRules:
@@ -152,7 +152,7 @@ class WeightRules:
     def _spec(self, subject: Subject, transport: str, version: int) -> TransferSpec:
         session = f"{version}-{uuid.uuid4().hex}"
         more: dict[str, Any] = {}
-        if transport in transfer.MEETING:
+        if transport in STREAMED:
             address, token = _exchange().address, _exchange().token
             receivers = self.receivers or max(1, self.processes)
             more = {"token": token, "receivers": receivers}
@@ -164,7 +164,7 @@ class WeightRules:
 
     def _sync(self, subject: Subject, spec: TransferSpec, weights: list[tuple[str, Any]]) -> None:
         """Send and receive weights: at the same time if the transport streams, else one after the other."""
-        if spec.transport not in transfer.STREAMED:
+        if spec.transport not in STREAMED:
             transfer.send(spec, weights)
             self._receive(subject, spec)
             return

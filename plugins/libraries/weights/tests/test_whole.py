@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from whet.errors import WeightSyncError
-from whet.weights.whole import Shape, check_whole, failure_among, stored_shapes
+from whet_weights.whole import Shape, check_whole, failure_among, stored_shapes
 
 STORED: dict[str, Shape] = {
     "model.embed_tokens.weight": (384, 64),

@@ -19,7 +19,7 @@ from whet.runtime.channel import send as send_message
 from whet.runtime.door import knock
 from whet.runtime.wire import decode, encode
 from whet.weights.manifest import Entry, Manifest, byte_count, check, checksum, title
-from whet.weights.staged_copy import KeptCopy
+from whet_weights.staged_copy import KeptCopy
 
 if TYPE_CHECKING:
     import torch

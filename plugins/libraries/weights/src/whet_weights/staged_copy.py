@@ -2,7 +2,7 @@
 
     "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; a receiver that
                            comes before its session has begun waits for the next session
-    "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet.weights.bucket_stream`
+    "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet_weights.bucket_stream`
 
 The last message of a receiver's connection names the session again: bytes that a newer session overwrote are refused.
 """

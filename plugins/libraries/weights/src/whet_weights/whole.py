@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.bounded import MODEL_VALUES, loads
 from whet.errors import WeightSyncError
-from whet.interfaces.weights import TransferSpec
-from whet.weights.transfer import STREAMED, receive
+from whet.interfaces.weights import STREAMED, TransferSpec
+from whet_weights.transfer import receive
 
 if TYPE_CHECKING:
     import torch

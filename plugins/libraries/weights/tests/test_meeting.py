@@ -13,13 +13,13 @@ import torch
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
 from whet.weights.exchange import Exchange
-from whet.weights.transfer import receive, send
+from whet_weights.transfer import receive, send
 
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
     """Senders wait for no receiver, so every receiver is late."""
-    monkeypatch.setattr("whet.weights.bucket_stream.GATHER_SECONDS", 0.0)
+    monkeypatch.setattr("whet_weights.bucket_stream.GATHER_SECONDS", 0.0)
     made = Exchange("127.0.0.1")
     yield made
     made.close()
@@ -56,8 +56,8 @@ def test_who_does_not_know_the_token_takes_no_part(exchange: Exchange, end: obje
 def test_a_sender_that_dies_ends_the_wait_of_the_receiver(exchange: Exchange) -> None:
     spec = make_spec(exchange)
     program = (
-        "import sys, torch; from whet.weights import bucket_stream; bucket_stream.GATHER_SECONDS = 0.0\n"
-        "from whet.weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
+        "import sys, torch; from whet_weights import bucket_stream; bucket_stream.GATHER_SECONDS = 0.0\n"
+        "from whet_weights.transfer import send; from whet.interfaces.weights import TransferSpec\n"
         "spec = TransferSpec('broadcast', sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3])\n"
         "send(spec, [(f'large.{n}', torch.zeros(8_000_000)) for n in range(4)])\n"
         "print('sent', flush=True); sys.stdin.read()"

@@ -15,9 +15,9 @@ import torch
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights import broadcast, bucket_stream
 from whet.weights.exchange import Exchange
-from whet.weights.transfer import receive, send
+from whet_weights import broadcast, bucket_stream
+from whet_weights.transfer import receive, send
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -61,8 +61,8 @@ def assert_same(found: dict[str, torch.Tensor], sent: Weights) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "whet.weights.bucket_stream")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "whet.weights.bucket_stream"]
+    caplog.set_level(logging.WARNING, "whet_weights.bucket_stream")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "whet_weights.bucket_stream"]
 
 
 def test_all_receivers_take_every_bucket_and_groups_are_kept(
@@ -145,7 +145,7 @@ def test_a_flipped_bit_is_found(exchange: Exchange, monkeypatch: pytest.MonkeyPa
 
 RECEIVER = """
 import sys
-from whet.weights.transfer import receive
+from whet_weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
 spec = TransferSpec("broadcast", sys.argv[1], sys.argv[2], 1, timeout_seconds=20.0, token=sys.argv[3], receivers=2)
 for number, (name, tensor) in enumerate(receive(spec, 1)):
@@ -189,9 +189,9 @@ def test_a_receiver_that_dies_half_way_takes_nobody_along(
 LEAVING = """
 import sys, threading, torch
 from whet.errors import WeightSyncError
-from whet.weights import broadcast
+from whet_weights import broadcast
 from whet.weights.exchange import Exchange
-from whet.weights.transfer import receive, send
+from whet_weights.transfer import receive, send
 from whet.interfaces.weights import TransferSpec
 exchange = Exchange("127.0.0.1")
 spec = TransferSpec("broadcast", exchange.address, "ab", 1, timeout_seconds=60.0, token=exchange.token, receivers=1)

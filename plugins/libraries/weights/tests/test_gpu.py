@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from whet.interfaces.weights import TransferSpec
-from whet.weights import bucket_stream
 from whet.weights.exchange import Exchange
 from whet.weights.manifest import checksum
-from whet.weights.transfer import send
+from whet_weights import bucket_stream
+from whet_weights.transfer import send
 
 pytestmark = pytest.mark.gpu
 RECEIVER = """
 import sys, torch
-from whet.weights.transfer import receive
+from whet_weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
 from whet.weights.manifest import checksum
 torch.cuda.set_device(int(sys.argv[1]))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from whet.errors import ConfigError, WeightSyncError
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import STREAMED, TransferSpec
 from whet.plan.placement import choose_transport
-from whet.weights import bucket_stream
 from whet.weights.exchange import Exchange
-from whet.weights.transfer import MEETING, receive, send
+from whet_weights import bucket_stream
+from whet_weights.transfer import receive, send
 
 TRANSPORTS = ("shared", "broadcast", "shared-memory", "disk")
 BY_BYTES = ("broadcast", "shared-memory", "disk")
@@ -34,7 +34,7 @@ EXCHANGES: list[Exchange] = []
 
 
 def make_spec(transport: str, folder: Path, version: int = 1, **options: object) -> TransferSpec:
-    if transport in MEETING:
+    if transport in STREAMED:
         folder, options = EXCHANGES[0].address, {"token": EXCHANGES[0].token, **options}
     return TransferSpec(transport, str(folder), uuid.uuid4().hex, version, **{"timeout_seconds": 5.0, **options})
 

@@ -13,8 +13,8 @@ import torch
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights import shared_memory
-from whet.weights.transfer import receive, send
+from whet_weights import shared_memory
+from whet_weights.transfer import receive, send
 
 
 def make_spec(folder: Path, version: int = 1) -> TransferSpec:
@@ -94,7 +94,7 @@ def test_weights_larger_than_free_memory_are_an_error_and_not_a_dead_process(
 SENDER = """
 import sys
 import torch
-from whet.weights.transfer import send
+from whet_weights.transfer import send
 from whet.interfaces.weights import TransferSpec
 spec = TransferSpec("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
 send(spec, [("a", torch.full((1 << 20,), 3.0))])
@@ -137,7 +137,7 @@ def test_a_number_that_another_file_has_by_now_is_not_read(tmp_path: Path) -> No
 
 RECEIVER = """
 import sys
-from whet.weights.transfer import receive
+from whet_weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
 spec = TransferSpec("shared-memory", sys.argv[1], sys.argv[2], 1, timeout_seconds=60.0)
 print(sum(float(t.double().sum()) for _, t in receive(spec)))

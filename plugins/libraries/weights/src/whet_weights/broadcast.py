@@ -19,10 +19,10 @@ from attrs import frozen
 
 from whet.interfaces.weights import TransferSpec
 from whet.runtime.ports import listen
-from whet.weights import bucket_stream
-from whet.weights.bucket_stream import Broken, is_gone, tell
-from whet.weights.meeting import Offer
-from whet.weights.staged_copy import Guest, own_address
+from whet_weights import bucket_stream
+from whet_weights.bucket_stream import Broken, is_gone, tell
+from whet_weights.meeting import Offer
+from whet_weights.staged_copy import Guest, own_address
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,11 @@ import attrs
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights import bucket_stream
-from whet.weights.bucket_stream import Broken, tell, told
 from whet.weights.manifest import title
-from whet.weights.meeting import Offer
-from whet.weights.staged_copy import Guest
+from whet_weights import bucket_stream
+from whet_weights.bucket_stream import Broken, tell, told
+from whet_weights.meeting import Offer
+from whet_weights.staged_copy import Guest
 
 if TYPE_CHECKING:
     import torch

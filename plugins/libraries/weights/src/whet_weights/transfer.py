@@ -26,10 +26,6 @@ TRANSPORTS = {
 }
 """Transports and their modules. All but `shared` keep what was sent until the next session begins, so that a receiver
 that comes late, or a second time, gets it too."""
-MEETING = ("cuda-ipc", "broadcast")
-"""Transports whose ends find each other through the driver's exchange."""
-STREAMED = ("cuda-ipc", "broadcast")
-"""Transports that yield tensors on a GPU, one bucket at a time. A receiver has no room to hold them all."""
 
 
 def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
@@ -57,7 +53,7 @@ def _transport(spec: TransferSpec) -> ModuleType:
         raise WeightSyncError(
             f"weight sync {spec.session}: no transport {spec.transport!r}, only {', '.join(TRANSPORTS)}"
         )
-    return import_module(f"whet.weights.{TRANSPORTS[spec.transport]}")
+    return import_module(f"whet_weights.{TRANSPORTS[spec.transport]}")
 
 
 def _once_each(
