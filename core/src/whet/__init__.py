@@ -10,7 +10,18 @@ TYPE_CHECKING = False  # that of `typing`, whose import takes as long as all els
 if TYPE_CHECKING:
     import pluggy
 
-    from whet.component import Component, Facts, Problem, Selection
+    from whet.component import (
+        AdvantagesFacts,
+        AlgorithmFacts,
+        BackendFacts,
+        Component,
+        EnvironmentFacts,
+        FilterFacts,
+        GeneratorFacts,
+        LossFacts,
+        Problem,
+        Selection,
+    )
     from whet.config.bounds import between
     from whet.config.sections import Config, selection
     from whet.data.batch import Batch
@@ -19,7 +30,7 @@ if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
     from whet.data.records import Completion, Request, Task
     from whet.errors import ConfigError, DataError, WhetError
-    from whet.interfaces.algorithm import Algorithm, Parts
+    from whet.interfaces.algorithm import Algorithm, OfflineParts, OnlineParts
     from whet.interfaces.backend import Backend
     from whet.interfaces.environment import Environment, Model, SingleTurn
     from whet.interfaces.generator import Generator
@@ -49,13 +60,25 @@ class _PathsOfBefore:
 sys.meta_path.append(_PathsOfBefore)  # type: ignore[arg-type]
 
 __all__ = [
-    "Algorithm", "Backend", "Batch", "Completion", "Component", "Config", "ConfigError", "DataError", "Environment",
-    "Facts", "Generator", "Logger", "Loss", "LossResult", "Message", "Metric", "Model", "ModelInfo", "Parts", "Problem",
-    "Request", "RunInfo", "Selection", "SingleTurn", "Task", "WhetError", "__version__", "between", "hookimpl", "open",
-    "selection",
+    "AdvantagesFacts", "Algorithm", "AlgorithmFacts", "Backend", "BackendFacts", "Batch", "Completion", "Component",
+    "Config", "ConfigError", "DataError", "Environment", "EnvironmentFacts", "FilterFacts", "Generator",
+    "GeneratorFacts", "Logger", "Loss", "LossFacts", "LossResult", "Message", "Metric", "Model", "ModelInfo",
+    "OfflineParts", "OnlineParts", "Problem", "Request", "RunInfo", "Selection", "SingleTurn", "Task", "WhetError",
+    "__version__", "between", "hookimpl", "open", "selection",
 ]  # fmt: skip
 _HOMES = {
-    "component": ("Component", "Facts", "Problem", "Selection"),
+    "component": (
+        "Component",
+        "Problem",
+        "Selection",
+        "AdvantagesFacts",
+        "AlgorithmFacts",
+        "BackendFacts",
+        "EnvironmentFacts",
+        "FilterFacts",
+        "GeneratorFacts",
+        "LossFacts",
+    ),
     "config.bounds": ("between",),
     "config.sections": ("Config", "selection"),
     "data.batch": ("Batch",),
@@ -64,7 +87,7 @@ _HOMES = {
     "data.model_info": ("ModelInfo",),
     "data.records": ("Completion", "Request", "Task"),
     "errors": ("ConfigError", "DataError", "WhetError"),
-    "interfaces.algorithm": ("Algorithm", "Parts"),
+    "interfaces.algorithm": ("Algorithm", "OfflineParts", "OnlineParts"),
     "interfaces.backend": ("Backend",),
     "interfaces.environment": ("Environment", "Model", "SingleTurn"),
     "interfaces.generator": ("Generator",),
