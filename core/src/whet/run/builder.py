@@ -216,7 +216,7 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
 
 
 def start(
-    prepared: Prepared, attempt: Attempt, roles: Sequence[str], slice_of: "Callable[[str], WorkerGroup]",
+    prepared: Prepared, attempt: Attempt, roles: Sequence[str], group_of: "Callable[[str], WorkerGroup]",
     total: int = 0, sync: WeightSync | None = None, turns: Turns | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
@@ -228,7 +228,7 @@ def start(
 
     def build(role: str) -> Any:
         site = Site(
-            slice=slice_of(role),
+            slice=group_of(role),
             model=prepared.models.get(role, prepared.model),
             run=info,
             seed=prepared.config.run.seed,

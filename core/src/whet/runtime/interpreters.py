@@ -40,7 +40,7 @@ PROBE_SECONDS = 60.0
 """The probe takes a tenth of a second, or longer when its files are on a network disk that must wake up."""
 OLDEST_PYTHON = (3, 11)
 ENGINES = "whet.engines"
-"""The entry-point group in which a plugin names the distributions of an engine: `fast-cpu = "fast"`, its module."""
+"""The entry-point group in which a plugin names the distributions of an engine, each with its module: `x = "x"`."""
 LIBRARIES = frozenset({"torch", "transformers", "numpy", "tokenizers", "safetensors", "ray"})
 """Distributions whose versions matter to a run, besides whet, its plugins and their engines."""
 _HIDDEN = frozenset({"python", "whet", "numpy", "tokenizers", "safetensors", "ray"})
