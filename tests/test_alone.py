@@ -45,6 +45,10 @@ def test_core_alone_lists_what_there_is_to_install(tmp_path):
         (["schema", "algorithms/dpo"], "there is no algorithm 'dpo'; it is offered by whet-dpo: pip install whet-dpo"),
         (["plugins", "why", "arithmetic"], "whet-env-math offers environments/arithmetic, and is not installed: pip"),
         (["plugins", "why", "whet-hf"], "whet-hf offers generators/hf, and is not installed: pip install whet-hf"),
+        (
+            ["plugins", "why", "report"],
+            "whet-report offers the command 'report', and is not installed: pip install whet-r",
+        ),
         (["plugins", "why", "grpoo"], "near names: algorithms/grpo (whet-grpo, not installed)"),
         (["recipe", "learn-dpo"], "the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"),
         (["check", str(ROOT / "recipes" / "learn-dpo.yaml")], "\nall that is not installed: pip install 'whet[dpo]'"),

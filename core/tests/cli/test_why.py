@@ -119,3 +119,14 @@ def test_a_single_file_that_is_broken_or_gone_is_a_warning(command: Any, single:
     assert "warning: plugins.0: " in done.stderr
     assert f"warning: plugins.1: there is no file '{tmp_path}/gone.py'" in done.stderr
     assert "ZeroDivisionError" in command("plugins", "why", "mine", "--config", str(single)).stdout
+
+
+def test_a_command_of_a_distribution_is_found_and_listed(command, install_command) -> None:
+    install_command(
+        "whet-shine", "shine", "import click\n@click.command()\ndef shine(): pass", summary="Make it shine."
+    )
+    for name in ("shine", "commands/shine", "whet-shine"):
+        done = command("plugins", "why", name)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "commands/shine: Make it shine.\n  offered by  whet-shine\n"
+    assert json.loads(command("plugins", "--json").stdout)["commands"] == {"shine": "whet-shine"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whet.cli.command import Group, load_registry, registry_option
-from whet.cli.why import why
+from whet.cli.why import besides, why
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.pass_context
 def plugins(context: click.Context, config: str | None, as_json: bool) -> None:
-    """List the components of all plugins, and the plugins that cannot be used."""
+    """List the components, commands and endpoints of all plugins, and the plugins that cannot be used."""
     if context.invoked_subcommand is not None:
         return
     registry = load_registry(config)
@@ -43,6 +43,8 @@ def _to_dict(registry: "Registry") -> dict[str, Any]:
         "components": {
             kind: {name: offer.distribution for name, offer in registry.offers(kind).items()} for kind in KINDS
         },
+        "commands": {one.name: one.distribution for one in besides(registry) if one.kind == "commands"},
+        "endpoints": [one.distribution for one in besides(registry) if one.kind == "endpoints"],
         "contested": {
             kind: {name: [offer.distribution for offer in offers] for name, offers in registry.contested(kind).items()}
             for kind in KINDS
@@ -101,6 +103,8 @@ def _print_components(registry: "Registry", console: "Console") -> None:
     for kind in KINDS:
         for name, offer in registry.offers(kind).items():
             table.add_row(kind, name, offer.distribution, summary(offer.component.config))
+    for one in besides(registry):
+        table.add_row(*one)
     console.print(table)
     for kind in KINDS:
         for name, offers in registry.contested(kind).items():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from whet.cli.command import Command, load_registry, registry_option
+from whet.cli.commands import installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,35 +44,61 @@ class Found(NamedTuple):
     """Why the target cannot be imported. Empty: it can."""
 
 
+class Beside(NamedTuple):
+    """What a distribution offers beside components: a command, or endpoints."""
+
+    kind: str
+    name: str
+    distribution: str
+    summary: str
+
+
+def besides(registry: "Registry") -> list[Beside]:
+    """Return the commands of installed distributions, and the plugins that open endpoints."""
+    from whet.plugins.endpoints import FEATURE, HOOK
+
+    commands = [Beside("commands", offer.entry.name, offer.owner, offer.about) for offer in installed()]
+    endpoints = [Beside("endpoints", FEATURE, owner, "Addresses of the model.") for owner in registry.targets(HOOK)]
+    return sorted(commands) + sorted(endpoints)
+
+
 @click.command(cls=Command)
 @click.argument("name")
 @registry_option
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def why(name: str, config: str | None, as_json: bool) -> int:
-    """Show how NAME was found, or why it was not. NAME is a component, KIND/COMPONENT, or a distribution.
+    """Show how NAME was found, or why it was not.
+
+    NAME is a component, KIND/COMPONENT, a distribution, or a command of one.
 
     The target of each component is imported in a process of its own. Exit code 1: no config can use the name.
     """
     registry = load_registry(config)
     found = [_checked(one) for one in _found(registry, name)]
-    broken = _suspects(registry, name) if not found or name in {b.distribution for b in registry.broken} else []
+    beside = [one for one in besides(registry) if name in (one.name, f"{one.kind}/{one.name}", one.distribution)]
+    broken = (
+        _suspects(registry, name) if not (found or beside) or name in {b.distribution for b in registry.broken} else []
+    )
     if as_json:
         import attrs
 
         document = {
             "found": [one._asdict() for one in found],
+            "beside": [one._asdict() for one in beside],
             "broken": [attrs.asdict(one) for one in broken],
-            "near": [] if found else _near(registry, name),
-            "elsewhere": [] if found else [f"{title} ({owner})" for title, owner in registry.elsewhere(name)],
+            "near": [] if found or beside else _near(registry, name),
+            "elsewhere": [] if found or beside else [f"{title} ({owner})" for title, owner in registry.elsewhere(name)],
         }
         click.echo(json.dumps(document, indent=2))
-    elif found:
-        click.echo("\n\n".join("\n".join(_described(one)) for one in found))
+    elif found or beside:
+        words = [f"{click.style(f'{one.kind}/{one.name}', bold=True)}: {one.summary}" for one in beside]
+        owners = [f"{line}\n  offered by  {one.distribution}" for line, one in zip(words, beside, strict=True)]
+        click.echo("\n\n".join(["\n".join(_described(one)) for one in found] + owners))
     else:
         click.echo("\n".join(_missing(registry, name, config)))
     if broken and not as_json:
         click.echo("\n".join(_quoted(broken)))
-    return 0 if found and not any(one.fault or one.contested for one in found) else 1
+    return 0 if (found or beside) and not any(one.fault or one.contested for one in found) else 1
 
 
 def _found(registry: "Registry", name: str) -> "Iterator[Found]":
@@ -147,7 +174,7 @@ def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[s
     from whet.plugins.catalog import install_words
 
     yield f"no usable plugin offers {name!r}"
-    elsewhere = list(registry.elsewhere(name))
+    elsewhere = [*registry.elsewhere(name), *_commands_elsewhere(name)]
     for owner in dict.fromkeys(owner for _, owner in elsewhere):
         offers = ", ".join(title for title, other in elsewhere if other == owner)
         yield f"{owner} offers {offers}, and is not installed: {install_words([owner])}"
@@ -157,6 +184,15 @@ def _missing(registry: "Registry", name: str, config: str | None) -> "Iterator[s
     yield f"plugins that were found: {', '.join(sorted(sources)) or 'none'}"
     if config is None:
         yield "single-file plugins belong to a config: `--config FILE` also looks at those that it names"
+
+
+def _commands_elsewhere(name: str) -> "Iterator[tuple[str, str]]":
+    """Yield the command and the distribution that a name means, where it is not installed."""
+    from whet.plugins.catalog import catalog
+
+    for command, owner in catalog().commands.items():
+        if name in (command, f"commands/{command}", owner):
+            yield f"the command {command!r}", owner
 
 
 def _near(registry: "Registry", name: str) -> list[str]:
