@@ -39,12 +39,13 @@ plugins.add_command(why)
 def _to_dict(registry: "Registry") -> dict[str, Any]:
     from whet.component import KINDS
 
+    beside = besides(registry)
     return {
         "components": {
             kind: {name: offer.distribution for name, offer in registry.offers(kind).items()} for kind in KINDS
         },
-        "commands": {one.name: one.distribution for one in besides(registry) if one.kind == "commands"},
-        "endpoints": [one.distribution for one in besides(registry) if one.kind == "endpoints"],
+        "commands": {one.name: one.distribution for one in beside if one.kind == "commands"},
+        "endpoints": [one.distribution for one in beside if one.kind == "endpoints"],
         "contested": {
             kind: {name: [offer.distribution for offer in offers] for name, offers in registry.contested(kind).items()}
             for kind in KINDS

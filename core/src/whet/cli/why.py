@@ -76,9 +76,8 @@ def why(name: str, config: str | None, as_json: bool) -> int:
     registry = load_registry(config)
     found = [_checked(one) for one in _found(registry, name)]
     beside = [one for one in besides(registry) if name in (one.name, f"{one.kind}/{one.name}", one.distribution)]
-    broken = (
-        _suspects(registry, name) if not (found or beside) or name in {b.distribution for b in registry.broken} else []
-    )
+    suspected = not (found or beside) or name in {broken.distribution for broken in registry.broken}
+    broken = _suspects(registry, name) if suspected else []
     if as_json:
         import attrs
 
