@@ -22,13 +22,16 @@ def programs() -> Iterator[Programs]:
 
 @pytest.fixture
 def command(site: Path, tmp_path: Path, programs: Programs) -> Any:
-    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others.
+    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others, and the catalog there.
 
     Python runs `code` where it is given, from its start.
     """
     environment = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     alone = (
-        "import importlib.metadata, whet.cli.commands, whet.plugins.registry; from whet.cli import main;"
+        "import importlib.metadata, pathlib, whet.cli.commands, whet.plugins.catalog, whet.plugins.registry;"
+        "from whet.cli import main;"
+        f"own = pathlib.Path({str(site / 'catalog.json')!r});"
+        "whet.plugins.catalog.FILE = own if own.exists() else whet.plugins.catalog.FILE;"
         f"found = lambda: importlib.metadata.distributions(path=[{str(site)!r}]);"
         "whet.cli.commands.distributions = whet.plugins.registry.distributions = found; main()"
     )

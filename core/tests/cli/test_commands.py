@@ -28,10 +28,6 @@ def in_catalog(site: Path) -> None:
     """Commands in the catalog of a process that `command` starts: `shine`, of `whet-shine`."""
     found = json.loads(whet.plugins.catalog.FILE.read_text(encoding="utf-8"))
     (site / "catalog.json").write_text(json.dumps({**found, "commands": {"shine": "whet-shine"}}))
-    (site / "sitecustomize.py").write_text(
-        "import pathlib, whet.plugins.catalog\n"
-        "whet.plugins.catalog.FILE = pathlib.Path(__file__).with_name('catalog.json')\n"
-    )
 
 
 def test_a_command_of_a_distribution_is_a_command_of_whet(command: Any, install_command: Any) -> None:
