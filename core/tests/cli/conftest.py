@@ -22,7 +22,7 @@ def programs() -> Iterator[Programs]:
 
 @pytest.fixture
 def command(site: Path, tmp_path: Path, programs: Programs) -> Any:
-    """Run `whet` with arguments in a temporary folder, seeing the plugins of `site` and no others, and the catalog there.
+    """Run `whet` with arguments in a temporary folder, with the plugins and the catalog of `site` alone.
 
     Python runs `code` where it is given, from its start.
     """
