@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,16 +58,11 @@ def config(tmp_path, tiny_model_folder):
 
 @pytest.fixture
 def command(tmp_path, programs):
-    """Run `whet`, and return its exit code, output and errors. `start`: by a new start of Python."""
+    """Run `whet`, and return its exit code, output and errors."""
 
-    def command(*arguments, code="from whet.cli import main; main()", start=False):
-        words, environment = list(map(str, arguments)), {**os.environ, "NO_COLOR": "1"}
-        if not start:
-            return programs.run(code, words, folder=tmp_path, variables=environment, seconds=180)
-        return subprocess.run(
-            [sys.executable, "-c", code, *words],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
+    def command(*arguments, code="from whet.cli import main; main()"):
+        environment = {**os.environ, "NO_COLOR": "1"}
+        return programs.run(code, list(map(str, arguments)), folder=tmp_path, variables=environment, seconds=180)
 
     return command
 
