@@ -79,8 +79,8 @@ class Workers(Protocol):
     waits for the first before it makes the second.
 
     `phase` names the kind of wait. It appears in errors, and where `timeout_seconds` is None it chooses the deadline: a
-    field of `DeadlinesSection` (`start`, `train`, `generate`, `refit`, `save`). Empty: the method's name. A stream's
-    deadline applies to each of its items.
+    field of `DeadlinesSection` (`start`, `train`, `generate`, `weight_sync`, `save`). Empty: the method's name. The
+    deadline of a stream applies to each of its items.
     """
 
     size: int
@@ -212,7 +212,7 @@ class Replacing(Protocol):
     def sync(self, give: Give) -> None:
         """Call `give` once, with the spec and proof that bring the replica to the current weights.
 
-        StallMonitor until the weights can be sent. No other weight sync begins meanwhile.
+        Wait until the weights can be sent. No other weight sync begins meanwhile.
         """
         ...
 
