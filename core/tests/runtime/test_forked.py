@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import WorkerError, WorkerLost
-from whet.interfaces.workers import Slice
+from whet.interfaces.workers import WorkerGroup
 from whet.runtime.forked import Forked, ForkServer, NoForkServer
 from whet.runtime.launcher import Cluster
 from whet.runtime.local import LocalCluster
@@ -29,7 +29,7 @@ WHO_IMPORTS = "import os, pathlib\npathlib.Path(__file__).with_name(f'by-{os.get
 A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
 
 
-def slice_of(cluster: Cluster, role: str, ranks: int, modules: Sequence[str] = ()) -> Slice:
+def slice_of(cluster: Cluster, role: str, ranks: int, modules: Sequence[str] = ()) -> WorkerGroup:
     part = cluster.slice(role, ranks)
     cluster.warm({role: modules}, [role])
     return part
@@ -67,7 +67,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 
 class TestForked(ProcessWorkersContract):
     @contextmanager
-    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         with LocalCluster(folder) as cluster:
             yield lambda role, ranks: slice_of(cluster, role, ranks)
 

@@ -17,7 +17,7 @@ import rich
 import whet
 from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError, WorkerLost
-from whet.interfaces.workers import Slice
+from whet.interfaces.workers import WorkerGroup
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.channel import send
 from whet.runtime.connection import Call, Connection
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_orphans")
 
 class TestLocal(ProcessWorkersContract):
     @contextmanager
-    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         with LocalCluster(folder) as cluster:
             yield cluster.slice
 

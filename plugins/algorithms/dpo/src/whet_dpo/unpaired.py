@@ -18,7 +18,7 @@ from whet_ops.reductions import segment_sum
 Config = TypeVar("Config", bound=KtoLossConfig)
 
 
-class AnswerLoss(Generic[Config]):
+class ResponseLoss(Generic[Config]):
     """A loss on single responses. A subclass compares the score of a response with a number of the whole batch.
 
     This number is a column, because a loss sees only a part of the batch. Responses without trained tokens do not
@@ -85,7 +85,7 @@ class AnswerLoss(Generic[Config]):
         return metrics
 
 
-class Kto(AnswerLoss[KtoLossConfig]):
+class Kto(ResponseLoss[KtoLossConfig]):
     """See `whet_dpo.formulas.kto`."""
 
     metric, column = "kl", BASELINE
@@ -95,7 +95,7 @@ class Kto(AnswerLoss[KtoLossConfig]):
         return formulas.kto(score, desirable, even, self.config.beta)
 
 
-class Bco(AnswerLoss[BcoConfig]):
+class Bco(ResponseLoss[BcoConfig]):
     """See `whet_dpo.formulas.bco`. The shift carries no gradient."""
 
     metric = SHIFT
