@@ -25,13 +25,13 @@ MOVED = {
     "parts": "interfaces.algorithm",
     "prepare": "plan.prepare",
     "randomness": "data.randomness",
-    "refit": "weights",
     "refit.link": "interfaces.weights",
     "run_folder": "data.files",
     "spans": "data.spans",
     "steps": "interfaces.algorithm",
     "testing.models": "data.small_models",
     "undecided": "interfaces.undecided",
+    "weights.probe": "run.probe",
 }
 """Module of today, by the path of before; both without the leading `whet.`."""
 

@@ -7,7 +7,7 @@ Senders and receivers meet through the driver, which makes one `TransferSpec` pe
     generator receive_weights(spec) -> whet_weights.TRANSPORT.receive(spec) yields (name, tensor), checked
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from attrs import field, frozen
@@ -52,8 +52,44 @@ Link = TransferSpec
 """The name of before, for one version."""
 
 
+@frozen
+class Copy:
+    """The copy of a memory on a node."""
+
+    name: str = ""
+    """Its name, see `whet.runtime.shared_pages`."""
+    failure: str = ""
+    """Why there is no copy."""
+
+
+CopyMemory = Callable[[str, int, str, Collection[str], float], Mapping[str, Copy]]
+"""(memory, its size, its node, nodes that have a copy already, seconds) -> copies by node."""
+
+
+class TransportDriver(Protocol):
+    """The driver's part of a transport. A distribution names it by an entry point, and workers have the other parts:
+
+        [project.entry-points."whet.transports"]
+        disk = "its_package.driver:Files"     # called with (spec, address, copy_memory)
+
+    The `spec` has an address in the scratch folder of the run; `address()` is that of the driver's
+    machine.
+    """
+
+    spec: TransferSpec
+    """What all transfers of a run share. It has no session and no version."""
+
+    def carry(self, spec: TransferSpec) -> None:
+        """Bring what the senders of a transfer sent to where receivers find it. They are done, receivers may wait."""
+        ...
+
+    def close(self) -> None:
+        """Release what the driver holds."""
+        ...
+
+
 class Proof(Protocol):
-    """Proves that a replica has the weights of a version; see `whet.weights.probe`."""
+    """Proves that a replica has the weights of a version; see `whet.run.probe`."""
 
     def requests(self, replica: int) -> "list[Request]":
         """Return the requests that the replica has to answer."""

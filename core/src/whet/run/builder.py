@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
+    from whet.run.probe import Probe
     from whet.run.steps import Sinks
     from whet.runtime.event_loop import EpisodeLoop
-    from whet.weights.probe import Probe
 
 
 @frozen(eq=False)

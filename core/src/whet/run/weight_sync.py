@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ import numpy as np
 
 from whet.component import GeneratorFacts
 from whet.data.spans import Spans
-from whet.interfaces.weights import STREAMED, TransferSpec
-from whet.weights.carry import carry
-from whet.weights.probe import Probe
+from whet.errors import PluginError
+from whet.interfaces.weights import TransferSpec, TransportDriver
+from whet.run.probe import Probe
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Give
     from whet.plan.placement import Way
     from whet.plan.prepare import Prepared
+    from whet.run.probe import Proof
     from whet.runtime.event_loop import EpisodeLoop
     from whet.runtime.launcher import Cluster
-    from whet.weights.probe import Proof
 
 
 class WeightSync:
@@ -108,21 +109,22 @@ def make_weight_sync(
     on_weight_update: "OnWeightUpdate", closers: list[Callable[[], None]],
 ) -> WeightSync:  # fmt: skip
     """Return the weight sync of one attempt, whose ends are not connected yet. Files are written below `scratch`."""
-    seconds, recovery = section.deadlines.weight_sync, section.recovery
-    if way.transport not in STREAMED:
-        folder = str(scratch.resolve() / "weights")
-        copy_memory = cluster.copy_memory if cluster else lambda *order: {}
-        template = TransferSpec(way.transport, folder, "", 0, timeout_seconds=seconds)
-        return WeightSync(template, spans, on_weight_update, lambda spec: carry(spec, copy_memory))
-    from whet.weights.exchange import Exchange
-
-    exchange = Exchange(cluster.address() if cluster else "127.0.0.1")
-    closers.append(exchange.close)
+    points = {point.name: point for point in entry_points(group="whet.transports")}
+    if way.transport not in points:
+        found = ", ".join(sorted(points)) or "none"
+        raise PluginError(
+            f"no installed distribution has the driver's part of the transport {way.transport!r}: {found}"
+        )
+    recovery = section.recovery
     spec = TransferSpec(
-        way.transport, exchange.address, "", 0, senders=way.senders, receivers=way.receivers, timeout_seconds=seconds,
-        token=exchange.token, kept=recovery.enabled and recovery.replicas > 0,
+        way.transport, str(scratch.resolve() / "weights"), "", 0, senders=way.senders, receivers=way.receivers,
+        timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
     )  # fmt: skip
-    return WeightSync(spec, spans, on_weight_update)
+    address = cluster.address if cluster else lambda: "127.0.0.1"
+    copy_memory = cluster.copy_memory if cluster else lambda *order: {}
+    driver: TransportDriver = points[way.transport].load()(spec, address, copy_memory)
+    closers.append(driver.close)
+    return WeightSync(driver.spec, spans, on_weight_update, driver.carry)
 
 
 def make_probe(

@@ -32,7 +32,7 @@ from whet.runtime.wire import encode
 from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
 
 if TYPE_CHECKING:
-    from whet.runtime.shared_pages import Copy
+    from whet.interfaces.weights import Copy
 
 _NO_PHASES = ("heartbeat", "notice")
 

@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-from attrs import frozen
-
 from whet.errors import WhetError
 from whet.runtime.machine import available_memory
 
@@ -19,16 +17,6 @@ NODE: Final = "WHET_NODE"
 """Environment variable: Ray's id of the node of a worker process. Not set where all processes are on one machine."""
 _TITLE: Final = "whet-tensors"
 _NAME: Final = re.compile(r"memory-(\d{1,10})-(\d{1,10})")
-
-
-@frozen
-class Copy:
-    """The copy of a memory on a node."""
-
-    name: str = ""
-    """Its name, see above."""
-    failure: str = ""
-    """Why there is no copy."""
 
 
 def this_node() -> str:

@@ -12,9 +12,9 @@ pytest.importorskip("ray")
 
 from whet.errors import WorkerError
 from whet.interfaces.weights import TransferSpec
-from whet.weights.carry import carry
 from whet_ray.carrier import PIECE_BYTES, Carriers, MemoryCarrier
 from whet_ray.cluster import RayCluster
+from whet_weights.carry import carry
 
 APART = {"backend": {"train": 1}, "generator": {"gen": 1}}
 HOLDER = f"file:{Path(__file__).with_name('carried.py')}:Holder"

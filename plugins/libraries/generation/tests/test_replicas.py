@@ -16,8 +16,8 @@ from whet.data.records import Request, Sampling
 from whet.errors import WhetError, WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Workers
+from whet.run.probe import Proof
 from whet.runtime.local import LocalCluster
-from whet.weights.probe import Proof
 from whet_generation.replicas import Replicas
 
 LINK = TransferSpec("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)

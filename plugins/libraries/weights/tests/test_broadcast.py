@@ -15,8 +15,8 @@ import torch
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights.exchange import Exchange
 from whet_weights import broadcast, bucket_stream
+from whet_weights.exchange import Exchange
 from whet_weights.transfer import receive, send
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -190,7 +190,7 @@ LEAVING = """
 import sys, threading, torch
 from whet.errors import WeightSyncError
 from whet_weights import broadcast
-from whet.weights.exchange import Exchange
+from whet_weights.exchange import Exchange
 from whet_weights.transfer import receive, send
 from whet.interfaces.weights import TransferSpec
 exchange = Exchange("127.0.0.1")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from whet.interfaces.weights import TransferSpec
-from whet.weights.exchange import Exchange
-from whet.weights.manifest import checksum
 from whet_weights import bucket_stream
+from whet_weights.exchange import Exchange
+from whet_weights.manifest import checksum
 from whet_weights.transfer import send
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ RECEIVER = """
 import sys, torch
 from whet_weights.transfer import receive
 from whet.interfaces.weights import TransferSpec
-from whet.weights.manifest import checksum
+from whet_weights.manifest import checksum
 torch.cuda.set_device(int(sys.argv[1]))
 spec = TransferSpec(sys.argv[2], sys.argv[3], sys.argv[4], 1, timeout_seconds=60.0, token=sys.argv[5], kept=False)
 for name, tensor in receive(spec):

@@ -12,7 +12,7 @@ import torch
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights.exchange import Exchange
+from whet_weights.exchange import Exchange
 from whet_weights.transfer import receive, send
 
 
@@ -80,7 +80,7 @@ def test_the_token_is_not_shown(exchange: Exchange) -> None:
 def test_a_sender_may_take_longer_over_its_weights_than_the_exchange_waits_for_a_message(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whet.weights.exchange._MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr("whet_weights.exchange._MESSAGE_SECONDS", 0.2)
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         time.sleep(0.8)

@@ -13,8 +13,8 @@ import torch
 from whet.errors import ConfigError, WeightSyncError
 from whet.interfaces.weights import STREAMED, TransferSpec
 from whet.plan.placement import choose_transport
-from whet.weights.exchange import Exchange
 from whet_weights import bucket_stream
+from whet_weights.exchange import Exchange
 from whet_weights.transfer import receive, send
 
 TRANSPORTS = ("shared", "broadcast", "shared-memory", "disk")

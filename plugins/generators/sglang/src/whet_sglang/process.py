@@ -17,12 +17,12 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
-from whet.weights.manifest import await_manifests
 from whet_generation.completeness import nothing_yet
 from whet_generation.limits import completion_limit
 from whet_sglang.arguments import KEPT_POSITIONS, LOADER
 from whet_sglang.extension import HOOKS
 from whet_sglang.sampling import LOWEST_TEMPERATURE, completion, sampling_params
+from whet_weights.manifest import await_manifests
 from whet_weights.whole import failure_among
 
 Outcome = Completion | tuple[str, str]

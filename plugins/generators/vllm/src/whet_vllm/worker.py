@@ -26,12 +26,12 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.worker_process import give_up
-from whet.weights.manifest import await_manifests
 from whet_generation.completeness import nothing_yet
 from whet_generation.limits import completion_limit
 from whet_vllm.arguments import ENGINE
 from whet_vllm.engine import Engine
 from whet_vllm.sampling import LOWEST_TEMPERATURE, completion, sampling_params
+from whet_weights.manifest import await_manifests
 from whet_weights.whole import failure_among
 
 log = logging.getLogger(__name__)

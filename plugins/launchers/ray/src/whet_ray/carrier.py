@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 from whet.errors import in_words
+from whet.interfaces.weights import Copy
 from whet.runtime import shared_pages
-from whet.runtime.shared_pages import Copy
 
 PIECE_BYTES: Final = 8 << 20
 """Size of a piece, a multiple of the size of a page."""

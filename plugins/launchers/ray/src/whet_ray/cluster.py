@@ -20,11 +20,11 @@ from typing import Any, Final
 from whet.config.sections import DeadlinesSection
 from whet.data.spans import Span
 from whet.errors import WhetError
+from whet.interfaces.weights import Copy
 from whet.runtime.call import HostProcess
 from whet.runtime.launcher import Cluster, Host
 from whet.runtime.local import LocalLauncher
 from whet.runtime.process import extra_folders, foreign_folders
-from whet.runtime.shared_pages import Copy
 from whet.runtime.traffic import Traffic
 from whet_ray.carrier import Carriers
 from whet_ray.life import Life

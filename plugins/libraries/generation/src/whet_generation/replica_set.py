@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from attrs import define, field
 
 from whet.errors import ClusterLost, WorkerError, WorkerLost, in_words
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import Proof, TransferSpec
 from whet.interfaces.workers import Replacing, Workers
-from whet.weights.probe import Proof
 
 Rest = Callable[[int, bool], None]
 """(rank, asleep): put the worker of that rank to sleep, or wake it."""

@@ -9,9 +9,8 @@ from attrs import frozen
 
 from whet.data.records import Completion, Request
 from whet.errors import WhetError, WorkerLost
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import Proof, TransferSpec
 from whet.interfaces.workers import Pending, PendingEach, Replacing, Workers
-from whet.weights.probe import Proof
 from whet_generation.dispatcher import RequestDispatcher
 from whet_generation.replica_set import ReplicaSet
 

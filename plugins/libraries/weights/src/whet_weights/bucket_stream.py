@@ -23,7 +23,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
-from whet.weights.manifest import Entry, Manifest, byte_count, check, checksum, dtype_name, title
+from whet_weights.manifest import Entry, Manifest, byte_count, check, checksum, dtype_name, title
 from whet_weights.meeting import Offer, address, announce, connect, entries_of, offers, take
 from whet_weights.staged_copy import Guest, KeptCopy, kept_copy, plain
 

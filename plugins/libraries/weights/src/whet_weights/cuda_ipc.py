@@ -13,9 +13,9 @@ import attrs
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.weights.manifest import title
 from whet_weights import bucket_stream
 from whet_weights.bucket_stream import Broken, tell, told
+from whet_weights.manifest import title
 from whet_weights.meeting import Offer
 from whet_weights.staged_copy import Guest
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from whet.data.files import disk_errors
 from whet.errors import in_words
 from whet.interfaces.weights import TransferSpec
-from whet.weights.manifest import (
+from whet_weights.manifest import (
     Entry,
     await_manifests,
     checksum,

@@ -1,6 +1,6 @@
 """How the ends of a bucket stream find each other, and how a late receiver reads a sender's staged copy.
 
-sender     tells the exchange (`whet.weights.exchange`, on the driver) where it is
+sender     tells the exchange (`whet_weights.exchange`, on the driver) where it is
 receiver   asks the exchange, and connects to the senders; where its stream breaks, it connects again and reads the
            staged copies (`staged_copy`): manifest, bytes and a last message
 """
@@ -16,9 +16,9 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import receive_exactly
 from whet.runtime.channel import send as send_message
-from whet.runtime.door import knock
 from whet.runtime.wire import decode, encode
-from whet.weights.manifest import Entry, Manifest, byte_count, check, checksum, title
+from whet_weights.door import knock
+from whet_weights.manifest import Entry, Manifest, byte_count, check, checksum, title
 from whet_weights.staged_copy import KeptCopy
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import attrs
 from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
-from whet.runtime.door import Door
 from whet.runtime.wire import decode, encode
-from whet.weights.manifest import Entry, Manifest, byte_count, checksum, dtype_name
+from whet_weights.door import Door
+from whet_weights.manifest import Entry, Manifest, byte_count, checksum, dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -14,11 +14,11 @@ from whet.data.records import Completion, Request
 from whet.errors import WeightSyncError, WhetError, WorkerError
 from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import STREAMED, TransferSpec
-from whet.weights.exchange import Exchange
 from whet_testing.deadline import deadline
 from whet_testing.reference import Reference
 from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
 from whet_weights import transfer
+from whet_weights.exchange import Exchange
 
 
 class WeightRules:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.weights.manifest import checksum
+from whet_weights.manifest import checksum
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from whet.runtime.channel import receive, send
-from whet.runtime.door import Door, DoorError, Expected, knock
+from whet_weights.door import Door, DoorError, Expected, knock
 
 TOKEN = b"a token of 32 bytes and no others"
 
@@ -222,7 +222,7 @@ def test_a_door_that_is_no_door_of_the_run_learns_nothing() -> None:
 def test_a_door_that_ran_out_of_file_descriptors_opens_again() -> None:
     program = """
 import os, resource, socket, time
-from whet.runtime.door import Door, Expected, knock
+from whet_weights.door import Door, Expected, knock
 guests, held = Expected(), []
 door, expected, early = Door("127.0.0.1", bytes(32), guests.take), guests.expect("late"), socket.socket()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

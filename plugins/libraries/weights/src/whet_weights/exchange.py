@@ -13,8 +13,8 @@ from contextlib import closing
 from typing import Any
 
 from whet.runtime.channel import receive, send
-from whet.runtime.door import Door, DoorError
 from whet.runtime.wire import decode, encode
+from whet_weights.door import Door, DoorError
 
 _MESSAGE_SECONDS = 10.0
 _LARGEST_MESSAGE = 1 << 20

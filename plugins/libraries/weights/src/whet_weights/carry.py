@@ -6,19 +6,10 @@
 A receiver reads the manifest that holds for its own node, see `manifest.read_here`.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
-
 import attrs
 
-from whet.interfaces.weights import TransferSpec
-from whet.weights.manifest import carried_nodes, manifest_path, read, write
-
-if TYPE_CHECKING:
-    from whet.runtime.shared_pages import Copy
-
-CopyMemory = Callable[[str, int, str, Collection[str], float], "Mapping[str, Copy]"]
-"""(memory, its size, its node, nodes that have a copy already, seconds) -> copies by node."""
+from whet.interfaces.weights import CopyMemory, TransferSpec
+from whet_weights.manifest import carried_nodes, manifest_path, read, write
 
 
 def carry(spec: TransferSpec, copy_memory: CopyMemory) -> None:

@@ -1,1 +1,0 @@
-"""Weight sync from backends to generators: one module per transport."""
