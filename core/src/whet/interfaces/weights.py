@@ -3,8 +3,8 @@
 Senders and receivers meet through the driver, which makes one `TransferSpec` per transfer and sends it to both:
 
     driver    spec = TransferSpec(transport, address, session, version, dtype)
-    backend   send_weights(spec)    -> whet_weights.TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
-    generator receive_weights(spec) -> whet_weights.TRANSPORT.receive(spec) yields (name, tensor), checked
+    backend   send_weights(spec)    -> TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
+    generator receive_weights(spec) -> TRANSPORT.receive(spec) yields (name, tensor), checked
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
