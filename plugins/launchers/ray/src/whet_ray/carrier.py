@@ -21,8 +21,8 @@ from whet.errors import in_words
 from whet.interfaces.weights import Copy
 from whet.runtime import shared_pages
 
-PIECE_BYTES: Final = 8 << 20
-"""Size of a piece, a multiple of the size of a page."""
+PIECE_BYTES: Final = 10 << 20
+"""Size of a piece: a multiple of the size of a page, and of the 5 MiB in which Ray sends an object to another node."""
 _WINDOW: Final = 6
 """Pieces that are under way at one time. They bound the part of the object store that a transfer takes."""
 
