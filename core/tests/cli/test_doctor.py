@@ -21,7 +21,7 @@ def test_json_for_programs_and_the_code_for_scripts(command: Any, config: Path) 
     assert found["ok"] is False
     failed = [check for check in found["checks"] if check["status"] == "fail"]
     assert [(check["name"], check["found"]) for check in failed] == [
-        ("config", "run.sed: unknown key (did you mean 'seed'?)")
+        ("config", "command line: run.sed: unknown key (did you mean 'seed'?)")
     ]
 
 

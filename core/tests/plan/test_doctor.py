@@ -55,8 +55,8 @@ def test_a_machine_and_a_config_that_are_fit(good: Path) -> None:
 def test_what_is_wrong_with_a_config_is_a_failure_each(good: Path) -> None:
     found = list(doctor._config(str(good), ["run.stesp=1", "run.seed=x"], load_plugins(), []))
     assert [(check.status, check.found) for check in found] == [
-        ("fail", "run.stesp: unknown key (did you mean 'steps'?)"),
-        ("fail", "run.seed: wanted an integer, found the text 'x'"),
+        ("fail", "command line: run.stesp: unknown key (did you mean 'steps'?)"),
+        ("fail", "command line: run.seed: wanted an integer, found the text 'x'"),
     ]
 
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +98,16 @@ def _config(config: str, overrides: Sequence[str], registry: Registry, prepared:
 
 
 def _python() -> Iterator[Check]:
-    found = f"{platform.python_version()}, {sys.executable}"
-    old = sys.version_info < (3, 11)
-    yield Check("python", "fail" if old else "ok", found, "whet needs 3.11 or newer" if old else "")
+    found, old = f"{platform.python_version()}, {sys.executable}", sys.version_info < (3, 11)
+    yield _judged("python", old, found, "whet needs 3.11 or newer", "fail")
 
 
 def _plugins(registry: Registry) -> Iterator[Check]:
-    sources = {offer.source for kind in KINDS for offer in registry.offers(kind).values()}
-    names = sorted(f"{source.distribution} {source.version}".rstrip() for source in sources)
-    yield Check("plugins", "ok", ", ".join([f"whet {CORE_VERSION}", *names]))
+    """List what offers components, endpoints or commands, and what cannot be used."""
+    names = {f"{source.distribution} {source.version}".rstrip() for source in registry.sources}
+    commands = [entry.dist for entry in entry_points(group="whet.commands")]
+    names |= {f"{found.name} {found.version}" for found in commands if found is not None}
+    yield Check("plugins", "ok", ", ".join([f"whet {CORE_VERSION}", *sorted(names)]))
     for broken in registry.broken:
         yield Check("plugins", "warn", f"not usable: {broken}", f"`whet plugins why {broken.distribution}`")
     for kind in KINDS:
@@ -129,7 +130,7 @@ def _torch(seconds: float, plan: Prepared | None = None) -> Iterator[Check]:
     packages = {name: _version(name) for name in ("transformers", "safetensors")}
     missing = " ".join(name for name, found in packages.items() if not found)
     words = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
-    yield Check("libraries", "warn" if missing else "ok", words, f"pip install {missing}" if missing else "")
+    yield _judged("libraries", bool(missing), words, f"pip install {missing}")
 
 
 def _asked_torch(name: str, python: Sequence[str], environment: Mapping[str, str], seconds: float) -> Check:
@@ -159,14 +160,9 @@ def _packages(plan: Prepared) -> Iterator[Check]:
     """Look for what workers stand on in this Python; in others that was checked with the config."""
     for role, package in packages_here(plan.config, plan.roles):
         name = f"{package.name} of {role}"
-        if package.is_here:
-            yield Check(
-                name,
-                "ok",
-                f"{package.version(versions(package.distributions)) or 'of no known version'}, {sys.executable}",
-            )
-        else:
-            yield Check(name, "fail", f"{sys.executable} has none", package.install)
+        held = package.version(versions(package.distributions)) or "of no known version"
+        found = f"{held}, {sys.executable}" if package.is_here else f"{sys.executable} has none"
+        yield _judged(name, not package.is_here, found, package.install, "fail")
 
 
 def _of_torch(torch: Any, gpus: int, name: str = "torch") -> Check:
@@ -221,7 +217,7 @@ def _memory(plan: Prepared | None) -> Iterator[Check]:
     needed = max((room.needs for room in plan.plan.memory if room.place == HOST), default=0)
     found += f", the plan takes at least {size(needed)}" if needed else ""
     change = "end other programs; what the run lacks, the system takes by killing one of its processes"
-    yield Check("memory", "warn" if needed > free else "ok", found, change if needed > free else "")
+    yield _judged("memory", needed > free, found, change)
 
 
 def _gpus(plan: Prepared | None) -> Iterator[Check]:
@@ -241,17 +237,12 @@ def _shared_memory() -> Iterator[Check]:
     """Look at /dev/shm, where launchers and engines share memory. Weight syncs take none of its room."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield Check(
-            "shared memory", "warn", "there is no /dev/shm", "engines and clusters want it; mount a tmpfs there"
-        )
+        change = "engines and clusters want it; mount a tmpfs there"
+        yield Check("shared memory", "warn", "there is no /dev/shm", change)
         return
     free = shutil.disk_usage(folder).free
-    found = f"{free / GIB:.2f} GiB free in /dev/shm"
     change = "give the container more, e.g. docker run --shm-size=16g"
-    if free < GIB // 4:
-        yield Check("shared memory", "warn", found, change)
-    else:
-        yield Check("shared memory", "ok", found)
+    yield _judged("shared memory", free < GIB // 4, f"{free / GIB:.2f} GiB free in /dev/shm", change)
 
 
 def _disk(folder: Path, plan: Prepared | None) -> Iterator[Check]:
@@ -263,11 +254,9 @@ def _disk(folder: Path, plan: Prepared | None) -> Iterator[Check]:
         needed = plan.model.parameters * (12 * ((run.keep or 1) + 1) + 4 * run.export)
         found += f"; checkpoints take about {needed / GIB:.1f} GiB"
         found += "; it holds a run" if (folder / "config.yaml").exists() else ""
-        yield Check("disk", "fail" if usage.free < needed else "ok", found, change if usage.free < needed else "")
-    elif usage.free < 5 * GIB:
-        yield Check("disk", "warn", found, change)
+        yield _judged("disk", usage.free < needed, found, change, "fail")
     else:
-        yield Check("disk", "ok", found)
+        yield _judged("disk", usage.free < 5 * GIB, found, change)
 
 
 def _write_access(folder: Path) -> Iterator[Check]:
@@ -299,7 +288,7 @@ def _open_files() -> Iterator[Check]:
     few = soft != resource.RLIM_INFINITY and soft < 4096
     target = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     change = f"ulimit -n {target}" if target > soft else "raise the hard limit"
-    yield Check("open files", "warn" if few else "ok", f"at most {most} for each process", change if few else "")
+    yield _judged("open files", few, f"at most {most} for each process", change)
 
 
 def _network() -> Iterator[Check]:
@@ -369,6 +358,11 @@ def _data_file(file: "DataFile", names: Mapping[str, str]) -> Check:
     if seen.rows[0].problem:
         return Check("data", "warn", f"{seen.rows[0].where}: {seen.rows[0].problem}", "look at the file's first record")
     return Check("data", "ok", f"{file.path}: {seen.words}")
+
+
+def _judged(name: str, bad: bool, found: str, change: str, status: Status = "warn") -> Check:
+    """Return a check that tells what to change where `found` is bad, and is ok otherwise."""
+    return Check(name, status, found, change) if bad else Check(name, "ok", found)
 
 
 def _version(distribution: str) -> str:
