@@ -158,7 +158,7 @@ def _interpreter(role: str, found: Interpreter, seconds: float) -> Iterator[Chec
 
 def _packages(plan: Prepared) -> Iterator[Check]:
     """Look for what workers stand on in this Python; in others that was checked with the config."""
-    for role, package in packages_here(plan.config, plan.roles):
+    for role, package in packages_here(plan.config.cluster, plan.roles):
         name = f"{package.name} of {role}"
         held = package.version(versions(package.distributions)) or "of no known version"
         found = f"{held}, {sys.executable}" if package.is_here else f"{sys.executable} has none"
@@ -225,7 +225,7 @@ def _gpus(plan: Prepared | None) -> Iterator[Check]:
     count = machine.gpu_count()
     sizes = [size(known) for known in machine.gpu_memory(count) if known]
     found = f"{count}" + (f": {', '.join(f'{sizes.count(one)} x {one}' for one in dict.fromkeys(sizes))}" * bool(sizes))
-    problems = gpu_problems(plan.config, plan.roles, plan.plan.roles, plan.machine) if plan else []
+    problems = gpu_problems(plan.config.cluster, plan.roles, plan.plan.roles, plan.machine) if plan else []
     for problem in problems:
         change = "run it where they are, or lower cluster.gpus; `whet check --machine` plans for another machine"
         yield Check("gpus", "fail", str(problem), change)

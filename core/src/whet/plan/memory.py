@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from attrs import evolve, frozen
 
 from whet.component import MemoryTerm, Problem
-from whet.config.sections import Config
+from whet.config.cluster import ClusterSection
 from whet.plan.placement import Machine, RolePlan
 from whet.plan.rank_placement import RankPlacement, place_ranks
 from whet.plan.roles import Roles
@@ -47,10 +47,10 @@ class Room:
 
 
 def rooms(
-    config: Config, table: Roles, roles: Sequence[RolePlan], turns: Sequence[Sequence[str]], machine: Machine
+    cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], turns: Sequence[Sequence[str]], machine: Machine
 ) -> list[Room]:  # fmt: skip
     """Return what every host and GPU must hold at the least. Empty where it is not known who lives where."""
-    placed = place_ranks(config, table, roles, machine)
+    placed = place_ranks(cluster, table, roles, machine)
     found = list[Room]()
     for number, node in enumerate(machine.nodes):
         here = [one for one in placed if one.node == number]
@@ -86,9 +86,9 @@ def _of_host(one: RankPlacement, turns: Sequence[Sequence[str]]) -> Iterator[Mem
             yield evolve(term, what=f"{term.what}{_ASLEEP}", place="host")
 
 
-def memory_problems(config: Config, found: Iterable[Room], machine: Machine) -> list[Problem]:
+def memory_problems(cluster: ClusterSection, found: Iterable[Room], machine: Machine) -> list[Problem]:
     """Return what is known not to fit, and what to change: the worst GPU and the worst host."""
-    if config.cluster.memory == "ignore":
+    if cluster.memory == "ignore":
         return []
     overfull = sorted((room for room in found if room.overfull), key=lambda room: (room.has or 0) - room.needs)
     worst = {room.place == HOST: room for room in reversed(overfull)}

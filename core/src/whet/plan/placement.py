@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from attrs import field, frozen
 
 from whet.component import MemoryTerm, Problem
-from whet.config.sections import Config
+from whet.config.cluster import ClusterSection
 from whet.errors import ConfigError
 from whet.interfaces.weights import STREAMED
 from whet.plan.roles import Roles
@@ -69,20 +69,19 @@ class Way:
     """See `whet.interfaces.weights.TransferSpec`."""
 
 
-def joins(config: Config) -> bool:
+def joins(cluster: ClusterSection) -> bool:
     """Return whether the run's processes are on nodes of a cluster that is there, rather than on this machine."""
-    cluster = config.cluster
     return cluster.workers != "inline" and bool(address(cluster))
 
 
-def plan_role(config: Config, roles: Roles, name: str, machine: Machine) -> RolePlan:
-    """Return the ranks, threads, devices and memory of a role."""
-    cluster, role, groups = config.cluster, roles[name], roles.groups
+def plan_role(cluster: ClusterSection, roles: Roles, name: str, machine: Machine, overlaps: bool) -> RolePlan:
+    """Return the ranks, threads, devices and memory of a role. `overlaps`: generation and training at one time."""
+    role, groups = roles[name], roles.groups
     # Roles that share take turns; roles apart work at one time.
     others = sum(max(roles[other].ranks for other in group) for group in groups if group != role.group)
-    busy = role.ranks + others if config.rollout.max_staleness else role.ranks
+    busy = role.ranks + others if overlaps else role.ranks
     # What cores the nodes of a cluster have is not known here.
-    threads = cluster.threads.get(name, 1 if joins(config) else max(1, machine.cores // max(1, busy)))
+    threads = cluster.threads.get(name, 1 if joins(cluster) else max(1, machine.cores // max(1, busy)))
     first = sum(max(roles[other].gpus for other in group) for group in groups[: groups.index(role.group)])
     devices = _devices(first, role.gpus, role.ranks, role.facts.processes)
     component, python = role.selection.name, cluster.python.get(name, "")
@@ -114,15 +113,15 @@ def gpus_apart(roles: Roles) -> Iterator[Problem]:
             yield Problem("cluster.colocate", f"roles that share processes share their GPUs, and a rank takes {listed}")
 
 
-def way_of(config: Config, roles: Roles) -> Way:
+def way_of(cluster: ClusterSection, roles: Roles) -> Way:
     """Choose how weights travel. Raises `ConfigError`."""
-    backend, generator, inline = roles["backend"], roles["generator"], config.cluster.workers == "inline"
+    backend, generator, inline = roles["backend"], roles["generator"], cluster.workers == "inline"
     together = inline or roles.share("backend", "generator")
     ranks = (backend.ranks, generator.ranks)
     # Of several ranks one sends, and reaches by reference only who shares its own process.
     same_process = together and set(ranks) == {1}
-    one_node = together and config.cluster.placement.get("backend", config.cluster.placement.get("generator"))
-    same_host = same_process or not joins(config) or one_node == "one-node"
+    one_node = together and cluster.placement.get("backend", cluster.placement.get("generator"))
+    same_host = same_process or not joins(cluster) or one_node == "one-node"
     gpus = (backend.gpus, generator.gpus)
     transport = choose_transport(
         backend.facts.transports,
@@ -131,7 +130,7 @@ def way_of(config: Config, roles: Roles) -> Way:
         same_host=same_host,
         same_gpu=all(gpus) and len({*gpus, *ranks}) == 1 and together and not inline,
         own_gpus=all(gpus) and not together,
-        wanted=config.cluster.transport,
+        wanted=cluster.transport,
         together=together,
     )
     where = (
@@ -141,7 +140,7 @@ def way_of(config: Config, roles: Roles) -> Way:
         if same_host
         else "on nodes that the launcher will choose"
     )
-    reason = "as cluster.transport says" if config.cluster.transport else f"as they are {where}"
+    reason = "as cluster.transport says" if cluster.transport else f"as they are {where}"
     if transport not in STREAMED:
         return Way(transport, reason)
     receivers = generator.ranks * generator.facts.processes

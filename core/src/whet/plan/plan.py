@@ -22,6 +22,7 @@ from whet.component import (
     Selection,
     resolve,
 )
+from whet.config.cluster import ClusterSection
 from whet.config.sections import Config, DataSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
@@ -168,7 +169,7 @@ def make_plan(
         *incompatibilities(config.algorithm.name, roles),
         *_lengths(config.rollout, model, roles),
         *_conversations(config.rollout, model, roles, models or {}),
-        *_shares(config, roles),
+        *_shares(config.cluster, roles),
         *_updates(config.rollout, config.cluster.workers, roles),
         *sleep_problems(config, roles),
     ]
@@ -176,7 +177,7 @@ def make_plan(
     if config.generator is not None:
         together = config.cluster.workers == "inline" or roles.share("backend", "generator")
         try:
-            way = way_of(config, roles)
+            way = way_of(config.cluster, roles)
         except ConfigError as error:
             problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
         if config.rollout.max_staleness and together:
@@ -193,10 +194,11 @@ def make_plan(
     inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
     launcher = config.cluster.launcher
-    planned = (plan_role(config, roles, name, machine) for name in roles.names)
+    overlaps = bool(config.rollout.max_staleness)
+    planned = (plan_role(config.cluster, roles, name, machine, overlaps) for name in roles.names)
     placed = tuple(_with_handed_over(role, way, model) for role in planned)
     plan = Plan(launcher, inline, placed, way, feeds_on, turns, context, imports, tuple(notes))
-    return on_machine(plan, config, roles, machine), []
+    return on_machine(plan, config.cluster, roles, machine), []
 
 
 def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
@@ -210,15 +212,15 @@ def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> Role
     return attrs.evolve(role, memory=(*role.memory, shared))
 
 
-def on_machine(plan: Plan, config: Config, roles: Roles, machine: Machine) -> Plan:
+def on_machine(plan: Plan, cluster: ClusterSection, roles: Roles, machine: Machine) -> Plan:
     """Add to a plan what a machine has for it and what it lacks.
 
     GPUs that this machine lacks are a warning, for the run may be meant for another one; that a given one lacks them
     is a refusal, as is too little memory.
     """
-    gpus = [str(problem) for problem in gpu_problems(config, roles, plan.roles, machine)]
-    found = rooms(config, roles, plan.roles, plan.turns, machine)
-    full = [str(problem) for problem in memory_problems(config, found, machine)]
+    gpus = [str(problem) for problem in gpu_problems(cluster, roles, plan.roles, machine)]
+    found = rooms(cluster, roles, plan.roles, plan.turns, machine)
+    full = [str(problem) for problem in memory_problems(cluster, found, machine)]
     return attrs.evolve(
         plan, memory=tuple(found), machines=len(machine.nodes), warnings=() if machine.given else tuple(gpus),
         refusals=(*gpus, *full) if machine.given else tuple(full),
@@ -366,33 +368,33 @@ def _updates(rollout: RolloutSection, workers: str, roles: Roles) -> Iterator[Pr
         )
 
 
-def _shares(config: Config, roles: Roles) -> Iterator[Problem]:
+def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
     known = roles.known
-    yield from python_problems(config, known)
+    yield from python_problems(cluster, known)
     for key in ("ranks", "gpus", "threads"):
-        for role in getattr(config.cluster, key):
+        for role in getattr(cluster, key):
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
-    yield from _nodes(config, roles)
-    for i, group in enumerate(config.cluster.colocate or []):
+    yield from _nodes(cluster, roles)
+    for i, group in enumerate(cluster.colocate or []):
         for role in group:
             if role not in known:
                 yield Problem(f"cluster.colocate.{i}", f"names the role {role!r}; there are {', '.join(known)}")
-    named = [role for group in config.cluster.colocate or [] for role in group]
+    named = [role for group in cluster.colocate or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
     yield from gpus_apart(roles)
-    if config.cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
+    if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 
-def _nodes(config: Config, roles: Roles) -> Iterator[Problem]:
-    cluster, known = config.cluster, roles.known
+def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
+    known = roles.known
     for key in ("placement", "resources"):
         for role in getattr(cluster, key):
             if role not in known:
                 yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
-        if getattr(cluster, key) and not joins(config):
+        if getattr(cluster, key) and not joins(cluster):
             yield Problem(f"cluster.{key}", "there is one node alone: this is for a cluster to join; see address")
     if cluster.address and cluster.launcher == LOCAL:
         yield Problem("cluster.address", f"is for a cluster to join, and cluster.launcher is {cluster.launcher}")

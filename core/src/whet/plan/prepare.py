@@ -25,6 +25,7 @@ from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cor
 from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:
+    from whet.config.cluster import ClusterSection
     from whet.config.sections import Config, DataFile, ModelSection
     from whet.data.offline import Encode
     from whet.plugins.registry import Registry
@@ -66,7 +67,7 @@ class Prepared:
         plan = self.plan
         if only:
             roles = tuple(role for role in plan.roles if role.role in only)
-            plan = on_machine(evolve(plan, roles=roles), self.config, self.roles, self.machine)
+            plan = on_machine(evolve(plan, roles=roles), self.config.cluster, self.roles, self.machine)
         if problems := [*dict.fromkeys((*self.plan.warnings, *plan.refusals))]:
             raise ConfigError(problems)
 
@@ -112,9 +113,9 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
         problems += found
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
-    said = (*_unsaid(loaded.config, target), *_outside(loaded.config), *(recognised if trains else ()))
+    said = (*_unsaid(loaded.config.cluster, target), *_outside(loaded.config), *(recognised if trains else ()))
     notes = (*evaluation_notes(loaded.config, roles.of(EnvironmentFacts)), *_packages(roles, interpreters), *said)
-    warnings = (*plan.warnings, *_not_here(loaded.config, roles))
+    warnings = (*plan.warnings, *_not_here(loaded.config.cluster, roles))
     plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = _models(loaded.config, config_only=False)
@@ -131,17 +132,17 @@ def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str
 def _on_nodes(config: "Config", target: Machine) -> "Config":
     """Take a cluster of the nodes that are described for the one to join, where the config does not name one yet."""
     cluster = config.cluster
-    if not target.others or cluster.launcher == LOCAL or joins(config):
+    if not target.others or cluster.launcher == LOCAL or joins(cluster):
         return config
     return evolve(config, cluster=evolve(cluster, address="auto"))
 
 
-def _unsaid(config: "Config", target: Machine) -> Iterator[str]:
+def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:
     """Return notes on what is not known of a machine that is described."""
     if not target.given:
         return
-    if target.others and not joins(config):
-        launcher = config.cluster.launcher
+    if target.others and not joins(cluster):
+        launcher = cluster.launcher
         yield f"only the first of the {len(target.nodes)} machines is used, as cluster.launcher is {launcher}"
     if not all(node.cores for node in target.nodes):
         yield "cores of the machine are not known, so each rank has 1 thread; `--machine ...,cores=N` tells them"
@@ -183,7 +184,7 @@ def find_interpreters(
     found, problems = dict[str, Interpreter](), list[Problem]()
     apart = roles.names if config.cluster.workers == "process" else ()
     for role, named in config.cluster.python.items():
-        if role not in apart or (joins(config) and not located(named).exists()):
+        if role not in apart or (joins(config.cluster) and not located(named).exists()):
             continue
         modules, distributions = _wanted(config, roles, role)
         packages = roles[role].facts.packages
@@ -211,10 +212,10 @@ def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[
     return [*modules, *own.facts.imports, *(package.module for package in own.facts.packages)], distributions
 
 
-def packages_here(config: "Config", roles: Roles) -> Iterator[tuple[str, Package]]:
+def packages_here(cluster: "ClusterSection", roles: Roles) -> Iterator[tuple[str, Package]]:
     """Return each role with what its workers will look for in this very interpreter, as far as that can be known."""
-    for role in () if joins(config) else roles:
-        if config.cluster.workers == "inline" or role.name not in config.cluster.python:
+    for role in () if joins(cluster) else roles:
+        if cluster.workers == "inline" or role.name not in cluster.python:
             yield from ((role.name, package) for package in role.facts.packages)
 
 
@@ -236,9 +237,9 @@ def _outside(config: "Config") -> Iterator[str]:
                     yield f"{path}.{field_.alias}: {selection.name} writes to {target}, outside the run folder {folder}"
 
 
-def _not_here(config: "Config", roles: Roles) -> Iterator[str]:
+def _not_here(cluster: "ClusterSection", roles: Roles) -> Iterator[str]:
     """Return what workers stand on that this Python does not have."""
-    for role, package in packages_here(config, roles):
+    for role, package in packages_here(cluster, roles):
         if not package.is_here:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
 

@@ -7,7 +7,7 @@ from typing import Final
 from attrs import define, field, frozen
 
 from whet.component import Problem
-from whet.config.sections import Config
+from whet.config.cluster import ClusterSection
 from whet.plan.placement import Machine, RolePlan, joins
 from whet.plan.roles import Roles
 
@@ -26,12 +26,14 @@ class RankPlacement:
     """The GPUs of the machine that it computes on; empty: it computes on the processor."""
 
 
-def place_ranks(config: Config, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[RankPlacement]:
+def place_ranks(
+    cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], machine: Machine
+) -> list[RankPlacement]:
     """Return the placement of every rank; empty where the machines are not known or cannot hold all ranks."""
-    if gpu_problems(config, table, roles, machine) or (joins(config) and not machine.given):
+    if gpu_problems(cluster, table, roles, machine) or (joins(cluster) and not machine.given):
         return []
-    if joins(config):
-        return _spread_out(config, roles, machine)[0]
+    if joins(cluster):
+        return _spread_out(cluster, roles, machine)[0]
     return [
         RankPlacement(role, rank, 0, tuple(_indices(device)))
         for role in roles
@@ -39,11 +41,11 @@ def place_ranks(config: Config, table: Roles, roles: Sequence[RolePlan], machine
     ]
 
 
-def gpu_problems(config: Config, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[Problem]:
+def gpu_problems(cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[Problem]:
     """Return what is asked for of GPUs, cores and resources and is not there, as far as the machines are known."""
     wanted = sum(max(table[role].gpus for role in group) for group in table.groups)
     who, nodes = ("the given machine", [machine]) if machine.given else ("this machine", [machine])
-    if joins(config):
+    if joins(cluster):
         if not machine.given:
             return []
         who, nodes = _named(machine), list(machine.nodes)
@@ -51,7 +53,7 @@ def gpu_problems(config: Config, table: Roles, roles: Sequence[RolePlan], machin
     if wanted > there:
         verb = "have" if len(nodes) > 1 else "has"
         return [Problem("cluster.gpus", f"asks for {wanted} GPUs; {who} {verb} {there}")]
-    unplaced = _spread_out(config, roles, machine)[1] if joins(config) else []
+    unplaced = _spread_out(cluster, roles, machine)[1] if joins(cluster) else []
     return [
         Problem("cluster", f"no machine of {who} has room left for {one}; change gpus, threads, resources or placement")
         for one in unplaced[:1]
@@ -106,15 +108,17 @@ class _Free:
         return tuple(taken)
 
 
-def _spread_out(config: Config, roles: Sequence[RolePlan], machine: Machine) -> tuple[list[RankPlacement], list[str]]:
+def _spread_out(
+    cluster: ClusterSection, roles: Sequence[RolePlan], machine: Machine
+) -> tuple[list[RankPlacement], list[str]]:
     """Deal processes out to machines about as a launcher does; the second list names those that have found none."""
     free = [
         _Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes
     ]  # fmt: skip
     found, unplaced = list[RankPlacement](), list[str]()
     for group in dict.fromkeys(role.processes for role in roles):
-        bundles = _bundles(config, [role for role in roles if role.processes == group])
-        placement = next((word for r in bundles[0].roles if (word := config.cluster.placement.get(r.role))), "pack")
+        bundles = _bundles(cluster, [role for role in roles if role.processes == group])
+        placement = next((word for r in bundles[0].roles if (word := cluster.placement.get(r.role))), "pack")
         only = _one_for_all(free, bundles) if placement == "one-node" else None
         for bundle in bundles:
             node = only if only is not None else _choose(free, bundle, group, placement)
@@ -129,11 +133,11 @@ def _spread_out(config: Config, roles: Sequence[RolePlan], machine: Machine) -> 
     return found, unplaced
 
 
-def _bundles(config: Config, sharing: Sequence[RolePlan]) -> list[_Bundle]:
+def _bundles(cluster: ClusterSection, sharing: Sequence[RolePlan]) -> list[_Bundle]:
     made = []
     for rank in range(max(role.ranks for role in sharing)):
         here = tuple(role for role in sharing if role.ranks > rank)
-        resources = {name: n for role in here for name, n in config.cluster.resources.get(role.role, {}).items()}
+        resources = {name: n for role in here for name, n in cluster.resources.get(role.role, {}).items()}
         gpus = max(len(list(_indices(role.devices[rank]))) for role in here)
         made.append(_Bundle(here, rank, gpus, max(role.threads for role in here), resources))
     return made

@@ -3,7 +3,7 @@
 config + facts  ->  Roles: by name a Role(path, selection, facts, ranks, gpus, trained, group)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from attrs import frozen
@@ -18,6 +18,7 @@ from whet.component import (
     Selection,
     WorkerFacts,
 )
+from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 
 Of = TypeVar("Of", bound=Facts)
@@ -105,7 +106,8 @@ class Roles:
 
 def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
     """Return the table of roles. `facts` are by path into the config."""
-    cluster, needs, sharing = config.cluster, _needs(facts), _sharing(config)
+    cluster, needs = config.cluster, _needs(facts)
+    sharing = _sharing(cluster, list(config.roles), bool(config.rollout.max_staleness))
     generator = ["generator"] if config.generator is not None else []
     names = list(dict.fromkeys(["backend", *generator, *config.roles]))
     roles = {}
@@ -139,30 +141,30 @@ def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
     return needs
 
 
-def _sharing(config: Config) -> tuple[tuple[str, ...], ...]:
+def _sharing(cluster: ClusterSection, further: Sequence[str], overlaps: bool) -> tuple[tuple[str, ...], ...]:
     """Return the groups of `cluster.colocate`. By default all roles of one Python share; with staleness, all but the
     generator.
     """
-    if config.cluster.colocate is not None:
-        return tuple(map(tuple, config.cluster.colocate))
-    together = ["backend", *config.roles] if config.rollout.max_staleness else ["backend", "generator", *config.roles]
-    pythons = dict.fromkeys(config.cluster.python.get(role, "") for role in together)
-    parts = [tuple(role for role in together if config.cluster.python.get(role, "") == python) for python in pythons]
+    if cluster.colocate is not None:
+        return tuple(map(tuple, cluster.colocate))
+    together = ["backend", *further] if overlaps else ["backend", "generator", *further]
+    pythons = dict.fromkeys(cluster.python.get(role, "") for role in together)
+    parts = [tuple(role for role in together if cluster.python.get(role, "") == python) for python in pythons]
     return tuple(part for part in parts if len(part) > 1)
 
 
-def python_problems(config: Config, known: tuple[str, ...]) -> Iterator[Problem]:
+def python_problems(cluster: ClusterSection, known: tuple[str, ...]) -> Iterator[Problem]:
     """Find Python environments of roles that their processes cannot have; what is in them is looked at later."""
-    python = config.cluster.python
+    python = cluster.python
     for role in python:
         if role not in known:
             yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")
-        elif config.cluster.workers == "inline":
+        elif cluster.workers == "inline":
             yield Problem(
                 f"cluster.python.{role}",
                 "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
             )
-    for i, group in enumerate(config.cluster.colocate or []):
+    for i, group in enumerate(cluster.colocate or []):
         found = {role: python.get(role, "") for role in group}
         if len(set(found.values())) > 1:
             listed = " and ".join(
