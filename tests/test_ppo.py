@@ -11,10 +11,10 @@ import yaml
 from whet.component import Spec
 from whet.data.batch import Batch, concatenate
 from whet.data.files import read_rows
-from whet.rollout.journal import check
 from whet.run.compose import run
 from whet.runtime.local import LocalCluster
 from whet_testing.batches import random_batch, token_advantages
+from whet_testing.journal import check
 
 POLICY = {"likelihood": {"weight": 0.1, "at_least": 0.0}, "entropy_weight": 0.01, "clip_high": 0.28}
 LOSSES = {

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import whet
-from whet.rollout.journal import check
+from whet_testing.journal import check
 from whet_testing.runs import numbers
 
 STEPS = 12

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from whet.data.files import read_rows
-from whet.rollout.journal import check
 from whet.run import compose
+from whet_testing.journal import check
 
 INSTANT = Path(__file__).parent / "instant.py"
 GROUPS, STEPS = 3, 16

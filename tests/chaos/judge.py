@@ -11,7 +11,7 @@ from strikes import Struck
 from victims import FORK_SERVER
 
 from whet.data.files import read_rows
-from whet.rollout.journal import check
+from whet_testing.journal import check
 
 NAMED = re.compile(r"Error: (?P<role>[a-z]+) rank (?P<rank>\d+) failed in (?P<phase>\w+): (?P<cause>.+)")
 ENDS = {"kill": -9, "stop": -9, "terminate": 143, "terminate all": 143, "interrupt": 130, "pause": 0}

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.rollout.journal import check, indices, ranges
+from whet.rollout.journal import indices, ranges
 from whet.run.run_folder import RunFolder
+from whet_testing.journal import check
 
 
 @given(st.lists(st.integers(0, 40), unique=True))

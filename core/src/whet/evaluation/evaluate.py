@@ -17,56 +17,7 @@ from whet.rollout.routing import Route
 from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
 
 if TYPE_CHECKING:
-    from whet.config.sections import EvaluationSection, RolloutSection
     from whet.interfaces.generator import Generator
-
-
-class Evaluator:
-    """Evaluates repeatedly on the same tasks, as the sections of a config state."""
-
-    def __init__(
-        self,
-        routes: Sequence[Route],
-        generator: "Generator",
-        chat: Chat,
-        section: "EvaluationSection",
-        rollout: "RolloutSection",
-        *,
-        max_context: int,
-        seed: int,
-        deadline_seconds: float = 3600.0,
-        status: Callable[[str], None] = lambda text: None,
-        loop: EpisodeLoop | None = None,
-        endpoints: Endpoints | None = None,
-    ) -> None:
-        self._routes, self._generator, self._chat, self._seed = routes, generator, chat, seed
-        self._sampling = Sampling(
-            max_tokens=section.max_tokens or rollout.max_tokens,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            stop=tuple(rollout.stop),
-        )
-        self._max_context, self._deadline_seconds = max_context, deadline_seconds
-        self._retries, self._infrastructure_retries = rollout.retries, rollout.infrastructure_retries
-        self._status, self._loop, self._endpoints = status, loop, endpoints
-
-    def evaluate(self) -> EvaluationResult:
-        """Play all tasks and return the result; see `evaluate`."""
-        return evaluate(
-            self._routes,
-            self._generator,
-            self._chat,
-            self._sampling,
-            self._seed,
-            max_context=self._max_context,
-            retries=self._retries,
-            infrastructure_retries=self._infrastructure_retries,
-            deadline_seconds=self._deadline_seconds,
-            status=self._status,
-            loop=self._loop,
-            endpoints=self._endpoints,
-        )
 
 
 def evaluate(

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,6 +18,7 @@ from whet.component import AdvantagesFacts, Selection, Spec
 from whet.config.build import build_selection, to_spec
 from whet.config.structure import unstructure
 from whet.data.metrics import Metrics, merge
+from whet.data.records import Sampling
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import RunInfo
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from whet.config.sections import RecordSection
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
-    from whet.evaluation.evaluate import Evaluator
+    from whet.evaluation.result import EvaluationResult
     from whet.interfaces.backend import Backend
     from whet.interfaces.workers import WorkerGroup
     from whet.rollout.recorder import Recorder
@@ -281,20 +283,24 @@ def _stream(
 def make_evaluator(
     prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "ChatTokenizer",
     status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
-) -> "Evaluator":  # fmt: skip
-    """Return the evaluator of these environments."""
-    from whet.evaluation.evaluate import Evaluator
+) -> "Callable[[], EvaluationResult]":  # fmt: skip
+    """Return what plays all tasks of these environments, on the same tasks each time, and returns the result."""
+    from whet.evaluation.evaluate import evaluate
 
-    config = prepared.config
-    return Evaluator(
-        routes, generator, chat, config.evaluation, config.rollout, max_context=prepared.plan.max_context,
-        seed=config.run.seed, deadline_seconds=config.cluster.deadlines.episode, status=status, loop=loop,
-        endpoints=endpoints,
+    section, rollout = prepared.config.evaluation, prepared.config.rollout
+    sampling = Sampling(
+        max_tokens=section.max_tokens or rollout.max_tokens, temperature=section.temperature, top_p=section.top_p,
+        top_k=section.top_k, stop=tuple(rollout.stop),
+    )  # fmt: skip
+    return partial(
+        evaluate, routes, generator, chat, sampling, prepared.config.run.seed, max_context=prepared.plan.max_context,
+        retries=rollout.retries, infrastructure_retries=rollout.infrastructure_retries,
+        deadline_seconds=prepared.config.cluster.deadlines.episode, status=status, loop=loop, endpoints=endpoints,
     )  # fmt: skip
 
 
 def _evaluation(
-    evaluator: "Evaluator", attempt: Attempt, turns: Turns, stream: "RolloutStream | None", total: int
+    play: "Callable[[], EvaluationResult]", attempt: Attempt, turns: Turns, stream: "RolloutStream | None", total: int
 ) -> Callable[[int], Metrics]:
     """Return what evaluates after a step and writes the result to the run folder."""
 
@@ -304,7 +310,7 @@ def _evaluation(
         turns.generation()
         # No other requests meanwhile: batches, and so rounding errors, must not depend on timing.
         with attempt.spans.phase("run", "evaluate"), stream.paused() if stream else nullcontext():
-            result = evaluator.evaluate()
+            result = play()
         label = f"step-{step:06d}"
         for name, rows in result.rows(f"{label}-").items():
             attempt.folder.append(f"evaluations/{name}", rows)

@@ -97,7 +97,7 @@ def evaluate(
         slices = make_slices(prepared, folder.logs, closers, ["generator", *needed])
         generator = start(prepared, attempt, ["generator", *needed], slices.of)["generator"]
         endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
-        result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints).evaluate()
+        result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
