@@ -1,11 +1,46 @@
-"""What fits what, derived from facts: an algorithm, its loss, advantages and filters."""
+"""What fits what, derived from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
-from whet.component import AdvantagesFacts, FilterFacts, LossFacts, Problem
-from whet.plan.roles import Roles
+from whet.component import (
+    AdvantagesFacts,
+    AlgorithmFacts,
+    EnvironmentFacts,
+    FilterFacts,
+    GeneratorFacts,
+    LossFacts,
+    Problem,
+)
+from whet.config.cluster import ClusterSection
+from whet.config.sections import Config, DataSection, RolloutSection, RunSection
+from whet.data.model_info import ModelInfo
+from whet.plan.evaluation import evaluation_problems
+from whet.plan.placement import gpus_apart, joins
+from whet.plan.roles import Roles, python_problems
+from whet.plugins.launchers import LOCAL
 
 LOSS, ADVANTAGES = "algorithm.loss", "algorithm.advantages"
+ALWAYS = frozenset({"tokens", "loss_mask", "lengths", "prompt_lengths", "group", "episode", "unit"})
+"""Columns of every batch."""
+ROLLOUT = frozenset({"sampler_logprobs", "version", "temperature", "env", "reward", "stopped"})
+"""Columns of a batch from rollouts."""
+
+
+def config_problems(
+    config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
+) -> Iterator[Problem]:
+    """Find everything in a config that does not go together. `models` are those of roles with their own."""
+    yield from _inputs(config, roles, feeds_on)
+    yield from _epochs(config.run, config.data, config.algorithm.name, roles.algorithm, feeds_on)
+    yield from _needs(config, roles)
+    yield from _losses(roles, feeds_on)
+    yield from _weights(config.algorithm.name, roles)
+    yield from incompatibilities(config.algorithm.name, roles)
+    yield from _lengths(config.rollout, model, roles)
+    yield from _conversations(config.rollout, model, roles, models)
+    yield from _shares(config.cluster, roles)
+    yield from _updates(config.rollout, config.cluster.workers, roles)
 
 
 def incompatibilities(name: str, roles: Roles) -> Iterator[Problem]:
@@ -24,3 +59,178 @@ def incompatibilities(name: str, roles: Roles) -> Iterator[Problem]:
         if algorithm.group_size is not None and found.least_group_size > algorithm.group_size:
             least, size = found.least_group_size, algorithm.group_size
             yield Problem(path, f"compares at least {least} samples of one task, and algorithm.group_size is {size}")
+
+
+def _inputs(config: Config, roles: Roles, feeds_on: str) -> Iterator[Problem]:
+    name = config.algorithm.name
+    if feeds_on == "rollouts":
+        if not config.environments:
+            yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
+        elif not any(entry.weight for entry in config.environments):
+            yield Problem("environments", "none has a weight above 0; raise one's `weight`")
+        if config.generator is None:
+            yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
+        if config.data is not None:
+            yield Problem("data", f"{name} is fed by rollouts and reads no data files; remove this section")
+    else:
+        if config.data is None or not config.data.train:
+            yield Problem("data", f"{name} trains on data files and there are none; list them under data.train")
+        if config.environments:
+            yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
+    if config.evaluation.environments and config.generator is None:
+        yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
+    yield from evaluation_problems(config, roles.of(EnvironmentFacts))
+    if config.endpoint.serve and config.generator is None:
+        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
+    for where, entries in (
+        ("environments", config.environments),
+        ("evaluation.environments", config.evaluation.environments),
+    ):
+        names = [entry.name or entry.component.name for entry in entries]
+        for i, entry_name in enumerate(names):
+            if entry_name in names[:i]:
+                yield Problem(
+                    f"{where}.{i}.name", f"there are two environments named {entry_name!r}; give one another name"
+                )
+
+
+def _epochs(
+    run: RunSection, data: DataSection | None, name: str, algorithm: AlgorithmFacts, feeds_on: str
+) -> Iterator[Problem]:
+    """Find epochs of a run that has none, and data files whose weights do not go together."""
+    if run.epochs is not None and feeds_on == "rollouts":
+        yield Problem("run.epochs", f"{name} is fed by rollouts, which have no epochs; state run.steps")
+    elif run.epochs is not None and not (algorithm.encode and algorithm.records_per_step):
+        words = "does not state in its facts how it reads records (`encode`) and how many a step takes"
+        yield Problem("run.epochs", f"{name} {words} (`records_per_step`); state run.steps")
+    train, validation = (data.train, data.validation) if data else ([], [])
+    lacking = [i for i, file in enumerate(train) if file.weight is None]
+    for i in lacking if len(lacking) < len(train) else ():
+        yield Problem(f"data.train.{i}.weight", "missing: other files of data.train have a weight, so all need one")
+    for i, file in enumerate(validation):
+        if file.weight is not None:
+            yield Problem(f"data.validation.{i}.weight", "validation reads every record once; remove the weight")
+
+
+def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
+    """Match the further models that are asked for with those that there are."""
+    needs = roles.needs
+    for name, need in needs.items():
+        if name not in config.roles:
+            wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
+            yield Problem(f"roles.{name}", f"is missing: {config.algorithm.name} or an environment asks for it{wanted}")
+            continue
+        given = roles.outputs_of(name)
+        for output in sorted(need.outputs - given):
+            yield Problem(
+                f"roles.{name}", f"must give the model output {output!r}; it gives {', '.join(sorted(given))}"
+            )
+    for name in config.roles:
+        if name in ("backend", "generator"):
+            yield Problem(f"roles.{name}", "is a section of its own; give this role another name")
+        elif name not in needs:
+            asked = f"; asked for are {', '.join(needs)}" if needs else ""
+            yield Problem(f"roles.{name}", f"nobody asks for this role{asked}; remove it")
+
+
+def _losses(roles: Roles, feeds_on: str) -> Iterator[Problem]:
+    needs, given = roles.needs, {role.name: roles.outputs_of(role.name) for role in roles}
+    columns = ALWAYS | roles.algorithm.columns_written | (ROLLOUT if feeds_on == "rollouts" else frozenset())
+    own = LossFacts(outputs_needed=roles.algorithm.outputs_needed)
+    for path, found in {"algorithm": own, **roles.of(LossFacts)}.items():
+        told = needs[found.role].outputs if found.role in needs else frozenset()
+        for output in sorted(found.outputs_needed - given.get(found.role, found.outputs_needed) - told):
+            words = f"needs the model output {output!r}, which the {found.role} does not give: it gives"
+            yield Problem(path, f"{words} {', '.join(sorted(given[found.role]))}")
+        for column in sorted(found.columns_read - columns) if found.outputs_needed else ():
+            yield Problem(path, f"reads the column {column!r}, which neither the batch nor the algorithm provides")
+
+
+def _weights(name: str, roles: Roles) -> Iterator[Problem]:
+    """Find sets of weights that the algorithm scores with and the backend does not hold."""
+    where = roles["backend"].selection.name
+    for weights in sorted(roles.algorithm.weights_needed - roles.backend.weights_given):
+        why = f"{name} scores with the weights {weights!r}, and the backend {where} holds no such copy"
+        yield Problem(f"backend.{weights}", f"{why}; set it to true")
+
+
+def _lengths(rollout: RolloutSection, model: ModelInfo, roles: Roles) -> Iterator[Problem]:
+    context = rollout.max_context
+    if model.max_positions and context > model.max_positions:
+        yield Problem("rollout.max_context", f"is {context}, but the model's positions end at {model.max_positions}")
+    limit = context or model.max_positions
+    if "generator" in roles.names and limit and rollout.max_tokens >= limit:
+        yield Problem(
+            "rollout.max_tokens", f"is {rollout.max_tokens}, which leaves no room for a prompt in {limit} tokens"
+        )
+
+
+def _conversations(
+    rollout: RolloutSection, model: ModelInfo, roles: Roles, models: Mapping[str, ModelInfo]
+) -> Iterator[Problem]:
+    """Find models that read whole conversations and have fewer positions than those may have."""
+    longest = rollout.max_context or model.max_positions
+    for name, need in roles.needs.items():
+        most = models.get(name, model).max_positions
+        if need.conversations and name in roles.names and 0 < most < longest:
+            yield Problem(
+                "rollout.max_context",
+                f"allows for conversations of {longest} tokens, and the positions of the role {name!r}, which reads "
+                f"them, end at {most}: set it to {most} or less, or have the environment cut what is too long",
+            )
+
+
+def _updates(rollout: RolloutSection, workers: str, roles: Roles) -> Iterator[Problem]:
+    """Find a `rollout.on_weight_update` that the generator cannot do. Without staleness no request is under way."""
+    wanted = rollout.on_weight_update
+    if "generator" not in roles.names or rollout.max_staleness == 0:
+        return
+    if wanted not in (possible := roles.of(GeneratorFacts)["generator"].on_weight_update):
+        can, name = ", ".join(possible), roles["generator"].selection.name
+        yield Problem("rollout.on_weight_update", f"is {wanted}; of the generator {name} it can be {can}")
+    elif wanted == "continue" and workers == "process" and roles.share("backend", "generator"):
+        yield Problem(
+            "rollout.on_weight_update",
+            "is continue, but backend and generator take turns in one process, so weights cannot be sent while a "
+            "request runs; set them apart by cluster.colocate: []",
+        )
+
+
+def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
+    known = roles.known
+    yield from python_problems(cluster, known)
+    for key in ("ranks", "gpus", "threads"):
+        for role in getattr(cluster, key):
+            if role not in known:
+                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
+    yield from _nodes(cluster, roles)
+    for i, group in enumerate(cluster.colocate or []):
+        for role in group:
+            if role not in known:
+                yield Problem(f"cluster.colocate.{i}", f"names the role {role!r}; there are {', '.join(known)}")
+    named = [role for group in cluster.colocate or [] for role in group]
+    for role in sorted({role for role in named if named.count(role) > 1}):
+        yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
+    yield from gpus_apart(roles)
+    if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
+        yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
+
+
+def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
+    known = roles.known
+    for key in ("placement", "resources"):
+        for role in getattr(cluster, key):
+            if role not in known:
+                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
+        if getattr(cluster, key) and not joins(cluster):
+            yield Problem(f"cluster.{key}", "there is one node alone: this is for a cluster to join; see address")
+    if cluster.address and cluster.launcher == LOCAL:
+        yield Problem("cluster.address", f"is for a cluster to join, and cluster.launcher is {cluster.launcher}")
+    for role, amounts in cluster.resources.items():
+        for name, amount in amounts.items():
+            if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):
+                where = f"cluster.resources.{role}.{name}"
+                yield Problem(where, f"is {amount:g}, wanted a number above 0 of a custom resource; GPUs: cluster.gpus")
+    for group in roles.sharing:
+        if len({cluster.placement[role] for role in group if role in cluster.placement}) > 1:
+            yield Problem("cluster.placement", f"differs between {' and '.join(group)}, which share their processes")
