@@ -51,12 +51,13 @@ class Programs:
     ) -> "subprocess.CompletedProcess[str]":
         """Run a program as `python -c CODE ARGUMENTS` would, and return its output, errors and exit code.
 
-        `variables` replaces all environment variables; without it the program has those of this process. Raises
-        `subprocess.TimeoutExpired` when the program takes more than `seconds`.
+        `variables` replaces all environment variables; without it the program has those of this process. The program
+        has the umask of this process. Raises `subprocess.TimeoutExpired` when the program takes more than `seconds`.
         """
         environment = dict(os.environ if variables is None else variables)
         order = {
             "code": code, "arguments": list(arguments), "folder": str(folder or Path.cwd()), "variables": environment,
+            "umask": _umask(),
         }  # fmt: skip
         with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             files = array.array("i", [file.fileno() for file in (nothing, output, errors)])
@@ -84,6 +85,13 @@ class Programs:
         if not (word := self._socket.recv(64)):
             raise ChildProcessError(f"the server of programs ended with code {self._server.wait()}")
         return word
+
+
+def _umask() -> int:
+    """Return the umask of this process, which can only be read by setting it."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def _text(file: IO[bytes]) -> str:
@@ -123,6 +131,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["variables"])
     os.chdir(order["folder"])
+    os.umask(order["umask"])
     sys.argv = ["-c", *order["arguments"]]
     sys.path[0] = ""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in {"", *sys.path}]
