@@ -13,7 +13,7 @@ import pytest
 from whet.errors import WorkerError
 from whet.runtime.channel import send
 from whet.runtime.connection import Call, Connection
-from whet.runtime.deadlines import Clock
+from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.traffic import Line, Traffic
 from whet.runtime.wire import encode
 
@@ -51,17 +51,17 @@ Connect = Callable[[str, Callable[[], str]], Connection]
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Connect]:
-    clock, traffic, made = Clock(), Traffic(), []
+    deadline_watch, traffic, made = DeadlineWatch(), Traffic(), []
 
     def one(name: str, state: Callable[[], str]) -> Connection:
-        connection = Connection(name, tmp_path / f"{name}.log", Silent(state), clock, traffic)
+        connection = Connection(name, tmp_path / f"{name}.log", Silent(state), deadline_watch, traffic)
         made.append(connection)
         return connection
 
     yield one
     for connection in made:
         connection.end(0.0)
-    clock.stop()
+    deadline_watch.stop()
     traffic.stop()
 
 

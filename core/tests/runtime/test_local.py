@@ -21,7 +21,7 @@ from whet.interfaces.workers import WorkerGroup
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.channel import send
 from whet.runtime.connection import Call, Connection
-from whet.runtime.deadlines import Clock
+from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.local import LocalCluster, LocalProcess
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
@@ -309,14 +309,14 @@ class SlowLine:
 
 
 def test_an_answer_that_takes_longer_to_come_than_silence_may_last_is_not_silence(tmp_path: Path) -> None:
-    clock, traffic, answer = Clock(), Traffic(), Future[object]()
-    connection = Connection("backend-0", tmp_path / "log", SlowLine(), clock, traffic)
+    deadline_watch, traffic, answer = DeadlineWatch(), Traffic(), Future[object]()
+    connection = Connection("backend-0", tmp_path / "log", SlowLine(), deadline_watch, traffic)
     call = Call("backend", 0, "score", 30.0, lambda value, error: answer.set_result(error or value))
     connection.expect_heartbeats(0.8)
     connection.ask(7, encode({}), call)
     assert answer.result(30) == bytes(1 << 20)
     connection.end(time.monotonic())
-    clock.stop()
+    deadline_watch.stop()
     traffic.stop()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from whet.config.sections import DeadlinesSection
 from whet.errors import WhetError, WorkerError, WorkerLost
-from whet.runtime.deadlines import Clock
+from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
 from whet.runtime.threads import MOST_IN_A_ROW, Guard, watched
@@ -75,7 +75,7 @@ def test_a_deadline_that_no_clock_can_wait_for_does_not_end_the_clock(tmp_path: 
     with LocalCluster(tmp_path, DeadlinesSection(train=5.0, generate=1e6, heartbeat=0.0)) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
         connection = cluster.connection("backend-0")
-        cluster.clock.watch(connection, 1e30)  # from then on the clock thread waits
+        cluster.deadline_watch.watch(connection, 1e30)  # from then on the deadlines thread waits
         pending = workers.start("hang", 60.0, phase="train")
         with pytest.raises(WorkerLost, match=r"no answer within 5 s"):
             pending.result()
@@ -115,14 +115,14 @@ class Idle:
 
 def test_the_clock_fails_the_connection_that_it_cannot_watch_and_watches_the_others() -> None:
     lost = list[str]()
-    clock, broken, idle = Clock(lost.append), Broken(), Idle()
-    clock.watch(broken, 0.0)  # type: ignore[arg-type]
+    deadline_watch, broken, idle = DeadlineWatch(lost.append), Broken(), Idle()
+    deadline_watch.watch(broken, 0.0)  # type: ignore[arg-type]
     assert broken.failed.wait(30)
     assert broken.words.startswith("its deadlines cannot be watched: OverflowError: timestamp too large")
-    clock.watch(idle, 0.0)  # type: ignore[arg-type]
+    deadline_watch.watch(idle, 0.0)  # type: ignore[arg-type]
     assert idle.looked.wait(30)
     assert not lost
-    clock.stop()
+    deadline_watch.stop()
 
 
 @pytest.mark.parametrize("thread", ["whet-deadlines", "whet-traffic"])
@@ -133,7 +133,7 @@ def test_a_thread_of_the_driver_that_is_lost_fails_the_calls_under_way_in_words(
         workers = cluster.slice("backend").spawn(TARGET, {})
         pending = workers.start("hang", 300.0, phase="train")
         end_by_force(thread)
-        cluster.clock.watch(cluster.connection("backend-0"), 0.0)  # the thread runs Python again
+        cluster.deadline_watch.watch(cluster.connection("backend-0"), 0.0)  # the thread runs Python again
         cluster.traffic.order(lambda: None)
         with pytest.raises(WorkerError, match=f"the thread {thread} ended unexpectedly: SystemExit") as raised:
             pending.result()

@@ -50,7 +50,7 @@ class Call:
 
 
 @frozen
-class UnderWay:
+class InFlightCall:
     """A call that a worker process has not answered yet."""
 
     role: str
@@ -139,7 +139,7 @@ class HostProcess(Protocol):
 
 
 @frozen
-class Terms:
+class RpcSettings:
     """What all calls of a cluster have in common."""
 
     numbers: Iterator[int]

@@ -1,8 +1,8 @@
 """The driver's end of one worker process: its open calls, their answers, and the end of the process.
 
 One thread for each process starts the process and waits for its end. The kernel ties a process of the driver's machine
-to this thread. The messages of all processes pass through the one thread of `whet.runtime.traffic`. One `Clock` watches
-all deadlines.
+to this thread. The messages of all processes pass through the one thread of `whet.runtime.traffic`. One thread of
+`whet.runtime.deadlines` watches all deadlines.
 """
 
 import math
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
-from whet.runtime.call import Call, HostProcess, UnderWay
-from whet.runtime.deadlines import Clock
+from whet.runtime.call import Call, HostProcess, InFlightCall
+from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.process import last_words
 from whet.runtime.threads import watched
 from whet.runtime.traffic import Traffic
@@ -38,8 +38,10 @@ _IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
 class Connection:
     """One worker process. Its start begins at once, in the background."""
 
-    def __init__(self, name: str, log: Path, process: HostProcess, clock: Clock, traffic: Traffic) -> None:
-        self.name, self.process, self._log, self._clock = name, process, log, clock
+    def __init__(
+        self, name: str, log: Path, process: HostProcess, deadline_watch: DeadlineWatch, traffic: Traffic
+    ) -> None:
+        self.name, self.process, self._log, self._deadline_watch = name, process, log, deadline_watch
         log.touch()
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
@@ -82,7 +84,7 @@ class Connection:
         if cause:
             call.done(None, self._ended(call))
         else:
-            self._clock.watch(self, call.expires)
+            self._deadline_watch.watch(self, call.expires)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         """Send a message that is already encoded and has no answer."""
@@ -99,7 +101,7 @@ class Connection:
             {"do": "beat", "every": min(seconds / 4, max(_SLOWEST_BEAT_SECONDS, processes / _MOST_BEATS_A_SECOND))}
         )
 
-    def under_way(self) -> "list[UnderWay]":
+    def under_way(self) -> "list[InFlightCall]":
         """Return the calls that the process has not answered: the oldest of each role, rank and phase, oldest first."""
         now = time.monotonic()
         with self._lock:
@@ -109,7 +111,7 @@ class Connection:
         for call in sorted(calls, key=lambda call: call.began):
             oldest.setdefault((call.role, call.rank, call.phase), call)
         silence = now - heard if heard else 0.0
-        return [UnderWay(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
+        return [InFlightCall(*who, now - call.began, doing, now - since, silence) for who, call in oldest.items()]
 
     def excuse(self, seconds: float) -> None:
         """Subtract `seconds` from the silence of the process, because the driver could not hear it meanwhile."""
@@ -127,7 +129,7 @@ class Connection:
                 return
             self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
             self._deaf_cause = cause
-        self._clock.watch(self, at)
+        self._deadline_watch.watch(self, at)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""
@@ -236,7 +238,7 @@ class Connection:
             call.done(None, error)
             call.missed(error)
         if silent:
-            self._clock.forget(self)
+            self._deadline_watch.forget(self)
             self._kill()
 
     def _silent_at(self) -> float:
@@ -295,7 +297,7 @@ class Connection:
         with self._lock:
             self._cause = self._cause or cause
             calls, self._calls = list(self._calls.values()), {}
-        self._clock.forget(self)
+        self._deadline_watch.forget(self)
         for call in calls:
             call.done(None, self._ended(call))
         self._gone.set()
@@ -315,7 +317,7 @@ class Connection:
         now = time.monotonic()
         first, self._heard = not self._heard, now
         if first and self._heartbeat_seconds:
-            self._clock.watch(self, now + self._heartbeat_seconds)
+            self._deadline_watch.watch(self, now + self._heartbeat_seconds)
         if kind == "alive":
             self._said = value["doing"], now - value["seconds"]
             return

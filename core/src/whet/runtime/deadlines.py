@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 _PATIENCE_FOR_WORDS = 1.5
 """How long to wait for the logs and stacks of processes that missed a deadline; enough for one on another node."""
 _STOOD_STILL_SECONDS = 1.0
-"""If the clock is this late, the whole driver stood still, and did not receive what processes sent meanwhile."""
+"""If a check is this late, the whole driver stood still, and did not receive what processes sent meanwhile."""
 _LONGEST_WAIT_SECONDS = 3600.0
-"""A wait on a lock has a maximal length, so the clock looks again after this time."""
+"""A wait on a lock has a maximal length, so deadlines are checked again after this time."""
 
 
-class Clock:
+class DeadlineWatch:
     """One thread that watches the deadlines of all calls of a cluster."""
 
     def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
-        """Make a clock. If its thread ends unexpectedly, `lost` is called with the reason.
+        """Watch no deadline yet. If the thread ends unexpectedly, `lost` is called with the reason.
 
         No deadline is watched then.
         """
@@ -96,7 +96,7 @@ class Clock:
         self._guard.report(error)
         self._connections.discard(connection)
         words = f"its deadlines cannot be watched: {in_words(error)}"
-        # A separate thread: `fail` calls functions of callers. They may use the clock, which may hold its lock here.
+        # A separate thread: `fail` calls functions of callers, which may watch a deadline while the lock is held.
         threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
 
 

@@ -11,7 +11,7 @@ from whet.errors import WorkerError, WorkerLost
 _PATIENCE_FOR_A_DEATH = 1.0
 
 
-class Gathering:
+class GatheredFuture:
     """A call under way on several ranks: done when all have answered or one has failed."""
 
     def __init__(self, size: int) -> None:

@@ -24,9 +24,9 @@ from whet.data.spans import Span
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.call import HostProcess, Terms, UnderWay
+from whet.runtime.call import HostProcess, InFlightCall, RpcSettings
 from whet.runtime.connection import Connection
-from whet.runtime.deadlines import Clock, told_at_once
+from whet.runtime.deadlines import DeadlineWatch, told_at_once
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
@@ -126,8 +126,8 @@ class Cluster:
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
-        self.terms = Terms(itertools.count(1), self.deadline, grace_seconds)
-        self.clock, self.traffic = Clock(self._lose), Traffic(self._lose)
+        self.settings = RpcSettings(itertools.count(1), self.deadline, grace_seconds)
+        self.deadline_watch, self.traffic = DeadlineWatch(self._lose), Traffic(self._lose)
         self._broken = ""
         """Why no process can be used: a thread of the driver was lost. Empty: none was."""
         self._slices: dict[str, ProcessSlice] = {}
@@ -181,7 +181,7 @@ class Cluster:
                 log = self._log_file(name)
                 host = self._host(name)
                 process = self._launcher.process(host, self._group(name), log)
-                found = Connection(name, log, process, self.clock, self.traffic)
+                found = Connection(name, log, process, self.deadline_watch, self.traffic)
                 core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
                 found.tell({**core, **self._launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
@@ -213,7 +213,7 @@ class Cluster:
         """Return spans for the work in the background that processes had to wait for, as far as it is done."""
         return self._launcher.preparations()
 
-    def under_way(self) -> list[UnderWay]:
+    def under_way(self) -> list[InFlightCall]:
         """Return the calls that processes have not answered, the oldest first."""
         with self._lock:
             connections = list(self._connections.values())
@@ -234,12 +234,12 @@ class Cluster:
             self._closed = True
             connections, self._connections = list(self._connections.values()), {}
         busy = any(connection.busy() for connection in connections)
-        deadline = time.monotonic() + (BUSY_GRACE_SECONDS if busy else self.terms.grace_seconds)
+        deadline = time.monotonic() + (BUSY_GRACE_SECONDS if busy else self.settings.grace_seconds)
         for connection in connections:
             connection.leave()
         for connection in connections:
             connection.end(deadline)
-        self.clock.stop()
+        self.deadline_watch.stop()
         self.traffic.stop()
         self._launcher.close()
 
@@ -328,9 +328,9 @@ class ProcessSlice:
         The deadline is that of the phase `start`.
         """
         encode(dict(arguments))  # raises for arguments that cannot be sent, before any process starts
-        slot = next(self.cluster.terms.numbers)
+        slot = next(self.cluster.settings.numbers)
         connect = [partial(self.cluster.connection, name) for name in self.host_groups]
-        workers = ConnectedWorkers(self.role, slot, connect, self.cluster.terms)
+        workers = ConnectedWorkers(self.role, slot, connect, self.cluster.settings)
         building = {"do": "build", "slot": slot, "target": target, "arguments": dict(arguments)}
         try:
             rendezvous = self._rendezvous(slot, workers) if self.size > 1 else ""

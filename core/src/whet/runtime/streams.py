@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from whet.errors import WhetError
 from whet.interfaces.workers import Heard
-from whet.runtime.call import Call, Terms
+from whet.runtime.call import Call, RpcSettings
 from whet.runtime.connection import Connection
 from whet.runtime.wire import WireError, encode, encode_calls
 
@@ -55,12 +55,12 @@ class Streams:
 
     def __init__(
         self, role: str, slot: int, method: str, arguments: Mapping[int, tuple[Any, ...]], phase: str,
-        connections: Mapping[int, Connection], terms: Terms,
+        connections: Mapping[int, Connection], settings: RpcSettings,
     ) -> None:  # fmt: skip
         """Take the arguments and the connection of each rank. No message is sent before `listen`."""
         self._role, self._slot, self._method, self._arguments, self._phase = role, slot, method, arguments, phase
-        self._connections, self._terms = connections, terms
-        self._seconds = terms.deadline(phase)
+        self._connections, self._settings = connections, settings
+        self._seconds = settings.deadline(phase)
         self._number = 0
         self._arrived: asyncio.Queue[Heard] = asyncio.Queue()
 
@@ -70,7 +70,7 @@ class Streams:
         """Start the streams, and yield what arrives until all have ended. Closing this cancels the unfinished ones."""
         self._loop = asyncio.get_running_loop()
         self._mailbox = mailboxes.setdefault(self._loop, Mailbox())
-        self._number = next(self._terms.numbers)
+        self._number = next(self._settings.numbers)
         left = set(self._connections)
         try:
             self._ask()

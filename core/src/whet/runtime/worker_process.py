@@ -119,7 +119,7 @@ def compute_thread() -> Executor:
         return _compute
 
 
-class Host:
+class WorkerProcess:
     """The workers of this process, and the calls that the driver has made on them."""
 
     def __init__(self, connection: socket.socket, compute: ComputeThread) -> None:
@@ -292,7 +292,7 @@ def _end_all() -> NoReturn:
 
 
 def host_workers(connection: socket.socket, name: str) -> None:
-    """Host workers until the driver, at the other end of the connection, sends `exit` or is gone."""
+    """Serve workers until the driver, at the other end of the connection, sends `exit` or is gone."""
     global _compute, _hosting
     sys.argv = ["whet-worker", name]
     faulthandler.enable(all_threads=False)
@@ -301,7 +301,7 @@ def host_workers(connection: socket.socket, name: str) -> None:
     refuse_another_core(order["core"], order["wire"])
     import_from(order["path"], order["add"])
     _compute, _hosting = ComputeThread(), True
-    hosted = Host(connection, _compute)
+    hosted = WorkerProcess(connection, _compute)
     hosted.start()
     _compute.run()
     hosted.close()

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 from whet.errors import WorkerError
 from whet.interfaces.workers import Heard
-from whet.runtime.call import Call, HostProcess, Terms
+from whet.runtime.call import Call, HostProcess, RpcSettings
 from whet.runtime.channel import frame
 from whet.runtime.connection import Connection
-from whet.runtime.futures import Answers, Gathering
+from whet.runtime.futures import Answers, GatheredFuture
 from whet.runtime.streams import Mailbox, Streams, one_stream
 from whet.runtime.wire import encode
 
@@ -30,13 +30,15 @@ BUSY_GRACE_SECONDS = 0.3
 class ConnectedWorkers:
     """The driver's handle of the worker objects of one spawn."""
 
-    def __init__(self, role: str, slot: int, connect: Sequence[Callable[[], Connection]], terms: Terms) -> None:
+    def __init__(
+        self, role: str, slot: int, connect: Sequence[Callable[[], Connection]], settings: RpcSettings
+    ) -> None:
         """Take a function for each rank that returns a connection to its process.
 
         Where the rank's last process is lost, the function starts a new one.
         """
         self.role, self.size = role, len(connect)
-        self._slot, self._connect, self._terms = slot, list(connect), terms
+        self._slot, self._connect, self._settings = slot, list(connect), settings
         self._connections = [process() for process in connect]
         self._building: list[dict[str, Any]] = []
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
@@ -76,13 +78,13 @@ class ConnectedWorkers:
         """Call a method on every rank with the same arguments, wait, and return the results by rank."""
         return self.start(method, *args, phase=phase, timeout_seconds=timeout_seconds).result()
 
-    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Gathering:
+    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> GatheredFuture:
         """Start a call on every rank and return it. Do not change arrays in its arguments before it is done."""
         return self._ask(range(self.size), [self._message(method, args)], phase or method, timeout_seconds)
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
-    ) -> Gathering:
+    ) -> GatheredFuture:
         """Start a call on one rank and return it. Its result is a list with one item."""
         return self._ask([rank], [self._message(method, args)], phase or method, timeout_seconds)
 
@@ -121,7 +123,7 @@ class ConnectedWorkers:
 
     def _streams(self, asked: Mapping[int, tuple[Any, ...]], method: str, phase: str) -> AsyncGenerator[Heard, None]:
         connections = {rank: self._connections[rank] for rank in asked}
-        asking = Streams(self.role, self._slot, method, asked, phase or method, connections, self._terms)
+        asking = Streams(self.role, self._slot, method, asked, phase or method, connections, self._settings)
         return asking.listen(self._mailboxes)
 
     def close(self) -> None:
@@ -130,8 +132,8 @@ class ConnectedWorkers:
             return
         self._closed = True
         busy = any(connection.busy(self.role) for connection in self._connections)
-        grace = BUSY_GRACE_SECONDS if busy else self._terms.grace_seconds
-        deadline, closing, number = time.monotonic() + grace, Gathering(self.size), next(self._terms.numbers)
+        grace = BUSY_GRACE_SECONDS if busy else self._settings.grace_seconds
+        deadline, closing, number = time.monotonic() + grace, GatheredFuture(self.size), next(self._settings.numbers)
         buffers = encode({"do": "close", "number": number, "slot": self._slot})
         for rank, connection in enumerate(self._connections):
             connection.ask(number, buffers, Call(self.role, rank, "close", grace, partial(closing.finish, rank)))
@@ -146,12 +148,12 @@ class ConnectedWorkers:
 
     def _ask(
         self, ranks: Sequence[int], messages: Sequence[dict[str, Any]], phase: str, timeout_seconds: float | None
-    ) -> Gathering:
+    ) -> GatheredFuture:
         """Send each rank its message, or send all ranks one message, which is encoded once. Return the call."""
         number, phase, seconds = self._terms_of(phase, timeout_seconds)
         framed = [frame(encode({"number": number, **message})) for message in messages]
         asked = [self._connections[rank] for rank in ranks]
-        gathering, missed = Gathering(len(ranks)), partial(_missed, asked)
+        gathering, missed = GatheredFuture(len(ranks)), partial(_missed, asked)
         for place, (rank, connection) in enumerate(zip(ranks, asked, strict=True)):
             done = partial(gathering.finish, place)
             call = Call(self.role, rank, phase, seconds, done, missed=missed)
@@ -162,8 +164,8 @@ class ConnectedWorkers:
         """Return the number of a call, its phase, and its deadline in seconds. Raises `WorkerError` once closed."""
         if self._closed:
             raise WorkerError(self.role, None, phase, "the workers are closed")
-        seconds = self._terms.deadline(phase) if timeout_seconds is None else timeout_seconds
-        return next(self._terms.numbers), phase, seconds
+        seconds = self._settings.deadline(phase) if timeout_seconds is None else timeout_seconds
+        return next(self._settings.numbers), phase, seconds
 
 
 def _missed(asked: Sequence[Connection], error: WorkerError) -> None:
