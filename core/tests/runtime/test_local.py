@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich
@@ -23,7 +24,7 @@ from whet.runtime.channel import send
 from whet.runtime.connection import Call, Connection
 from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.local import LocalCluster, LocalProcess
-from whet.runtime.traffic import Traffic
+from whet.runtime.traffic import Line, Traffic
 from whet.runtime.wire import encode
 from whet_testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
 from whet_testing.environments import make_environment
@@ -275,6 +276,9 @@ class SlowLine:
 
     pid = 0
     node = ""
+
+    def line(self, *ends: Any) -> Line:
+        return Line(*ends)
 
     def start(self) -> socket.socket:
         here, self._there = socket.socketpair()
