@@ -28,7 +28,7 @@ class Replicas:
         self.losses, self.grant, self._resync = recovery.losses, recovery.grant, resync
 
     def sync(self, give: "Give") -> None:
-        """Have a new replica receive the weights of the last sync, or keep those that it loaded before the first."""
+        """Send the weights of the last sync to a new replica. Before the first sync it keeps those that it loaded."""
         if self._resync is None:
             give(None)
         else:
