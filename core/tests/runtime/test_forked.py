@@ -197,7 +197,7 @@ def test_an_owner_that_is_gone_takes_its_process_along(tmp_path: Path) -> None:
     try:
         owned = Forked(server, "x-0", environment={}, output=2)
         kept = Forked(server, "x-1", environment={}, output=2)
-        owned._line.shutdown(socket.SHUT_RDWR)  # as the end of a keeper does
+        owned._line.shutdown(socket.SHUT_RDWR)  # as the end of its driver does
         wait_until(lambda: not alive(owned.pid), "its process is gone")
         assert alive(kept.pid)
         for one in (owned, kept):

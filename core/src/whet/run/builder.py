@@ -22,7 +22,7 @@ from whet.data.records import Sampling
 from whet.data.spans import Spans
 from whet.interfaces.algorithm import OfflineParts, OnlineParts
 from whet.interfaces.logger import RunInfo
-from whet.interfaces.workers import Site
+from whet.interfaces.workers import RoleContext
 from whet.plan.prepare import Prepared
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.run import checkpoint
@@ -229,7 +229,7 @@ def start(
     replacing = attempt.recovery.replacing(sync.resync if sync else None)
 
     def build(role: str) -> Any:
-        site = Site(
+        context = RoleContext(
             slice=group_of(role),
             model=prepared.models.get(role, prepared.model),
             run=info,
@@ -243,7 +243,7 @@ def start(
         )
         attempt.observers.status(f"{role} to start")
         with attempt.spans.phase(role, "start"):
-            handle = build_selection(prepared.roles[role].selection, site)
+            handle = build_selection(prepared.roles[role].selection, context)
         if turns is not None:
             turns.join(role, handle)
         return handle

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 
 from whet.errors import WorkerError, WorkerLost
-from whet.interfaces.workers import Slice
+from whet.interfaces.workers import WorkerGroup
 from whet.runtime.workers import ConnectedWorkers
 from whet_ray.cluster import RayCluster
 from whet_testing.contracts.workers import ProcessWorkersContract, alive, wait_until
@@ -30,7 +30,7 @@ class TestRay(ProcessWorkersContract):
         """Start Ray once."""
 
     @contextmanager
-    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], Slice]]:
+    def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         with RayCluster(folder) as cluster:
             yield cluster.slice
 
