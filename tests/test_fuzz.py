@@ -107,7 +107,7 @@ def test_a_checkpoint_that_is_wrongly_taken_is_found(fuzz, ground, tmp_path, mon
 
 
 def test_a_record_that_vanishes_is_found(fuzz, ground, tmp_path, monkeypatch):
-    from whet.data import readers
+    from whet_data import readers
 
     lines = readers._lines
     monkeypatch.setattr(readers, "_lines", lambda path: (row for row in lines(path) if not row.problem))

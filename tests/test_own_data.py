@@ -15,7 +15,7 @@ ROWS = [(f"{n}+{n}?", str(2 * n)) for n in range(10)]
 
 
 TELLING = """
-from whet.data.offline import OfflineData
+from whet_data.offline import OfflineData
 read = OfflineData._read
 def telling(self, name, *rest):
     print("tokenises", name)

@@ -42,12 +42,12 @@ from mutations import (
 from whet.cli.app import group
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
-from whet.data.offline import OfflineData
 from whet.errors import WhetError
 from whet.plan.prepare import prepare
 from whet.plan.sources import explain, settings
-from whet_ops.algorithms.demonstrations import encode
-from whet_ops.algorithms.preferences import encode_pair
+from whet_data.demonstrations import encode
+from whet_data.offline import OfflineData
+from whet_data.preferences import encode_pair
 
 
 @define

@@ -137,7 +137,7 @@ class AlgorithmFacts(Facts):
     them. Empty: it does not look."""
     encode: str = ""
     """Trains on `data`: `package.module:function`, called as `function(config, model)`, which returns the `Encode` (see
-    `whet.data.offline`) that turns a record into sequences. `run.epochs` and commands that show data need it."""
+    `whet.interfaces.data`) that turns a record into sequences. `run.epochs` and commands that show data need it."""
     records_per_step: int | None = None
     """Trains on `data`: number of records of one step. `run.epochs` needs it."""
 

@@ -1,6 +1,7 @@
 """What decides a run's numbers is part of its fingerprint, and nothing else is."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
-from whet.data.offline import OfflineData
+from whet.plugins.data_files import reader
 from whet.run.checkpoint import differences
 from whet.run.fingerprint import run_fingerprint
 
@@ -34,7 +35,10 @@ def fingerprint(tiny_model_folder: Path) -> Any:
             RunSection(folder, 10), ModelSection(str(tiny_model_folder)), algorithm=chosen("algorithms"),
             backend=chosen("backends"), data=section,
         )  # fmt: skip
-        data = OfflineData(section, ChatTokenizer(tiny_model_folder), 0, 0)
+        tokenizer = ChatTokenizer(tiny_model_folder)
+        data = reader().open(
+            section, tokenizer, 0, 0, lambda text: None, encode=None, names={}, epochs=None, timed=nullcontext
+        )
         return run_fingerprint(config, read_model(tiny_model_folder), data, [])
 
     return identify

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from whet.data.batch import Batch
     from whet.data.chat import ChatTokenizer
     from whet.data.metrics import Metric
-    from whet.data.offline import OfflineData
     from whet.interfaces.backend import Backend
+    from whet.interfaces.data import OfflineData
     from whet.interfaces.generator import Generator
 
 

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.component import CORE_VERSION, KINDS
-from whet.data.layouts import recognise
 from whet.data.model_info import check_weights
-from whet.data.readers import find_file
 from whet.errors import ConfigError, WhetError
 from whet.plan.checks import Check, Checker, Status, within
 from whet.plan.memory import HOST, size, whose
 from whet.plan.prepare import Prepared, field_names, packages_here, prepare
 from whet.plan.rank_placement import gpu_problems
 from whet.plugins import launchers
+from whet.plugins.data_files import reader
 from whet.plugins.registry import Registry, load_plugins
 from whet.runtime import machine
 from whet.runtime.interpreters import Interpreter, surroundings, versions
@@ -348,16 +347,16 @@ def _data(plan: Prepared) -> Iterator[Check]:
 
 def _data_file(file: "DataFile", names: Mapping[str, str]) -> Check:
     try:
-        if find_file(file) is None:
-            return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
-        seen = recognise(file, names)
+        seen = reader().look(file, (), names)
     except WhetError as error:
-        return Check("data", "fail", str(error), "correct the path, or the file")
-    if not seen.rows:
-        return Check("data", "fail", f"{file.path}: no record", "correct the path, or the file")
-    if seen.rows[0].problem:
-        return Check("data", "warn", f"{seen.rows[0].where}: {seen.rows[0].problem}", "look at the file's first record")
-    return Check("data", "ok", f"{file.path}: {seen.words}")
+        return Check("data", "fail", str(error), "install what reads data files")
+    if seen.problem:
+        return Check("data", "fail", seen.problem, "correct the path, or the file")
+    if not seen.recognised:
+        return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
+    if seen.doubt:
+        return Check("data", "warn", seen.doubt, "look at the file's first record")
+    return Check("data", "ok", f"{file.path}: {seen.recognised}")
 
 
 def _judged(name: str, bad: bool, found: str, change: str, status: Status = "warn") -> Check:

@@ -19,6 +19,7 @@ from whet.plan.load import Loaded, load_config
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
 from whet.plan.roles import Roles, make_roles
+from whet.plugins.data_files import missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores
@@ -26,8 +27,8 @@ from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:
     from whet.config.cluster import ClusterSection
-    from whet.config.sections import Config, DataFile, ModelSection
-    from whet.data.offline import Encode
+    from whet.config.sections import Config, ModelSection
+    from whet.interfaces.data import Encode
     from whet.plugins.registry import Registry
 
 
@@ -254,14 +255,16 @@ def look_at_data(config: "Config", fields: Sequence[Sequence[str]] = ()) -> tupl
 
     Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`.
     """
+    if config.data and (missing := missing_reader()):
+        return [Problem("data", f"is given; {missing}")], []
     problems, recognised, names = list[Problem](), list[str](), field_names(config)
     for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
         for i, file in enumerate(files):
-            message, words = _looked_at(file, fields, names)
-            if message:
-                problems.append(Problem(f"data.{name}.{i}.path", message))
-            elif words:
-                recognised.append(f"data.{name}.{i}: {file.path}: {words}")
+            seen = reader().look(file, fields, names)
+            if seen.problem:
+                problems.append(Problem(f"data.{name}.{i}.path", seen.problem))
+            elif seen.recognised:
+                recognised.append(f"data.{name}.{i}: {file.path}: {seen.recognised}")
     return problems, recognised
 
 
@@ -276,40 +279,6 @@ def encode_of(config: "Config", facts: AlgorithmFacts, model: ModelInfo) -> "Enc
     """Return what turns the records of a config into sequences; None where its algorithm does not state it."""
     encode: Encode | None = resolve(facts.encode)(config.algorithm.config, model) if facts.encode else None
     return encode
-
-
-def _looked_at(file: "DataFile", fields: Sequence[Sequence[str]], names: Mapping[str, str]) -> tuple[str, str]:
-    """Return why nothing of a data file can be used, as far as its beginning tells, and what was recognised."""
-    from whet.data.layouts import recognise
-    from whet.data.readers import find_file
-
-    try:
-        found = find_file(file)
-        if found is None:
-            return "", ""
-        if not found.exists():
-            return f"there is no file {file.path!r}", ""
-        seen = recognise(file, names)
-    except DataError as error:
-        return str(error), ""
-    if not seen.rows:
-        return f"{file.path!r} holds no record", ""
-    if seen.missing:
-        return f"`fields` names the column {seen.missing[0]!r}; the file has {', '.join(seen.columns)}", ""
-    reasons = [row.problem or _lacking(row.record, fields) for row in seen.rows]
-    if not all(reasons):
-        return "", seen.words
-    return f"none of the first {len(reasons)} records can be used; {seen.rows[0].where}: {reasons[0]}", ""
-
-
-def _lacking(record: Mapping[str, Any], fields: Sequence[Sequence[str]]) -> str:
-    """Return which columns a record lacks, in words."""
-    from whet.data.layouts import found_words
-
-    if not fields or any(all(record.get(name) is not None for name in names) for names in fields):
-        return ""
-    wanted = ", or ".join(" and ".join(f"`{name}`" for name in names) for names in fields)
-    return f"it has the columns {found_words(record)}; wanted {wanted}; `fields` says what they are called in this file"
 
 
 def machine() -> Machine:

@@ -12,7 +12,7 @@ from whet.runtime.interpreters import versions
 if TYPE_CHECKING:
     from whet.config.sections import Config
     from whet.data.model_info import ModelInfo
-    from whet.data.offline import OfflineData
+    from whet.interfaces.data import OfflineData
     from whet.rollout.routing import Route
     from whet.runtime.interpreters import Interpreter
 

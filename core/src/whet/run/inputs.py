@@ -13,14 +13,15 @@ from whet.config.build import build_selection
 from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
+from whet.plugins.data_files import reader
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:
     from whet.config.sections import EnvironmentSection
     from whet.data.chat import ChatTokenizer
-    from whet.data.offline import OfflineData
     from whet.data.spans import Spans
     from whet.interfaces.backend import Backend
+    from whet.interfaces.data import OfflineData
     from whet.rollout.scorer import Scorer
 
 
@@ -77,9 +78,7 @@ def read_inputs(
 
     chat, data = chat_of("backend"), None
     if config.data is not None and training:
-        from whet.data.offline import OfflineData
-
-        data = OfflineData(
+        data = reader().open(
             config.data, chat, config.run.seed, config.data.max_length or prepared.model.max_positions, status,
             timed=partial(spans.phase, "data", "tokenise"),
             encode=encode_of(config, prepared.roles.algorithm, prepared.model), names=field_names(config),

@@ -15,12 +15,13 @@ from whet.config.document import to_text
 from whet.config.renamed import renewed
 from whet.config.structure import absolute, unstructure
 from whet.errors import CheckpointError
+from whet.plugins.data_files import reader
 from whet.run import checkpoint
 from whet.run.fingerprint import run_fingerprint, versions_of
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
-    from whet.data.offline import OfflineData
+    from whet.interfaces.data import OfflineData
     from whet.plan.prepare import Prepared
     from whet.rollout.routing import Route
     from whet.run.checkpoint import Checkpoint
@@ -121,12 +122,10 @@ def nothing_left(
     prepared: "Prepared", folder: "RunFolder", done: int, data: "OfflineData | None", status: Status
 ) -> bool:
     """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
-    from whet.data.offline import records_of
-
     config, epochs = prepared.config, prepared.config.run.epochs
     if epochs is None or config.data is None:
         return done >= (config.run.steps or 0)
     position = checkpoint.position(folder, done)
     if position and "epoch" in position and not config.run.allow_changed:
-        return position["records"] >= records_of(epochs, position["epoch"])
+        return position["records"] >= reader().records(epochs, position["epoch"])
     return done >= count_steps(prepared, data, done, position, status)

@@ -11,8 +11,8 @@ from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.data.metrics import mean, plain
 from whet.data.model_info import ModelInfo, read_model
-from whet.data.offline import OfflineData
 from whet.errors import CheckpointError, WhetError
+from whet_data.offline import OfflineData
 from whet_dpo.config import DpoConfig, KtoConfig, dpo_facts, kto_facts
 from whet_dpo.dpo import Dpo
 from whet_dpo.hooks import whet_losses

@@ -9,7 +9,7 @@ from whet.component import Spec
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.data.metrics import mean, plain
-from whet.data.offline import OfflineData
+from whet_data.offline import OfflineData
 from whet_sft.config import SftConfig
 from whet_sft.sft import Sft, encoder, with_perplexity
 from whet_testing.fakes import FakeBackend

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from whet.config.sections import DataFile
-from whet.data.readers import read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.undecided import noted
+from whet_data.readers import read
 from whet_env_math import verifier
 from whet_env_math.config import MathConfig
 from whet_env_math.dataset import MathDataset

@@ -9,7 +9,7 @@ from whet.config.bounds import BATCH, FACTOR, GROUP, STEPS, above, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_ops.algorithms.demonstrations import FIELDS, TrainOn, known_fields, record_fields
+from whet_data.demonstrations import FIELDS, TrainOn, known_fields, record_fields
 
 TOPK_COLUMNS = frozenset({"topk_ids", "teacher_topk_logprobs"})
 TOKEN_COLUMNS = frozenset({"teacher_logprobs", "advantages"})

@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.model_info import ModelInfo, read_model
+from whet_data.demonstrations import encode
 from whet_distill.config import DistillDataConfig
 from whet_distill.teaching import Teaching
-from whet_ops.algorithms.demonstrations import encode
 from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_tokens
 
 if TYPE_CHECKING:
-    from whet.data.offline import Encode
     from whet.interfaces.algorithm import OfflineParts
+    from whet.interfaces.data import Encode
 
 
 class DistillData:

@@ -9,9 +9,9 @@ from whet.config.bounds import BATCH, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
+from whet_data.preferences import PAIR_FIELDS
 from whet_dpo.loss_config import BASELINE, REFERENCE, RESPONSE
 from whet_dpo.whole_config import whole_columns
-from whet_ops.algorithms.preferences import PAIR_FIELDS
 
 Source = Literal["auto", "precomputed", "on-the-fly", "none"]
 LABELLED_FIELDS = ("prompt", "completion", "label", "chosen", "rejected")

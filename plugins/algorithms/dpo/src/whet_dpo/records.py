@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.data.chat import ChatTokenizer
-from whet.data.layouts import found_words
 from whet.data.messages import conversation
 from whet.errors import DataError
+from whet_data.layouts import found_words
+from whet_data.preferences import answered, encode_pair
 from whet_dpo.config import DpoConfig, KtoConfig, reads_response_mask
 from whet_dpo.loss_config import RESPONSE
-from whet_ops.algorithms.preferences import answered, encode_pair
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
-    from whet.data.offline import Encode
+    from whet.interfaces.data import Encode
 
 
 def pair_encoder(config: DpoConfig, model: "ModelInfo") -> "Encode":

@@ -15,8 +15,9 @@ import numpy as np
 
 from whet.data.files import disk_errors
 from whet.data.model_info import fingerprint
-from whet.data.offline import Part, PreparedData
 from whet.errors import CheckpointError, WhetError
+from whet.interfaces.data import PreparedData
+from whet_data.offline import Part
 from whet_dpo.loss_config import REFERENCE
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from whet.config.bounds import BATCH, FACTOR, STEPS, between
 from whet.config.sections import selection
 from whet.data.model_info import ModelInfo
 from whet.plan.plan import facts_of
-from whet_ops.algorithms.preferences import PAIR_FIELDS
+from whet_data.preferences import PAIR_FIELDS
 
 MARGIN = "margin"
 FIELDS = (*PAIR_FIELDS, MARGIN)

@@ -14,12 +14,12 @@ import numpy as np
 from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
 from whet.rollout.scorer import whole
-from whet_ops.algorithms.preferences import pair_conversations
+from whet_data.preferences import pair_conversations
 from whet_rm.config import MARGIN, RmConfig, reads_margin
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
-    from whet.data.offline import Encode
+    from whet.interfaces.data import Encode
 
 
 def encoder(config: RmConfig, model: "ModelInfo") -> "Encode":

@@ -9,14 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from whet.data.metrics import Metric, mean
-from whet_ops.algorithms.demonstrations import encode
+from whet_data.demonstrations import encode
 from whet_ops.algorithms.offline_loop import offline_loop, read_data, trained_tokens
 from whet_sft.config import SftConfig
 
 if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
-    from whet.data.offline import Encode
     from whet.interfaces.algorithm import OfflineParts
+    from whet.interfaces.data import Encode
 
 
 class Sft:

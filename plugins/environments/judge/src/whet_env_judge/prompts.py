@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from whet.config.sections import DataFile
 from whet.data.messages import Conversation, Message, conversation
-from whet.data.readers import Row, read
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import Model
+from whet_data.readers import Row, read
 from whet_env_judge.config import JudgeConfig
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from attrs import frozen
 from whet.config.sections import DataFile
 from whet.data.boxed import last_boxed
 from whet.data.messages import Conversation, Message
-from whet.data.readers import Row, read
 from whet.data.records import Task
 from whet.errors import DataError, Undecided
 from whet.interfaces.environment import Model
 from whet.interfaces.undecided import note
+from whet_data.readers import Row, read
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
 from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised

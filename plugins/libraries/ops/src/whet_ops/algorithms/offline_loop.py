@@ -14,9 +14,9 @@ from whet.data.metrics import Metric, mean, merge
 if TYPE_CHECKING:
     from whet.component import Spec
     from whet.data.batch import Batch
-    from whet.data.offline import PreparedData
     from whet.interfaces.algorithm import OfflineParts
     from whet.interfaces.backend import Backend
+    from whet.interfaces.data import PreparedData
 
 Prepare = Callable[["Batch", int], "Batch"]
 """(batch, step) -> the batch with the columns that the loss reads. Step 0: the batch is validated on."""

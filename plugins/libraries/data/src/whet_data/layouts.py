@@ -16,8 +16,8 @@ from attrs import evolve, frozen
 
 from whet.config.sections import DataFile
 from whet.data.pieces import escaped
-from whet.data.readers import Row, format_words, read
 from whet.errors import DataError
+from whet_data.readers import Row, format_words, read
 
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",

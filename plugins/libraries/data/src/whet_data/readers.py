@@ -19,8 +19,8 @@ from typing import Any
 from attrs import frozen
 
 from whet.config.sections import DataFile
-from whet.data.tables import DELIMITERS, delimiter_of, read_table
 from whet.errors import DataError, in_words
+from whet_data.tables import DELIMITERS, delimiter_of, read_table
 
 FORMATS = {
     "jsonl": (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"),

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from whet.data.chat import ChatTokenizer
-from whet.data.layouts import found_words
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
+from whet_data.layouts import found_words
 
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair. Without `prompt`, the other two are whole conversations."""

@@ -2,7 +2,7 @@ import pytest
 
 from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
-from whet_ops.algorithms.preferences import encode_pair
+from whet_data.preferences import encode_pair
 
 USER, RIGHT, WRONG = (
     {"role": "user", "content": "6*7?"},

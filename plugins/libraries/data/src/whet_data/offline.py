@@ -2,7 +2,7 @@
 
     read -> encode (the algorithm's) -> flat columns in memory -> batch(step, size)
 
-The order of epoch e is derived from the run's seed and e (see `whet.data.mixture`), so any step's batch can be computed
+The order of epoch e is derived from the run's seed and e (see `whet_data.mixture`), so any step's batch can be computed
 without the batches before it. A batch may begin in one epoch and end in the next. If the run states epochs, its last
 batch has the records that are left, so that every record is trained on as often as stated. If a resumed run states more
 epochs, it continues with the next record: a checkpoint holds how many records were used.
@@ -24,14 +24,11 @@ from attrs import define, evolve, field, frozen
 from whet.config.sections import DataFile, DataSection
 from whet.data.batch import Batch
 from whet.data.chat import ChatTokenizer
-from whet.data.layouts import records
-from whet.data.mixture import Mixture, mixture
-from whet.data.readers import Row, content_hash
 from whet.errors import DataError
-
-Encode = Callable[[Mapping[str, Any], ChatTokenizer], Sequence[Mapping[str, Any]]]
-"""(record, tokenizer) -> the sequences of one unit. Each has `tokens`, `loss_mask`, `prompt_length`, and possibly
-further columns: arrays as long as its tokens, or single numbers. Raises `DataError` if the record cannot be used."""
+from whet.interfaces.data import Encode
+from whet_data.layouts import records
+from whet_data.mixture import Mixture, mixture
+from whet_data.readers import Row, content_hash
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.data.mixture import mixture
 from whet.errors import DataError
+from whet_data.mixture import mixture
 
 NAMES = ("a", "b", "c")
 

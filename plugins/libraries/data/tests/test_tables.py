@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.config.sections import DataFile
-from whet.data.readers import content_hash, format_words, read
 from whet.errors import DataError
+from whet_data.readers import content_hash, format_words, read
 
 HEADER = ("prompt", "completion")
 ROWS = [("1+1?", "2"), ('say "hi"\nand go on', "h\u00e9llo, \u65e5\u672c"), ("x;y", "a\tb")]
@@ -150,7 +150,7 @@ def test_the_format_key_reads_a_file_of_any_name(tmp_path):
 def test_a_table_needs_the_standard_library_alone(tmp_path):
     (tmp_path / "a.csv").write_text(table())
     code = (
-        "import sys\nfrom whet.config.sections import DataFile\nfrom whet.data.readers import read\n"
+        "import sys\nfrom whet.config.sections import DataFile\nfrom whet_data.readers import read\n"
         f"print(len(list(read(DataFile({str(tmp_path / 'a.csv')!r})))))\n"
         "print(sorted({'datasets', 'pyarrow', 'pandas', 'torch'} & set(sys.modules)))"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from whet.config.sections import DataFile
-from whet.data.readers import content_hash, format_words, read
 from whet.errors import DataError
+from whet_data.readers import content_hash, format_words, read
 
 RECORDS = [{"text": "one"}, {"text": "zwei \u65e5\u672c"}, {"text": "3", "n": [1, {"a": None}]}]
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_a_name_that_is_no_file_is_asked_of_the_hub(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="datasets reads the hub")
     code = (
-        "from whet.data.readers import read; from whet.config.sections import DataFile\n"
+        "from whet_data.readers import read; from whet.config.sections import DataFile\n"
         "from whet.errors import DataError\n"
         "try: read(DataFile('nobody-at-all/no-such-data'))\n"
         "except DataError as error: print(error)"

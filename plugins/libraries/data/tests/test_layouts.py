@@ -6,7 +6,7 @@ import re
 import pytest
 
 from whet.config.sections import DataFile
-from whet.data.layouts import found_words, layout_of, recognise, records
+from whet_data.layouts import found_words, layout_of, recognise, records
 
 SHAREGPT = {
     "conversations": [

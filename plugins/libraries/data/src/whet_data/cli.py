@@ -149,7 +149,7 @@ def _records(
 
 def _length(config: "Config", facts: "AlgorithmFacts", counts: "Counts") -> str:
     """Return how many steps the run's epochs are, or the reverse, as text. Empty unless all records were counted."""
-    from whet.data.offline import steps_of
+    from whet_data.offline import steps_of
 
     size, run = facts.records_per_step, config.run
     if not size or not counts.kept or not counts.complete:

@@ -5,10 +5,10 @@ import pytest
 
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
-from whet.data.readers import read
 from whet.errors import DataError
 from whet.plan.prepare import data_problems
-from whet_ops.algorithms.demonstrations import FIELDS, encode, known_fields, record_fields
+from whet_data.demonstrations import FIELDS, encode, known_fields, record_fields
+from whet_data.readers import read
 
 USER, ONE = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 MORE, TWO = {"role": "user", "content": "6*8?"}, {"role": "assistant", "content": "48"}

@@ -7,8 +7,8 @@ import pytest
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import conversation
-from whet.data.offline import OfflineData
 from whet.errors import DataError
+from whet_data.offline import OfflineData
 
 
 @pytest.fixture(scope="module")

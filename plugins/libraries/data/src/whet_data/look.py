@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import define, evolve, field, frozen
 
-from whet.data.layouts import records
 from whet.data.pieces import escaped
 from whet.errors import DataError
+from whet_data.layouts import records
 
 if TYPE_CHECKING:
     from whet.config.sections import DataFile
     from whet.data.chat import ChatTokenizer
     from whet.data.messages import Conversation
-    from whet.data.offline import Encode
+    from whet.interfaces.data import Encode
 
 QUOTED = 5
 """Number of unusable records that are quoted with their reason."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from whet.data.chat import ChatTokenizer, Trainable
-from whet.data.layouts import found_words
 from whet.data.messages import Conversation, Message, conversation
 from whet.errors import DataError
+from whet_data.layouts import found_words
 
 FIELDS = ("messages", "prompt", "completion", "text")
 """Fields of a record: `messages`, or `prompt` and `completion`, or `text`."""

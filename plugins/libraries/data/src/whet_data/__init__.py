@@ -1,0 +1,1 @@
+"""Data files: records of many formats, mixed and tokenised into batches."""

@@ -1,1 +1,0 @@
-"""The command `whet data`: what the data of a config becomes, token by token."""
