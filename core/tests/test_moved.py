@@ -36,7 +36,7 @@ def test_a_module_of_another_distribution_is_found_by_its_path_of_before() -> No
     with pytest.warns(DeprecationWarning, match=r"whet\.ops\.kl has moved to whet_ops\.kl"):
         old = importlib.import_module("whet.ops.kl")
     assert old is importlib.import_module("whet_ops.kl")
-    with pytest.warns(DeprecationWarning, match=r"whet\.data\.pairs has moved to whet_ops\.algorithms\.preferences"):
+    with pytest.warns(DeprecationWarning, match=r"whet\.data\.pairs has moved to whet_data\.preferences"):
         from whet.data.pairs import encode_pair  # noqa: F401 -- the path of before itself is tested
 
 

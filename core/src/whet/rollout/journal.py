@@ -4,7 +4,7 @@ Each row `step` of `journal.jsonl` lists the groups that ended with this step, b
 
     {"time": ..., "event": "step", "step": 3, "trained": "8-10,12", "filtered": "11"}
 
-`whet_testing.journal.check` proves it for a run folder.
+The conformance kit has a check that proves it for a run folder.
 """
 
 from collections.abc import Iterable
