@@ -139,7 +139,9 @@ def layered(folder: Path) -> Path:
 @pytest.fixture
 def offline_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let `whet env create` find what is installed here, without a network, and give the folder that it writes to."""
-    wheels = make_wheels(["whet", "whet-hf", "hatchling", "editables"], tmp_path / "here")
+    wheels = make_wheels(
+        ["whet", "whet-hf", "whet-generation", "whet-weights", "hatchling", "editables"], tmp_path / "here"
+    )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("WHET_ENVIRONMENTS", str(tmp_path / "environments"))

@@ -130,7 +130,7 @@ def _create(
         kept = folder / "constraints.txt"
         shutil.copyfile(recipe.constraints, kept)
         constraints = ["-c", str(kept)]
-    plugins = [word for plugin in recipe.plugins for word in as_here(plugin)]
+    plugins = [word for plugin in (*recipe.plugins, *libraries_of(recipe.plugins)) for word in as_here(plugin)]
     run(*install, *constraints, *as_here("whet"), *plugins, *recipe.install)
     if recipe.remove:
         run(*uninstall, *recipe.remove)
@@ -189,8 +189,21 @@ def as_here(requirement: str) -> list[str]:
     return ["-e", path] if source.get("dir_info", {}).get("editable") else [path]
 
 
+def libraries_of(plugins: Sequence[str]) -> list[str]:
+    """Return the further distributions of whet that plugins require, as far as they are installed here."""
+    found: dict[str, None] = {}
+    waiting = [held for plugin in plugins if (held := _held(plugin)) is not None]
+    while waiting:
+        for need in map(Requirement, waiting.pop().requires or ()):
+            wanted = need.marker is None or need.marker.evaluate({"extra": ""})
+            if wanted and need.name not in found and (held := _held(need.name)) and normal(held.name) != "whet":
+                found[need.name] = None
+                waiting.append(held)
+    return list(found)
+
+
 def _held(requirement: str) -> metadata.Distribution | None:
-    """Return the distribution of core or of the plugin that a requirement names.
+    """Return the distribution of core, or of a plugin or library of whet, that a requirement names.
 
     Return None where the requirement names another distribution, or one that is not installed here.
     """
@@ -198,7 +211,8 @@ def _held(requirement: str) -> metadata.Distribution | None:
         held = metadata.distribution(Requirement(requirement).name)
     except (InvalidRequirement, metadata.PackageNotFoundError):
         return None
-    return held if normal(held.name) == "whet" or held.entry_points.select(group="whet") else None
+    ours = normal(held.name) == "whet" or any(point.group.partition(".")[0] == "whet" for point in held.entry_points)
+    return held if ours else None
 
 
 def _versions(plugins: Sequence[str]) -> dict[str, str]:
