@@ -9,7 +9,6 @@ from whet.cli.check import check
 from whet.cli.commands import Commands
 from whet.cli.config import config
 from whet.cli.doctor import doctor
-from whet.cli.env import env
 from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.plugins import plugins
@@ -24,7 +23,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, doctor, evaluate, export, plugins, schema, recipe, env):
+for _command in (run, check, config, doctor, evaluate, export, plugins, schema, recipe):
     group.add_command(_command)
 
 

@@ -103,8 +103,9 @@ class ClusterSection:
     """How weights are sent from backend to generator. Empty: the fastest way that both support and their placement
     allows."""
     python: dict[str, str] = field(factory=dict, converter=absolute_paths, metadata={"names_path": True})
-    """The Python environment of a role's worker processes, if it is not the driver's: the name of an environment that
-    `whet env create` has made, or a path, which contains a slash, e.g. `{generator: my-engine}`."""
+    """The Python environment of a role's worker processes, if it is not the driver's: the name of an environment
+    in `WHET_ENVIRONMENTS`, by default `~/.local/share/whet/environments`, or a path, which contains a slash, e.g.
+    `{generator: my-engine}`."""
     deadlines: DeadlinesSection = attrs.Factory(DeadlinesSection)
     """How long waits may take."""
     recovery: RecoverySection = attrs.Factory(RecoverySection)

@@ -95,8 +95,8 @@ def find(named: str) -> Path:
         raise ConfigError(f"is {named!r}, where there is no Python; give that of an interpreter or of an environment")
     known = ", ".join(sorted(folder.parent.parent.name for folder in environments().glob("*/bin/python")))
     raise ConfigError(
-        f"is {named!r}, and there is no such environment; there are: {known or 'none'}. `whet env create {named}` "
-        "makes it; a path is told by a slash in it"
+        f"is {named!r}, and there is no such environment; there are: {known or 'none'}. Make one of "
+        "that name, or give a path, which has a slash in it"
     )
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from whet.data.model_info import read_model
-from whet.runtime.venvs import recipe_of
 from whet_sglang.arguments import ENGINE, cache_tokens, engine_arguments
 from whet_sglang.config import SglangConfig
 from whet_testing.contracts.engine import EngineContract
 from whet_testing.role_context import make_context
+from whet_venv.venvs import recipe_of
 
 
 class TestPlugin(EngineContract):

@@ -3,9 +3,9 @@
 import tomllib
 from pathlib import Path
 
-from whet.runtime.venvs import recipe_of
 from whet_testing.contracts.engine import EngineContract
 from whet_testing.role_context import make_context
+from whet_venv.venvs import recipe_of
 from whet_vllm.arguments import ENGINE, engine_arguments
 from whet_vllm.config import VllmConfig
 

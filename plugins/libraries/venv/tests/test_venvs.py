@@ -11,9 +11,9 @@ import pytest
 
 import whet
 from whet.errors import WhetError
-from whet.runtime import venvs
+from whet_venv import venvs
 from whet.runtime.interpreters import environments, find, probe
-from whet.runtime.venvs import Recipe, as_here, create, listed, recipe_of, remove
+from whet_venv.venvs import Recipe, as_here, create, listed, recipe_of, remove
 from whet_testing.environments import make_wheels
 
 PLUGIN = {

@@ -37,7 +37,7 @@ def create(
     """
     from attrs import evolve
 
-    from whet.runtime import venvs
+    from whet_venv import venvs
 
     first, *others = wanted or (f"whet-{name}",)
     recipe = venvs.recipe_of(first, variant)
@@ -54,7 +54,7 @@ def create(
 def list_(as_json: bool) -> None:
     """List the environments that `whet env create` has made, and their contents."""
     from whet.runtime.interpreters import environments
-    from whet.runtime.venvs import listed
+    from whet_venv.venvs import listed
 
     found = listed()
     if as_json:
@@ -69,7 +69,7 @@ def list_(as_json: bool) -> None:
 @click.argument("name")
 def remove(name: str) -> None:
     """Remove the environment NAME."""
-    from whet.runtime.venvs import remove as remove_environment
+    from whet_venv.venvs import remove as remove_environment
 
     click.echo(f"removed {remove_environment(name)}")
 

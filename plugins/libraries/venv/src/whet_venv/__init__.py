@@ -1,0 +1,1 @@
+"""The command `whet env`: Python environments for engines that need one of their own."""
