@@ -1,15 +1,57 @@
-"""How tests are spread where several processes run them, `pytest -n 2`: file by file."""
+"""Fixtures of several test folders, and how tests are spread over processes, `pytest -n 2`: file by file."""
 
-from collections.abc import Iterator
+import importlib.metadata
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import whet.plugins.registry
 
 WITH_RAY = frozenset(
     ("test_cluster.py", "test_nodes.py", "test_ranks.py", "test_session.py", "test_sleep.py", "test_under_ray.py",
      "test_where_it_runs.py")
 )  # fmt: skip
 """These run one after another: clusters that start beside each other on one machine are slow beyond their deadlines."""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only folder in which plugins are looked for."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(
+        whet.plugins.registry, "distributions", lambda: importlib.metadata.distributions(path=[str(folder)])
+    )
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def install(site: Path) -> Callable[..., Path]:
+    """Install a distribution whose entry points are modules of the same names with the given sources."""
+
+    def install_distribution(
+        distribution: str, modules: Mapping[str, str], *, version: str = "1.0", requires: str = ""
+    ) -> Path:
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        wanted = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{wanted}")
+        entries = "".join(f"{module} = {module}\n" for module in modules)
+        (info / "entry_points.txt").write_text(f"[whet]\n{entries}")
+        for module, source in modules.items():
+            (site / f"{module}.py").write_text(textwrap.dedent(source))
+        return info
+
+    return install_distribution
 
 
 @pytest.fixture(scope="module")
