@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
 from whet.runtime.call import Call, HostProcess, InFlightCall
-from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.process import last_words
 from whet.runtime.threads import watched
 from whet.runtime.traffic import Traffic
@@ -35,11 +34,23 @@ _IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
 """Files in which an idle thread of a worker process waits."""
 
 
+class Deadlines(Protocol):
+    """Watches deadlines: see `whet.runtime.deadlines.DeadlineWatch`."""
+
+    def watch(self, connection: "Connection", expires: float) -> None:
+        """Check the connection's calls at the time `expires` or earlier."""
+        ...
+
+    def forget(self, connection: "Connection") -> None:
+        """Stop watching a connection."""
+        ...
+
+
 class Connection:
     """One worker process. Its start begins at once, in the background."""
 
     def __init__(
-        self, name: str, log: Path, process: HostProcess, deadline_watch: DeadlineWatch, traffic: Traffic
+        self, name: str, log: Path, process: HostProcess, deadline_watch: Deadlines, traffic: Traffic
     ) -> None:
         self.name, self.process, self._log, self._deadline_watch = name, process, log, deadline_watch
         log.touch()
