@@ -180,7 +180,7 @@ def test_margins_of_the_records_are_learned_from(trained, tmp_path, tiny_model_f
     ("changes", "complaint"),
     [
         ({"backend": {"use": "fsdp2"}}, "algorithm.loss: needs the model output 'values', which the backend does not"),
-        ({"generator": {"use": "hf"}}, "generator: is given, but a reward model writes no answers"),
+        ({"generator": {"use": "hf"}}, "generator: is given, but a reward model writes no responses"),
         (
             {"algorithm": {"use": "rm", "loss": "nll"}},
             "algorithm.loss: reads no 'chosen', so nothing that rm finds out",

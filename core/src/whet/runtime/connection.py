@@ -49,9 +49,7 @@ class Deadlines(Protocol):
 class Connection:
     """One worker process. Its start begins at once, in the background."""
 
-    def __init__(
-        self, name: str, log: Path, process: HostProcess, deadline_watch: Deadlines, traffic: Traffic
-    ) -> None:
+    def __init__(self, name: str, log: Path, process: HostProcess, deadline_watch: Deadlines, traffic: Traffic) -> None:
         self.name, self.process, self._log, self._deadline_watch = name, process, log, deadline_watch
         log.touch()
         self._log_begin = log.stat().st_size

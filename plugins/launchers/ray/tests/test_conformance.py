@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import pytest
 
@@ -46,5 +47,6 @@ def test_a_doctor_is_told_which_ray_there_is_and_whether_the_head_answers() -> N
 def test_paths_of_before_still_lead_to_it() -> None:
     from whet_ray.cluster import RayCluster
 
+    sys.modules.pop("whet.runtime.ray", None)  # another test may have imported it
     with pytest.warns(DeprecationWarning, match=r"whet\.runtime\.ray has moved to whet_ray\.cluster"):
         assert importlib.import_module("whet.runtime.ray").RayCluster is RayCluster
