@@ -14,13 +14,20 @@ import yaml
 from attrs import frozen
 
 from whet_testing.environments import make_wheels
-from whet_testing.forking import Programs
+from whet_testing.forking import Program, Programs
 
 Shell = Callable[[str, Path], str]
 IMPORTED = (
     "whet.cli.app", "whet.plan.prepare", "whet.run.compose", "whet_fsdp2.worker", "whet_hf.worker",
     "transformers.modeling_utils",
 )  # fmt: skip
+
+COMMAND = """
+from whet.cli import main
+from whet_testing.forked_children import forked_children
+with forked_children():
+    main()
+"""
 
 
 @frozen
@@ -56,13 +63,23 @@ def whet(programs: Programs) -> Callable[..., Ended]:
     def run(*arguments: object, folder: Path | None = None, python: Path | None = None, seconds: float = 120) -> Ended:
         words, begin = list(map(str, arguments)), time.monotonic()
         if python is None:
-            done = programs.run("from whet.cli import main; main()", words, folder=folder, seconds=seconds)
+            done = programs.run(COMMAND, words, folder=folder, seconds=seconds)
         else:
             command = [str(python), "-m", "whet.cli", *words]
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds, check=False)
         return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def start_whet(programs: Programs) -> Callable[..., Program]:
+    """Start `whet` with arguments, in a folder if one is given, and return the program. See `Programs.start`."""
+
+    def start(*arguments: object, folder: Path | None = None, variables: Mapping[str, str] | None = None) -> Program:
+        return programs.start(COMMAND, list(map(str, arguments)), folder=folder, variables=variables)
+
+    return start
 
 
 @pytest.fixture(scope="session")

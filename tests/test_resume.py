@@ -5,15 +5,15 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 import whet
+from whet_testing.forking import Program
 from whet_testing.journal import check
 from whet_testing.runs import numbers
 
@@ -40,19 +40,19 @@ def write_config(folder: Path, model: Path) -> Path:
     return path
 
 
-def start(config: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "whet.cli", "run", str(config), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=config.parent)
+@pytest.fixture(scope="module")
+def start(start_whet) -> Callable[..., Program]:
+    return lambda config, *overrides: start_whet("run", config, *overrides, folder=config.parent)
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: Program) -> str:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, tiny_model_folder):
+def uninterrupted(tmp_path_factory, tiny_model_folder, start):
     folder = tmp_path_factory.mktemp("whole")
     finish(start(write_config(folder, tiny_model_folder)))
     return folder / "run"
@@ -73,7 +73,7 @@ def test_training_moves(uninterrupted):
 
 
 @pytest.mark.slow
-def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, uninterrupted, no_orphans):
+def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, uninterrupted, no_orphans, start):
     config, draw = write_config(tmp_path, tiny_model_folder), random.Random(7)
     run, kills = tmp_path / "run", 0
     while kills < 10:
@@ -101,7 +101,7 @@ def test_ten_kills_at_any_moment_change_no_bit(tmp_path, tiny_model_folder, unin
     ("order", "staleness", "on_weight_update"), [("fifo", 1, "abort"), ("as_completed", 2, "continue")]
 )
 def test_with_staleness_no_kill_loses_a_group_or_trains_one_twice(
-    tmp_path, tiny_model_folder, order, staleness, on_weight_update
+    tmp_path, tiny_model_folder, order, staleness, on_weight_update, start
 ):
     config, draw, run = write_config(tmp_path, tiny_model_folder), random.Random(order), tmp_path / "run"
     overrides = [
@@ -130,7 +130,7 @@ def test_with_staleness_no_kill_loses_a_group_or_trains_one_twice(
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupted, no_orphans):
+def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupted, no_orphans, start):
     config = write_config(tmp_path, tiny_model_folder)
     process = start(config, "run.save_every=100")
     while not (tmp_path / "run/rollouts/step-000003.jsonl").exists():
@@ -153,7 +153,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, tiny_model_folder, uninterrupt
         ("rollout.temperature=0.7", "rollout.temperature: the run has 1.0, the config gives 0.7"),
     ],
 )
-def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, override, shown):
+def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, override, shown, start):
     process = start(uninterrupted.parent / "run.yaml", override)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -161,13 +161,13 @@ def test_another_runs_folder_is_refused_with_the_difference(uninterrupted, overr
     assert "Traceback" not in output
 
 
-def test_another_runs_folder_is_left_as_it_was(uninterrupted):
+def test_another_runs_folder_is_left_as_it_was(uninterrupted, start):
     before = (uninterrupted / "journal.jsonl").read_bytes()
     start(uninterrupted.parent / "run.yaml", "run.seed=4").communicate(timeout=60)
     assert (uninterrupted / "journal.jsonl").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted):
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, start):
     shutil.copytree(uninterrupted / "checkpoints", tmp_path / "run/checkpoints")
     process = start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run", "run.seed=4")
     output, _ = process.communicate(timeout=60)
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted):
     assert "run.seed: the run has 3, the config gives 4" in output
 
 
-def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer):
+def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer, start):
     from whet.data.small_models import make_model
 
     other = make_model(tmp_path / "other", tiny_tokenizer, seed=99)
@@ -185,7 +185,7 @@ def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tin
     assert "model files.weights" in output
 
 
-def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
+def test_a_finished_run_has_nothing_left_to_do(uninterrupted, start):
     before = {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()}
     said = finish(start(uninterrupted.parent / "run.yaml", "loggers=[console]"))
     page = f"`whet report {uninterrupted}`: write one HTML page about a run"
@@ -198,7 +198,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
     assert {file: file.stat().st_mtime_ns for file in uninterrupted.rglob("*") if file.is_file()} == before
 
 
-def test_a_run_that_was_killed_at_its_very_end_is_closed(tmp_path, uninterrupted):
+def test_a_run_that_was_killed_at_its_very_end_is_closed(tmp_path, uninterrupted, start):
     shutil.copytree(uninterrupted, tmp_path / "run")
     journal = tmp_path / "run/journal.jsonl"
     *before, last = journal.read_text().splitlines(keepends=True)
@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_at_its_very_end_is_closed(tmp_path, uninterrupted
     assert not (tmp_path / "run/scratch").exists()
 
 
-def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted):
+def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted, start):
     shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/model")
     finish(start(uninterrupted.parent / "run.yaml", f"run.folder={tmp_path}/run"))
@@ -233,7 +233,7 @@ CARRIED = (
 )  # fmt: skip
 
 
-def test_what_an_algorithm_carries_from_step_to_step_survives_to_the_last_bit(tmp_path, tiny_model_folder):
+def test_what_an_algorithm_carries_from_step_to_step_survives_to_the_last_bit(tmp_path, tiny_model_folder, start):
     runs = {}
     for name, attempts in (("whole", [4]), ("again", [2, 4])):
         (tmp_path / name).mkdir()

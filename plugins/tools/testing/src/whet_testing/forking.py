@@ -1,7 +1,7 @@
 """Run programs in processes of their own that start with their modules imported.
 
-    test ── order: code, arguments, folder, variables; three descriptors ──> server ── fork ──> program
-         <── process id, then exit code ────────────────────────────────────┘
+    test ── order: code, arguments, folder, variables; a line, three descriptors ──> server ── fork ──> program
+    line <── process id, then exit code ─────────────────────────────────────────────┘
 
 A program that imports torch and transformers takes seconds before it does anything. `Programs` starts one process that
 imports modules, and forks it for each program. A program keeps what belongs to a process: memory, signals, output,
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,8 +30,70 @@ from typing import IO, Any, NoReturn
 _LONGEST_ORDER = 1 << 20
 
 
+class Program:
+    """A program that was started. It has what tests use of `subprocess.Popen`."""
+
+    def __init__(self, line: socket.socket, words: list[str], output: IO[bytes] | None) -> None:
+        self.args, self.stdout, self.returncode = words, output, None
+        self._line = line
+        self.pid = int(self._said(None))
+
+    returncode: int | None
+    """The exit code, when `poll`, `wait` or `communicate` has found the program ended."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the program runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code when the program has ended. Raises `subprocess.TimeoutExpired`."""
+        if self.returncode is None:
+            try:
+                self.returncode = int(self._said(timeout))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            self._line.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, None]:
+        """Read the output to its end, and return it when the program has ended. Raises `subprocess.TimeoutExpired`."""
+        text: list[bytes] = []
+        reader = threading.Thread(target=lambda: text.append(self.stdout.read() if self.stdout else b""), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(timeout)
+        if self.stdout is None:
+            return None, None
+        self.stdout.close()
+        return text[0].decode(errors="replace").replace("\r\n", "\n"), None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the program has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the program, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the program has ended."""
+        self.send_signal(signal.SIGTERM)
+
+    def _said(self, seconds: float | None) -> bytes:
+        self._line.settimeout(seconds)
+        if not (word := self._line.recv(64)):
+            raise ChildProcessError("the server of programs has ended")
+        return word
+
+
 class Programs:
-    """Runs programs, one at a time."""
+    """Runs programs."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         """Start the server in the background. `variables` are added to the variables of this process."""
@@ -54,23 +117,51 @@ class Programs:
         `variables` replaces all environment variables; without it the program has those of this process. The program
         has the umask of this process. Raises `subprocess.TimeoutExpired` when the program takes more than `seconds`.
         """
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            program = self._ask(code, arguments, folder, variables, output.fileno(), errors.fileno())
+            try:
+                ended = program.wait(seconds)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+                raise subprocess.TimeoutExpired(["python", "-c", code, *arguments], seconds, _text(output)) from None
+            return subprocess.CompletedProcess([*arguments], ended, _text(output), _text(errors))
+
+    def start(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> Program:
+        """Start a program as `run` does, and return it. Its output and its errors go to its `stdout`."""
+        reader, writer = os.pipe()
+        try:
+            return self._ask(code, arguments, folder, variables, writer, writer, open(reader, "rb"))
+        finally:
+            os.close(writer)
+
+    def _ask(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        folder: Path | None,
+        variables: Mapping[str, str] | None,
+        output: int,
+        errors: int,
+        reader: IO[bytes] | None = None,
+    ) -> Program:
         environment = dict(os.environ if variables is None else variables)
         order = {
             "code": code, "arguments": list(arguments), "folder": str(folder or Path.cwd()), "variables": environment,
             "umask": _umask(),
         }  # fmt: skip
-        with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            files = array.array("i", [file.fileno() for file in (nothing, output, errors)])
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(os.devnull, "rb") as nothing:
+            files = array.array("i", [theirs.fileno(), nothing.fileno(), output, errors])
             self._socket.sendmsg([json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-            pid = int(self._said(None))
-            try:
-                ended = int(self._said(seconds))
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                self._said(None)
-                raise subprocess.TimeoutExpired(["python", "-c", code, *arguments], seconds, _text(output)) from None
-            return subprocess.CompletedProcess([*arguments], ended, _text(output), _text(errors))
+        return Program(line, ["python", "-c", code, *arguments], reader)
 
     def __enter__(self) -> "Programs":
         return self
@@ -79,12 +170,6 @@ class Programs:
         """End the server."""
         self._socket.close()
         self._server.wait()
-
-    def _said(self, seconds: float | None) -> bytes:
-        self._socket.settimeout(seconds)
-        if not (word := self._socket.recv(64)):
-            raise ChildProcessError(f"the server of programs ended with code {self._server.wait()}")
-        return word
 
 
 def _umask() -> int:
@@ -99,25 +184,42 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace").replace("\r\n", "\n")
 
 
-def _serve(line: socket.socket) -> dict[str, Any] | None:
+def _serve(owner: socket.socket) -> dict[str, Any] | None:
     """Fork for each order. Return the order in the forked process, and None in the server when its owner is gone."""
+    running: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> its id, the line of its owner
+    waiting = select.poll()
+    waiting.register(owner, select.POLLIN)
     while True:
-        word, files, _, _ = socket.recv_fds(line, _LONGEST_ORDER, 3)
-        if not word:
-            return None
-        if not (pid := os.fork()):
-            line.close()
-            for place, file in enumerate(files):
-                os.dup2(file, place)
+        for descriptor, _ in waiting.poll():
+            if descriptor in running:
+                pid, line = running.pop(descriptor)
+                waiting.unregister(descriptor)
+                os.close(descriptor)
+                _, status = os.waitpid(pid, 0)
+                with line, suppress(OSError):
+                    line.send(str(os.waitstatus_to_exitcode(status)).encode())
+                continue
+            word, files, _, _ = socket.recv_fds(owner, _LONGEST_ORDER, 4)
+            if not word:
+                return None
+            if not (pid := os.fork()):
+                for end in (owner, *(line for _, line in running.values())):
+                    end.close()
+                for end in (files[0], *running):
+                    os.close(end)
+                for place, file in enumerate(files[1:]):
+                    os.dup2(file, place)
+                    os.close(file)
+                order: dict[str, Any] = json.loads(word)
+                return order
+            line = socket.socket(fileno=files[0])
+            for file in files[1:]:
                 os.close(file)
-            order: dict[str, Any] = json.loads(word)
-            return order
-        for file in files:
-            os.close(file)
-        line.send(str(pid).encode())
-        _, status = os.waitpid(pid, 0)
-        with suppress(BrokenPipeError):
-            line.send(str(os.waitstatus_to_exitcode(status)).encode())
+            end = os.pidfd_open(pid)
+            running[end] = pid, line
+            waiting.register(end, select.POLLIN)
+            with suppress(OSError):
+                line.send(str(pid).encode())
 
 
 def main() -> None:
