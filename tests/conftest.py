@@ -188,3 +188,8 @@ def shell(layered_python: Path) -> Shell:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forked_workers: None) -> None:
+    """Workers that start from this process need not import torch again."""

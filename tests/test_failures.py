@@ -43,7 +43,10 @@ TWO_RANKS = {"ranks": {"backend": 2}}
 
 
 def strike(config: Path, victim: str, number: signal.Signals) -> tuple[str, float]:
-    """Start a run, send a signal to a worker in the middle of a step, and give the error and seconds until the end."""
+    """Start a run, send a signal to a worker in the middle of a step, and give the error and seconds until the end.
+
+    Everything is a program of its own here: its workers are told by their command lines.
+    """
     command = [sys.executable, "-m", "whet.cli", "run", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (config.parent / "run" / "rollouts" / "step-000002.jsonl").exists():

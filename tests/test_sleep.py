@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -103,16 +101,15 @@ def test_a_run_that_is_gone_on_with_sleeps_as_before(tmp_path, sleeping_run, awa
 
 
 @pytest.mark.parametrize("after_seconds", [0.0, 0.3])
-def test_a_run_that_a_signal_ends_is_saved_and_goes_on(tmp_path, sleeping_run, whet, awake, after_seconds):
+def test_a_run_that_a_signal_ends_is_saved_and_goes_on(tmp_path, sleeping_run, whet, start_whet, awake, after_seconds):
     config, metrics = sleeping_run(tmp_path), tmp_path / "run/metrics.jsonl"
-    command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 2):
-            time.sleep(0.01)
-        time.sleep(after_seconds)
-        process.terminate()
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, errors
+    process = start_whet("run", config, SLEEPING, "cluster.workers=inline")
+    while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 2):
+        time.sleep(0.01)
+    time.sleep(after_seconds)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
     done = whet("run", config, SLEEPING, "cluster.workers=inline", seconds=240)
     assert done.code == 0, done.errors
@@ -165,17 +162,16 @@ def test_who_asks_at_the_endpoint_is_answered_by_one_that_is_awake(tmp_path, sle
     assert len(rows(tmp_path / "run/metrics.jsonl")) == 4
 
 
-def test_the_endpoint_is_closed_before_what_a_signal_has_saved(tmp_path, sleeping_run):
+def test_the_endpoint_is_closed_before_what_a_signal_has_saved(tmp_path, sleeping_run, start_whet):
     pytest.importorskip("whet_endpoint", reason="whet-endpoint is not installed")
     config, metrics = sleeping_run(tmp_path, endpoint={"serve": True}), tmp_path / "run/metrics.jsonl"
-    command = [sys.executable, "-m", "whet.cli", "run", str(config), SLEEPING, "cluster.workers=inline"]
-    command += ["run.steps=100000", "run.save_every=0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 1):
-            time.sleep(0.01)
-        process.terminate()
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, errors
+    overrides = ["cluster.workers=inline", "run.steps=100000", "run.save_every=0"]
+    process = start_whet("run", config, SLEEPING, *overrides)
+    while process.poll() is None and not (metrics.exists() and len(rows(metrics)) > 1):
+        time.sleep(0.01)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
     events = [row["event"] for row in rows(tmp_path / "run/journal.jsonl")]
     assert events.index("endpoint closed") < events.index("saved")
 

@@ -2,9 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,13 @@ from whet_testing.environments import make_environment
 from whet_testing.runs import numbers
 
 
-def train(folder: Path, model: Path, driver: object = sys.executable, **cluster: object) -> Path:
+@pytest.fixture(scope="module")
+def train(whet) -> Callable[..., Path]:
     """Run ten steps of GRPO on arithmetic in a process of their own, of the driver's Python; give the run folder."""
+    return partial(run_ten_steps, whet)
+
+
+def run_ten_steps(whet, folder: Path, model: Path, driver: Path | None = None, **cluster: object) -> Path:
     config = {
         "run": {"folder": str(folder / "run"), "steps": 10, "seed": 1},
         "model": {"path": str(model)},
@@ -29,14 +35,13 @@ def train(folder: Path, model: Path, driver: object = sys.executable, **cluster:
         "loggers": [],
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    command = [str(driver), "-m", "whet.cli", "run", str(folder / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = whet("run", folder / "run.yaml", python=driver, seconds=240)
+    assert done.code == 0, done.errors
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def inline(tmp_path_factory, tiny_model_folder):
+def inline(tmp_path_factory, tiny_model_folder, train):
     return train(tmp_path_factory.mktemp("inline"), tiny_model_folder, workers="inline")
 
 
@@ -49,7 +54,7 @@ def inline(tmp_path_factory, tiny_model_folder):
     ],
     ids=["one process", "two processes", "two processes, broadcast"],
 )
-def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_folder, inline, cluster, transport):
+def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_folder, inline, cluster, transport, train):
     run = train(tmp_path, tiny_model_folder, **cluster)
     assert numbers(run) == numbers(inline)
     assert (run / "model/model.safetensors").read_bytes() == (inline / "model/model.safetensors").read_bytes()
@@ -58,7 +63,7 @@ def test_worker_processes_give_the_bits_of_this_process(tmp_path, tiny_model_fol
 
 
 def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_temporary_folder(
-    tmp_path, tiny_model_folder, inline
+    tmp_path, tiny_model_folder, inline, train
 ):
     pytest.importorskip("ray")
     before = set(Path(tempfile.gettempdir()).glob("whet-ray-*"))
@@ -70,7 +75,7 @@ def test_ray_on_this_machine_gives_the_same_bits_and_leaves_nothing_in_the_tempo
 
 
 def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
-    tmp_path, tiny_model_folder, inline, generator_python
+    tmp_path, tiny_model_folder, inline, generator_python, train
 ):
     pytest.importorskip("ray")
     run = train(tmp_path, tiny_model_folder, launcher="ray", python={"generator": str(generator_python)})
@@ -78,7 +83,7 @@ def test_a_generator_in_a_python_of_its_own_gives_the_same_bits_through_ray(
 
 
 def test_trainer_and_generator_in_two_pythons_and_a_driver_without_torch_give_the_same_bits(
-    tmp_path, tiny_model_folder, inline, generator_python, whet
+    tmp_path, tiny_model_folder, inline, generator_python, whet, train
 ):
     driver = make_environment(tmp_path / "driver", without=["torch", "transformers", "safetensors", "ray"])
     python = {"generator": str(generator_python), "backend": sys.executable}
@@ -128,7 +133,7 @@ def generator_python(tmp_path_factory) -> Path:
 @pytest.mark.skipif(
     "WHET_OTHER_PYTHON" not in os.environ, reason="WHET_OTHER_PYTHON names no Python with another torch"
 )
-def test_trainer_and_generator_have_different_versions_of_torch(tmp_path, tiny_model_folder):
+def test_trainer_and_generator_have_different_versions_of_torch(tmp_path, tiny_model_folder, train):
     other = os.environ["WHET_OTHER_PYTHON"]
     run = train(tmp_path, tiny_model_folder, python={"generator": other})
     versions = json.loads((run / "versions.json").read_text())
@@ -139,7 +144,7 @@ def test_trainer_and_generator_have_different_versions_of_torch(tmp_path, tiny_m
 
 
 def test_a_trainer_on_one_node_and_a_generator_on_another_give_the_same_bits(
-    tmp_path, tiny_model_folder, inline, monkeypatch
+    tmp_path, tiny_model_folder, inline, monkeypatch, train
 ):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

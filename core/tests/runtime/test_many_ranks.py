@@ -22,7 +22,7 @@ from whet.runtime.workers import ConnectedWorkers
 from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.scripted_worker import TARGET
 
-pytestmark = pytest.mark.usefixtures("no_orphans")
+pytestmark = pytest.mark.usefixtures("forked_workers", "no_orphans")
 
 COUNTING = f"file:{Path(__file__).with_name('counting.py')}:CountingWorker"
 NOTING = f"file:{Path(__file__).with_name('counting.py')}:NotingWorker"

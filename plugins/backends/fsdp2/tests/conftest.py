@@ -121,3 +121,8 @@ def _gradients() -> Callable[..., dict[str, torch.Tensor]]:
 @pytest.fixture(name="make_batch")
 def _make_batch() -> Callable[..., Batch]:
     return make_batch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forked_workers: None) -> None:
+    """Workers that start from this process need not import torch again."""

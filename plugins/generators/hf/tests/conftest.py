@@ -92,3 +92,8 @@ def decoding(model_folders: Callable[[str], Path]) -> Decoding:
 def requests_of() -> Callable[..., list[Request]]:
     """Make requests; see `make_requests`."""
     return make_requests
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forked_workers: None) -> None:
+    """Workers that start from this process need not import torch again."""

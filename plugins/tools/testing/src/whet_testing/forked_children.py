@@ -45,7 +45,7 @@ def _popen(command: Sequence[str], **settings: Any) -> Any:
 def _may_fork() -> bool:
     """Return whether a fork saves an import and copies no thread of a library that would be missed."""
     torch = sys.modules.get("torch")
-    if torch is None or torch.get_num_threads() != 1:
+    if torch is not None and torch.get_num_threads() != 1:
         return False
     ray = sys.modules.get("ray")
     return ray is None or not ray.is_initialized()
@@ -141,9 +141,8 @@ def _keep(kept: list[int], outputs: list[int]) -> None:
 
 def _forget() -> None:
     """Set back what this process had and a new one has not."""
-    import torch
-
     worker = import_module("whet.runtime.worker_process")
     worker._compute, worker._hosting = None, False
     import_module("whet.runtime.watchdog")._watchdogs.clear()
-    torch.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()

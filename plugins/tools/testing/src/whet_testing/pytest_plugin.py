@@ -84,3 +84,12 @@ def no_orphans() -> Iterator[None]:
         left = survivors(before, patience_seconds=5.0)
         end(left)
     assert not left, f"the test left processes behind: {', '.join(sorted(map(str, left)))}"
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> Iterator[None]:
+    """Fork the worker processes that tests start from this process; see `whet_testing.forked_children`."""
+    from whet_testing.forked_children import forked_children
+
+    with forked_children():
+        yield
