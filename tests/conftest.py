@@ -6,6 +6,7 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,5 @@ def shell(layered_python: Path) -> Shell:
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
+    for module in IMPORTED:
+        import_module(module)
