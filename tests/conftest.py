@@ -191,7 +191,7 @@ def shell(layered_python: Path) -> Shell:
     return run
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""
     for module in IMPORTED:

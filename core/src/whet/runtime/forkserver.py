@@ -137,7 +137,8 @@ class ForkServer:
         for end in self._ends:
             os.close(end)
         os.environ.update(said["environment"])
-        _show_name(said["name"])
+        words = [*sys.orig_argv[:-4], "whet.runtime.worker_process", *sys.orig_argv[-3:-1], said["name"]]
+        show_command(words, said["name"])
         return Order(socket.socket(fileno=connection), said["name"])
 
     def _ended(self, end: int) -> None:
@@ -176,14 +177,13 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _show_name(name: str) -> None:
-    """Change this process's entry in the list of processes to a host of workers with this name."""
+def show_command(words: list[str], name: str) -> None:
+    """Change this process's entry in the list of processes to a command with these words, where they fit."""
     with suppress(OSError, ValueError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
             begin, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
         room = end - begin
-        words = [*sys.orig_argv[:-4], "whet.runtime.worker_process", *sys.orig_argv[-3:-1], name]
         line = b"".join(os.fsencode(word) + b"\0" for word in words)
         if len(line) <= room:
             ctypes.memmove(begin, line.ljust(room, b"\0"), room)

@@ -123,6 +123,6 @@ def _make_batch() -> Callable[..., Batch]:
     return make_batch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""

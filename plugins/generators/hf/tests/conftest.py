@@ -94,6 +94,6 @@ def requests_of() -> Callable[..., list[Request]]:
     return make_requests
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _forked(forked_workers: None) -> None:
     """Workers that start from this process need not import torch again."""

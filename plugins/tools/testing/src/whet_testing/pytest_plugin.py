@@ -86,7 +86,7 @@ def no_orphans() -> Iterator[None]:
     assert not left, f"the test left processes behind: {', '.join(sorted(map(str, left)))}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def forked_workers() -> Iterator[None]:
     """Fork the worker processes that tests start from this process; see `whet_testing.forked_children`."""
     from whet_testing.forked_children import forked_children
