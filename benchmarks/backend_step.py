@@ -23,9 +23,9 @@ import torch
 from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model, make_tokenizer
 from whet.interfaces.loss import LossResult
 from whet.interfaces.workers import WorkerRank
+from whet_start.small_models import make_model, make_tokenizer
 
 
 class PolicyGradient:

@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM
 from whet.component import resolve
 from whet.config.sections import DeadlinesSection
 from whet.data.records import Request, Sampling
-from whet.data.small_models import make_model, make_tokenizer
 from whet.interfaces.weights import TransferSpec
 from whet.runtime.local import LocalCluster
+from whet_start.small_models import make_model, make_tokenizer
 from whet_testing.processes import descendants
 from whet_testing.role_context import make_context
 from whet_weights.transfer import send

@@ -23,10 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from whet.data.records import Request, Sampling
-from whet.data.small_models import make_model, make_tokenizer
 from whet.runtime.inline import InlineSlice
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
+from whet_start.small_models import make_model, make_tokenizer
 from whet_testing.role_context import make_context
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from whet.plugins.catalog import catalog
 from whet.plugins.registry import load_plugins
-from whet.plugins.shipped import recipes
+from whet_start.recipes import recipes
 
 ROOT = Path(__file__).parents[1]
 ALONE = """
@@ -50,7 +50,6 @@ def test_core_alone_lists_what_there_is_to_install(tmp_path):
             "whet-report offers the command 'report', and is not installed: pip install whet-r",
         ),
         (["plugins", "why", "grpoo"], "near names: algorithms/grpo (whet-grpo, not installed)"),
-        (["recipe", "learn-dpo"], "the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"),
         (["check", str(ROOT / "recipes" / "learn-dpo.yaml")], "\nall that is not installed: pip install 'whet[dpo]'"),
     ],
 )
@@ -68,12 +67,6 @@ def test_core_alone_says_who_offers_a_command_and_how_to_install_it(tmp_path, na
     owner = catalog().commands[name]
     assert done.returncode == 2
     assert f"there is no command '{name}' here; it is offered by {owner}: pip install {owner}" in done.stderr
-
-
-def test_core_alone_lists_the_recipes_that_plugins_would_bring(tmp_path):
-    done = alone("recipe", folder=tmp_path)
-    assert done.returncode == 0
-    assert "pip install whet-sft: learn-sft" in done.stdout
 
 
 def test_every_recipe_is_listed_and_written_so_that_it_loads(whet, tmp_path):

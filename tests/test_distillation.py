@@ -9,9 +9,9 @@ import yaml
 import whet
 from whet.data.files import read_rows
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model
 from whet.errors import ConfigError
 from whet.plan.prepare import prepare
+from whet_start.small_models import make_model
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.data.small_models import make_model, make_tokenizer
+from whet_start.small_models import make_model, make_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, uninterrupted, start):
 
 
 def test_another_model_in_the_same_place_is_refused(tmp_path, uninterrupted, tiny_tokenizer, start):
-    from whet.data.small_models import make_model
+    from whet_start.small_models import make_model
 
     other = make_model(tmp_path / "other", tiny_tokenizer, seed=99)
     process = start(uninterrupted.parent / "run.yaml", f"model.path={other}")

@@ -11,11 +11,11 @@ import whet
 from whet.data.batch import from_sequences
 from whet.data.files import read_rows
 from whet.data.messages import Message, conversation
-from whet.data.small_models import make_model
 from whet.errors import ConfigError
 from whet.plan.load import load_config
 from whet.plan.prepare import prepare
 from whet.rollout.scorer import whole
+from whet_start.small_models import make_model
 
 
 @pytest.fixture

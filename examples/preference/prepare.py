@@ -17,7 +17,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from whet.data.small_models import make_model, make_tokenizer
+from whet_start.small_models import make_model, make_tokenizer
 
 HELD_OUT = 5
 """One question in so many is not trained on; half of these are for choosing settings, half for reporting."""

@@ -26,7 +26,7 @@ from scenarios import SCENARIOS
 from strikes import Struck, carry_out, draw
 from victims import FORK_SERVER
 
-from whet.data.small_models import make_model, make_tokenizer
+from whet_start.small_models import make_model, make_tokenizer
 from whet_testing.processes import adopting_orphans, end, survivors
 
 MOST_OF_A_RUN, MOST_OF_AN_ATTEMPT = 8, 3

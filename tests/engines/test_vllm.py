@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from whet.data.small_models import make_model
 from whet.errors import WeightSyncError
 from whet.run import compose
+from whet_start.small_models import make_model
 from whet_testing.environments import make_environment
 from whet_testing.processes import descendants
 from whet_vllm.arguments import ENGINE

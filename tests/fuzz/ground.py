@@ -9,9 +9,9 @@ from typing import Any
 from attrs import field, frozen
 
 from whet.config.structure import unstructure
-from whet.data.small_models import make_model, make_tokenizer
 from whet.plan.prepare import prepare
 from whet.plugins.registry import Registry, load_plugins
+from whet_start.small_models import make_model, make_tokenizer
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 STEPS = 2

@@ -29,7 +29,6 @@ MOVED = {
     "run_folder": "data.files",
     "spans": "data.spans",
     "steps": "interfaces.algorithm",
-    "testing.models": "data.small_models",
     "undecided": "interfaces.undecided",
     "weights.probe": "run.probe",
 }

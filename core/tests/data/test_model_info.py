@@ -1,6 +1,8 @@
 import json
+import shutil
 import sys
 import tracemalloc
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +11,14 @@ from typing import Any
 import pytest
 
 from whet.data.model_info import ModelInfo, check_weights, fingerprint, locate, read_model
-from whet.data.small_models import make_model
 from whet.errors import ConfigError
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_number_of_parameters_is_that_of_transformers(tmp_path: Path, tiny_tokenizer: Any, tied: bool) -> None:
+def test_the_number_of_parameters_is_that_of_transformers(tiny_models: Callable[..., Path], tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = make_model(tmp_path, tiny_tokenizer, tied=tied, layers=3, hidden=96, heads=6, kv_heads=3)
+    folder = tiny_models(tied=tied, hidden=96)
     real = AutoModelForCausalLM.from_pretrained(folder)
     counted = sum(parameter.numel() for parameter in real.parameters())
     assert read_model(folder).parameters == pytest.approx(counted, rel=0.01)
@@ -125,8 +126,10 @@ def test_broken_weights_are_explained(
         check_weights(tmp_path)
 
 
-def test_a_fingerprint_tells_what_differs(tmp_path: Path, tiny_tokenizer: Any, tiny_model_folder: Path) -> None:
-    other = make_model(tmp_path / "other", tiny_tokenizer, seed=1)
+def test_a_fingerprint_tells_what_differs(
+    tmp_path: Path, tiny_models: Callable[..., Path], tiny_model_folder: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_models(seed=1), tmp_path / "other"))
     one, two = fingerprint(tiny_model_folder), fingerprint(other)
     assert {name for name in one if one[name] != two[name]} == {"weights"}
     config = json.loads((other / "config.json").read_text())

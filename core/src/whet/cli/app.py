@@ -12,7 +12,6 @@ from whet.cli.doctor import doctor
 from whet.cli.evaluate import evaluate
 from whet.cli.export import export
 from whet.cli.plugins import plugins
-from whet.cli.recipe import recipe
 from whet.cli.run import run
 from whet.cli.schema import schema
 
@@ -23,7 +22,7 @@ def group() -> None:
     """Sharpen a language model: supervised fine-tuning and reinforcement learning, from plugins and one YAML file."""
 
 
-for _command in (run, check, config, doctor, evaluate, export, plugins, schema, recipe):
+for _command in (run, check, config, doctor, evaluate, export, plugins, schema):
     group.add_command(_command)
 
 

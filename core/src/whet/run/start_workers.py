@@ -104,7 +104,7 @@ def start_roles(
 
     try:
         for lane in others:
-            threading.Thread(target=build_all, args=(lane,), name="whet-start", daemon=True).start()
+            threading.Thread(target=build_all, args=(lane,), name="whet-build", daemon=True).start()
         build_all(first)
         return {role: made[role].result() for role in roles}
     finally:

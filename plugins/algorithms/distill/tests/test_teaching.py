@@ -8,12 +8,12 @@ import pytest
 from whet.component import Component, Selection
 from whet.config.sections import ModelSection
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model, make_tokenizer
 from whet.errors import ConfigError
 from whet_distill.config import DistillConfig, TopkKlConfig
 from whet_distill.distill import with_advantages
 from whet_distill.hooks import whet_losses
 from whet_distill.teaching import Teaching
+from whet_start.small_models import make_model, make_tokenizer
 from whet_testing.batches import random_batch
 from whet_testing.fakes import FakeBackend
 

@@ -11,9 +11,9 @@ import torch
 from whet.component import Spec
 from whet.data.batch import Batch, from_sequences
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.worker import Worker
+from whet_start.small_models import make_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 96, "tied": False},

@@ -9,9 +9,9 @@ import torch
 from whet.data.chat import ChatTokenizer
 from whet.data.messages import Message
 from whet.data.model_info import read_model
-from whet.data.small_models import CHAT_TEMPLATE
 from whet.interfaces.workers import WorkerRank
 from whet_fsdp2.worker import Worker
+from whet_start.small_models import CHAT_TEMPLATE
 
 ENDS_AT_ONCE = CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}")
 """A template after which nothing follows the end of a turn."""

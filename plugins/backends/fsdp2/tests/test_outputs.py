@@ -9,11 +9,11 @@ import torch
 from whet.component import Spec
 from whet.data.batch import from_sequences
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model, make_tokenizer
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.workers import WorkerRank
 from whet.rollout.scorer import whole
 from whet_fsdp2.worker import Worker
+from whet_start.small_models import make_model, make_tokenizer
 
 LAYOUTS = ["shared", "packed", "padded"]
 

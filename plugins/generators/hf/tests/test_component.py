@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from whet.data.model_info import read_model
-from whet.data.small_models import make_model
 from whet_hf.config import HfConfig
 from whet_hf.facts import facts
+from whet_start.small_models import make_model
 
 
 def test_hooks_and_facts_import_no_torch() -> None:

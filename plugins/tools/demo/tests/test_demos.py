@@ -13,10 +13,10 @@ from whet.errors import ConfigError, PluginError
 from whet.plan.load import load_config
 from whet.plan.plan import selections
 from whet.plugins.registry import Registry, load_plugins
-from whet.plugins.shipped import recipe
 from whet_demo.demos import demo, demos, rebased
 from whet_demo.stages import course, stages
 from whet_demo.start import make_start, write_start
+from whet_start.recipes import recipe
 
 WARM = """\
 # A warm start: nothing is sharp yet. More follows.

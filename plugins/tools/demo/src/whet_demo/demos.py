@@ -20,7 +20,7 @@ from attrs import fields, frozen
 from whet.config.messages import choice_words
 from whet.errors import ConfigError, PluginError
 from whet.plugins.registry import Registry
-from whet.plugins.shipped import packages
+from whet_start.recipes import packages
 
 
 @frozen

@@ -16,9 +16,9 @@ from whet.data.files import read_metrics
 from whet.errors import ConfigError
 from whet.plan.load import Loaded, load_config
 from whet.plugins.registry import Registry
-from whet.plugins.shipped import recipe
 from whet.run.run_folder import RunFolder
 from whet_demo.demos import Demo, rebased
+from whet_start.recipes import recipe
 
 
 @frozen

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from whet.component import resolve
-from whet.data.small_models import make_model, make_tokenizer
 from whet.errors import ConfigError, WhetError
 from whet.plugins.catalog import install_words
 from whet_demo.demos import Demo
+from whet_start.small_models import make_model, make_tokenizer
 
 RECORDS = 40_000
 """Demonstrations to train on."""

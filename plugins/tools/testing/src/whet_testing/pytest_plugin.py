@@ -31,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """Return a `transformers` tokenizer of 384 tokens with a chat template, trained for this session."""
-    from whet.data.small_models import make_tokenizer
+    from whet_start.small_models import make_tokenizer
 
     return make_tokenizer(["Compute 7+8-3. What is the answer?", "7+8=15, 15-3=12. \\boxed{12}"] * 20)
 
@@ -39,7 +39,7 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
     """Return a folder with a random two-layer model and its tokenizer. Tests share the folder and only read it."""
-    from whet.data.small_models import make_model
+    from whet_start.small_models import make_model
 
     return make_model(tmp_path_factory.mktemp("tiny-model"), tiny_tokenizer)
 
@@ -50,7 +50,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -
 
     The function takes the family, whether embeddings are tied, the seed of the weights and the hidden size.
     """
-    from whet.data.small_models import make_model
+    from whet_start.small_models import make_model
 
     made: dict[tuple[str, bool, int, int], Path] = {}
 

@@ -21,10 +21,10 @@ import pytest
 from attrs import evolve
 
 from whet.data.records import Completion, Request
-from whet.data.small_models import make_model
 from whet.errors import WhetError
 from whet.interfaces.generator import Generator, OnWeightUpdate
 from whet.interfaces.workers import RoleContext
+from whet_start.small_models import make_model
 from whet_testing.contracts.placed import Placed, Slices, on_gpu
 from whet_testing.contracts.weights import WeightRules
 from whet_testing.reference import Reference

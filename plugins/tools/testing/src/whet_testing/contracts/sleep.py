@@ -9,11 +9,11 @@ import pytest
 
 from whet.component import Spec
 from whet.data.batch import Batch
-from whet.data.small_models import make_model
 from whet.errors import WhetError
 from whet.interfaces.backend import Backend
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
+from whet_start.small_models import make_model
 from whet_testing.batches import random_batch
 from whet_testing.contracts.placed import Placed, on_gpu
 

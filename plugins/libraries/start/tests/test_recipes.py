@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from whet.errors import ConfigError
 from whet.plugins.registry import Registry, load_plugins
-from whet.plugins.shipped import recipe, recipes, with_bases
+from whet_start.cli import recipe as command
+from whet_start.recipes import recipe, recipes, with_bases
 
 WARM = """\
 # A warm start: nothing is sharp yet. More follows.
@@ -29,7 +31,7 @@ Kit = Callable[..., Registry]
 
 
 @pytest.fixture
-def kit(site: Path, install: Callable[..., Path], offers: Registry) -> Kit:
+def kit(site: Path, install: Callable[..., Path]) -> Kit:
     """Install a package with recipes; return the registry."""
 
     def make(name: str = "kit", **files: str) -> Registry:
@@ -65,3 +67,21 @@ def test_an_unknown_recipe_gives_the_nearest(kit: Kit) -> None:
     registry = kit()
     with pytest.raises(ConfigError, match="there is no recipe 'warmm' \\(did you mean 'warm'\\?\\)"):
         recipe(registry, "warmm")
+
+
+def test_a_recipe_of_a_plugin_that_is_not_installed_gives_the_command_that_installs_it(kit: Kit) -> None:
+    with pytest.raises(ConfigError, match="the recipe 'learn-dpo' comes with whet-dpo: pip install whet-dpo"):
+        recipe(kit(), "learn-dpo")
+
+
+def test_the_list_has_the_recipes_that_other_plugins_would_bring(site: Path) -> None:
+    done = CliRunner().invoke(command, [])
+    assert done.exit_code == 0
+    assert "no installed plugin ships a recipe" in done.output
+    assert "pip install whet-sft: learn-sft" in done.output
+
+
+def test_the_list_has_the_recipes_of_installed_plugins(kit: Kit) -> None:
+    kit()
+    (line,) = (line for line in CliRunner().invoke(command, []).output.splitlines() if line.startswith("warm"))
+    assert line.split() == ["warm", "whet-kit", *["A", "warm", "start:", "nothing", "is", "sharp", "yet"]]

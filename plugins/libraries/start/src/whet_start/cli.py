@@ -12,7 +12,7 @@ from whet.cli.command import Command, warn_of_broken
 
 if TYPE_CHECKING:
     from whet.plugins.registry import Registry
-    from whet.plugins.shipped import Recipe
+    from whet_start.recipes import Recipe
 
 OF_RUNS = ("runs/", "models/")
 """Folders in recipes that hold the results of other runs."""
@@ -24,7 +24,7 @@ OF_RUNS = ("runs/", "models/")
 def recipe(name: str | None, into: Path) -> None:
     """Write the recipe NAME, a YAML file to change and run. Without NAME, list the recipes of all plugins."""
     from whet.plugins.registry import load_plugins
-    from whet.plugins.shipped import recipe as find
+    from whet_start.recipes import recipe as find
 
     registry = load_plugins()
     warn_of_broken(registry)
@@ -42,7 +42,7 @@ def write(found: "Recipe", into: Path) -> list[Path]:
     replaced.
     """
     from whet.errors import WhetError
-    from whet.plugins.shipped import with_bases
+    from whet_start.recipes import with_bases
 
     name = found.name
     head = (
@@ -67,7 +67,7 @@ def _list(registry: "Registry") -> None:
     from rich.table import Table
 
     from whet.plugins.catalog import catalog, install_words
-    from whet.plugins.shipped import recipes
+    from whet_start.recipes import recipes
 
     found = recipes(registry)
     console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 120)

@@ -1,0 +1,1 @@
+"""What a first run starts from: the recipes that plugins ship, and small random models."""
