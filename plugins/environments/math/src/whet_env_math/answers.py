@@ -10,7 +10,7 @@ passes on only a short piece.
 import re
 from fractions import Fraction
 
-from whet.data.boxed import last_boxed
+from whet_sandbox.boxed import last_boxed
 
 LONGEST = 1000
 """Most characters of an answer that is passed on to a grader."""

@@ -11,13 +11,13 @@ from typing import Any, overload
 
 from attrs import frozen
 
-from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Message
 from whet.data.randomness import derive_seed
 from whet.data.records import Task
 from whet.errors import DataError
 from whet.interfaces.environment import SingleTurn
 from whet_env_math.config import ArithmeticConfig
+from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
 
 PHRASINGS = ("Compute {}.", "What is {}?")
 MOST_DRAWS = 20_000

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from attrs import frozen
 
 from whet.config.sections import DataFile
-from whet.data.boxed import last_boxed
 from whet.data.messages import Conversation, Message
 from whet.data.records import Task
 from whet.errors import DataError, Undecided
@@ -25,6 +24,7 @@ from whet.interfaces.undecided import note
 from whet_data.readers import Row, read
 from whet_env_math.answers import LONGEST, given_answer, gold_answer, is_bomb, normal_answer, plain_number
 from whet_env_math.config import MathConfig
+from whet_sandbox.boxed import last_boxed
 from whet_sandbox.pool import GraderCrash, GraderPool, GraderRaised
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, overload
 
-from whet.data.boxed import boxed_integer, is_integer, last_boxed
 from whet.data.messages import Conversation, Message
 from whet.data.randomness import derive_seed
 from whet.data.records import Task
@@ -23,6 +22,7 @@ from whet.errors import DataError
 from whet.interfaces.environment import Model
 from whet_env_tools.calculation import CALL, called
 from whet_env_tools.config import CalculatorConfig
+from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
 
 QUESTION = "Compute {}*{}."
 MOST_DRAWS = 10_000

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from whet.data.boxed import boxed_integer, is_integer, last_boxed
+from whet_sandbox.boxed import boxed_integer, is_integer, last_boxed
 
 
 @pytest.mark.parametrize(
