@@ -112,7 +112,7 @@ class Player(Sequences):
 
     async def _attempt(self, assignment: Assignment, sample: int, attempt: int) -> Episode:
         route = assignment.route
-        model = RecordedModel(self, assignment, (sample, attempt))
+        model = RecordedModel(self, assignment, sample, attempt)
         with noted() as undecided:
             try:
                 async with self.gate.time_limit(self.deadline_seconds) as deadline:
@@ -129,7 +129,7 @@ class Player(Sequences):
                 rewards = dict.fromkeys(route.environment.reward_weights, 0.0)
                 if not undecided:
                     note(str(error))
-        sequences = [sequence for sequence in model.family if sequence.turns]
+        sequences = [sequence for sequence in model.sequences if sequence.turns]
         if not sequences:
             raise EpisodeError("it ended without asking the model anything")
         return Episode(

@@ -90,23 +90,23 @@ class RecordedModel:
     """
 
     def __init__(
-        self, shared: Sequences, assignment: Assignment, seat: tuple[int, int],
-        family: "list[RecordedModel] | None" = None, tools: Tools = (),
+        self, shared: Sequences, assignment: Assignment, sample: int, attempt: int,
+        sequences: "list[RecordedModel] | None" = None, tools: Tools = (),
     ) -> None:  # fmt: skip
-        """Begin a sequence without history. `seat` is (sample, attempt). Raises `DataError` if there are tools and the
-        chat template does not support any.
+        """Begin a sequence without history. Raises `DataError` if there are tools and the chat template does not
+        support any.
         """
         self._tools, self._chat = tools, shared.chat.with_tools(tools) if tools else shared.chat
-        self._shared, self._assignment, self._seat = shared, assignment, seat
-        self.family: list[RecordedModel] = [] if family is None else family
+        self._shared, self._assignment, self._sample_attempt = shared, assignment, (sample, attempt)
+        self.sequences: list[RecordedModel] = [] if sequences is None else sequences
         """All sequences of the episode, in the order in which they were started."""
-        self._fork = len(self.family)
-        self.family.append(self)
+        self._fork = len(self.sequences)
+        self.sequences.append(self)
         self.messages: Conversation = ()
         """The conversation so far, for the chat template and for records."""
         self._tokens: IntArray = _NO_TOKENS
         self._completions: list[tuple[int, Completion]] = []  # (position of its first token, completion)
-        self._marks = [(0, 0)]  # (tokens, messages) at the start and after each completion
+        self._offsets = [(0, 0)]  # (tokens, messages) at the start and after each completion
         self._full = self._busy = False
 
     def fork(self) -> "RecordedModel":
@@ -120,13 +120,13 @@ class RecordedModel:
         """Start another sequence with the history as it was after `turns` completions of this one, and return it."""
         other = self.fresh(self._tools)
         other._tokens, other.messages = self.history(turns)
-        other._marks = [self._marks[turns]]
+        other._offsets = [self._offsets[turns]]
         other._full = self._full and turns == self.turns
         return other
 
     def fresh(self, tools: Tools = ()) -> "RecordedModel":
         """Start another sequence of the same episode, without history, and return it."""
-        return RecordedModel(self._shared, self._assignment, self._seat, self.family, tools)
+        return RecordedModel(self._shared, self._assignment, *self._sample_attempt, self.sequences, tools)
 
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible address at which an external agent plays the episode."""
@@ -139,7 +139,7 @@ class RecordedModel:
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
         """Return the tokens and messages as they were after `turns` completions."""
-        tokens, messages = self._marks[turns]
+        tokens, messages = self._offsets[turns]
         return self._tokens[:tokens], self.messages[:messages]
 
     async def reply(self, messages: str | Message | Sequence[Message]) -> Reply:
@@ -175,7 +175,7 @@ class RecordedModel:
         room = shared.max_context - len(tokens) if shared.max_context else sampling.max_tokens
         if room < 1:
             raise NoRoom(len(tokens), shared.max_context)
-        position = (self._assignment.index, *self._seat, self._fork, len(self._completions))
+        position = (self._assignment.index, *self._sample_attempt, self._fork, len(self._completions))
         request = Request(
             id=f"{shared.purpose}-" + "-".join(map(str, position)),
             tokens=tokens,
@@ -190,7 +190,7 @@ class RecordedModel:
         self._completions.append((len(tokens), completion))
         self._tokens = np.concatenate([tokens, completion.tokens])
         self.messages = (*self.messages, *messages, Message("assistant", text))
-        self._marks.append((len(self._tokens), len(self.messages)))
+        self._offsets.append((len(self._tokens), len(self.messages)))
         return Turn(tokens, completion, text)
 
     def _tokens_with(self, messages: Conversation, appended: IntArray | None) -> tuple[str, IntArray]:

@@ -84,7 +84,7 @@ def test_each_endpoint_has_its_own_key_and_model_at_one_address(endpoints: Endpo
     def opened(text: str) -> Any:
         player = make_player(FakeGenerator(text))
         assignment = Assignment(Route("any", None, "train"), Task("x"), 0, 0)  # type: ignore[arg-type]
-        return endpoints.open(RecordedModel(player, assignment, (0, 0)), player.chat, player.sampling, ())
+        return endpoints.open(RecordedModel(player, assignment, 0, 0), player.chat, player.sampling, ())
 
     async def play() -> list[Any]:
         async with opened("one") as one, opened("two") as two:
