@@ -16,9 +16,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whet.component import CORE_VERSION, KINDS
 from whet.data.model_info import check_weights
@@ -31,10 +31,7 @@ from whet.plugins import launchers
 from whet.plugins.data_files import reader
 from whet.plugins.registry import Registry, load_plugins
 from whet.runtime import machine
-from whet.runtime.interpreters import Interpreter, surroundings, versions
-
-if TYPE_CHECKING:
-    from whet.config.sections import DataFile
+from whet.runtime.interpreters import OLDEST_PYTHON, Interpreter, surroundings, versions
 
 SECONDS = 60.0
 """Deadline of the checks, which are made at one time."""
@@ -97,8 +94,8 @@ def _config(config: str, overrides: Sequence[str], registry: Registry, prepared:
 
 
 def _python() -> Iterator[Check]:
-    found, old = f"{platform.python_version()}, {sys.executable}", sys.version_info < (3, 11)
-    yield _judged("python", old, found, "whet needs 3.11 or newer", "fail")
+    found, oldest = f"{platform.python_version()}, {sys.executable}", ".".join(map(str, OLDEST_PYTHON))
+    yield _judged("python", sys.version_info < OLDEST_PYTHON, found, f"whet needs {oldest} or newer", "fail")
 
 
 def _plugins(registry: Registry) -> Iterator[Check]:
@@ -126,9 +123,9 @@ def _torch(seconds: float, plan: Prepared | None = None) -> Iterator[Check]:
     yield found
     if found.status == "fail":
         return
-    packages = {name: _version(name) for name in ("transformers", "safetensors")}
-    missing = " ".join(name for name, found in packages.items() if not found)
-    words = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
+    held, wanted = versions(), ("transformers", "safetensors")
+    missing = " ".join(name for name in wanted if name not in held)
+    words = ", ".join(f"{name} {held.get(name, 'not installed')}" for name in wanted)
     yield _judged("libraries", bool(missing), words, f"pip install {missing}")
 
 
@@ -317,7 +314,7 @@ def _hub() -> Iterator[Check]:
     found = f"cache {cache}, {words}"
     if not os.access(_existing(cache), os.W_OK):
         yield Check("hub", "warn", f"{found}; it cannot be written", "set HF_HOME to a folder that can")
-    elif not _version("huggingface-hub"):
+    elif "huggingface-hub" not in versions(["huggingface-hub"]):
         yield Check("hub", "warn", f"{found}; huggingface-hub is not installed", "pip install 'whet[hub]'")
     else:
         yield Check("hub", "ok", found)
@@ -340,35 +337,17 @@ def _model(plan: Prepared) -> Iterator[Check]:
 
 
 def _data(plan: Prepared) -> Iterator[Check]:
+    """Look at the first record of each data file; files that cannot be read have failed with the config."""
     data = plan.config.data
     for file in [*data.train, *data.validation] if data else []:
-        yield _data_file(file, field_names(plan.config))
-
-
-def _data_file(file: "DataFile", names: Mapping[str, str]) -> Check:
-    try:
-        seen = reader().look(file, (), names)
-    except WhetError as error:
-        return Check("data", "fail", str(error), "install what reads data files")
-    if seen.problem:
-        return Check("data", "fail", seen.problem, "correct the path, or the file")
-    if not seen.recognised:
-        return Check("data", "ok", f"{file.path}: a data set of the hub, not looked at")
-    if seen.doubt:
-        return Check("data", "warn", seen.doubt, "look at the file's first record")
-    return Check("data", "ok", f"{file.path}: {seen.recognised}")
+        seen = reader().look(file, (), field_names(plan.config))
+        found = seen.doubt or f"{file.path}: {seen.recognised or 'a data set of the hub, not looked at'}"
+        yield _judged("data", bool(seen.doubt), found, "look at the file's first record")
 
 
 def _judged(name: str, bad: bool, found: str, change: str, status: Status = "warn") -> Check:
     """Return a check that tells what to change where `found` is bad, and is ok otherwise."""
     return Check(name, status, found, change) if bad else Check(name, "ok", found)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def _existing(folder: Path) -> Path:
