@@ -152,7 +152,8 @@ def test_a_single_file_is_a_plugin_whose_targets_workers_can_import(site: Path, 
     file = tmp_path / "my-env.py"
     source = textwrap.dedent(logger("mine", target="my-env:Mine"))
     file.write_text(source + "\nclass Mine:\n    class Inner: pass\n")
-    registry = load_plugins([file])
+    registry = load_plugins()
+    registry.load_file(file)
     assert registry.broken == []
     offer = registry.find("loggers", "mine")
     assert offer.distribution == str(file)
@@ -165,7 +166,9 @@ def test_a_single_file_is_a_plugin_whose_targets_workers_can_import(site: Path, 
 
 def test_a_broken_single_file_is_recorded(site: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
-    registry = load_plugins([tmp_path / "bad.py", tmp_path / "missing.py"])
+    registry = load_plugins()
+    for name in ("bad.py", "missing.py"):
+        registry.load_file(tmp_path / name)
     assert [broken.reason.partition(":")[0] for broken in registry.broken] == ["ZeroDivisionError", "FileNotFoundError"]
 
 

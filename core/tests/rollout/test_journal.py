@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.rollout.journal import indices, ranges
+from whet.rollout.journal import ranges
 from whet.run.run_folder import RunFolder
-from whet_testing.journal import check
+from whet_testing.journal import check, indices
 
 
 @given(st.lists(st.integers(0, 40), unique=True))

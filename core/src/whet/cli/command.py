@@ -27,7 +27,7 @@ class Utf8(click.Command):
         return super().make_context(info_name, args, parent, **extra)
 
 
-class PlainErrors(Utf8):
+class Command(Utf8):
     """A command that prints errors of whet as plain messages. `--traceback` also shows where an error came from."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,11 +61,7 @@ def _of_input(error: Exception) -> str:
     return f"a text is not UTF-8: {error.reason if hasattr(error, 'reason') else error}; `--traceback` shows where"
 
 
-class Command(PlainErrors):
-    """A command with plain errors."""
-
-
-class Group(PlainErrors, click.Group):
+class Group(Command, click.Group):
     """A command with plain errors and subcommands."""
 
 

@@ -107,11 +107,6 @@ def installed(group: str = GROUP) -> Iterator[Offer]:
         seen.add(name)
 
 
-def is_installed(name: str) -> bool:
-    """Return whether a distribution offers a command, so that it can be recommended."""
-    return any(offer.entry.name == name for offer in installed())
-
-
 def after_run(folder: Path) -> list[str]:
     """Return the commands of installed distributions for a finished run, each with what it does."""
     found = sorted((offer.entry.name, offer.about) for offer in installed(AFTER_RUN))

@@ -7,6 +7,7 @@ A reward of such an environment is a function of the response's text and the tas
 """
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, cast, runtime_checkable
@@ -15,7 +16,7 @@ from attrs import field, frozen
 
 from whet.data.messages import Conversation, Message
 from whet.data.records import Reply, Task
-from whet.errors import EpisodeError, Undecided
+from whet.errors import DataError, EpisodeError, Undecided
 
 
 @frozen(eq=False)
@@ -131,8 +132,6 @@ class SingleTurn:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split."""
-        from whet.errors import DataError
-
         if split not in self._tasks:
             raise DataError(f"there is no split {split!r}; there are {', '.join(self._tasks)}")
         return self._tasks[split]
@@ -174,9 +173,7 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
 
 
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
-    """Return the result of `run` as a dict, or raise `EnvironmentError` if it does not map names to finite numbers."""
-    import math
-
+    """Return the result of `run` as a dict, or raise `EpisodeError` if it does not map names to finite numbers."""
     if not isinstance(rewards, Mapping) or not rewards:
         raise EpisodeError(
             f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"

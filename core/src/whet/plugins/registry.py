@@ -4,7 +4,7 @@ it.
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,14 +159,10 @@ class Registry:
         """Load a single file as a plugin, once. A broken one is recorded."""
         file, key = path.resolve(), file_module(path)
         if key not in self._sources:
-            self._load(Source(file.stem, str(file)), key, lambda: import_file(file))
+            self.load(Source(file.stem, str(file)), key, lambda: import_file(file))
 
-    def load_installed(self) -> None:
-        """Load the plugins of all installed distributions. Broken ones are recorded."""
-        for entry, source in _entries(self.broken):
-            self._load(source, f"{source.distribution}:{source.name}", entry.load)
-
-    def _load(self, source: Source, key: str, load: Callable[[], Any]) -> None:
+    def load(self, source: Source, key: str, load: Callable[[], Any]) -> None:
+        """Load one plugin, which the manager names `key`. A broken one is recorded."""
         try:
             plugin = load()
             _validate(plugin)
@@ -211,12 +207,11 @@ class Registry:
         self._offers[kind].setdefault(component.name, []).append(offer)
 
 
-def load_plugins(files: Sequence[Path] = ()) -> Registry:
-    """Load the plugins of all installed distributions, then single files. Never raises because a plugin is broken."""
+def load_plugins() -> Registry:
+    """Load the plugins of all installed distributions. Broken ones are recorded."""
     registry = Registry()
-    registry.load_installed()
-    for file in files:
-        registry.load_file(file)
+    for entry, source in _entries(registry.broken):
+        registry.load(source, f"{source.distribution}:{source.name}", entry.load)
     return registry
 
 

@@ -14,8 +14,6 @@ from attrs import frozen
 
 from whet.data.records import Group
 
-OUTCOMES = ("trained", "filtered", "dropped")
-
 
 @frozen(eq=False)
 class Consumed:
@@ -41,9 +39,3 @@ def ranges(indices: Iterable[int]) -> str:
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(ordered)) if b != a + 1), len(ordered)]
     runs = [(ordered[a], ordered[b - 1]) for a, b in pairwise(cuts) if a < b]
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-
-
-def indices(text: str) -> list[int]:
-    """Return the numbers that `ranges` wrote."""
-    runs = [part.partition("-") for part in text.split(",") if part]
-    return [index for first, _, last in runs for index in range(int(first), int(last or first) + 1)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from attrs import frozen
 
-from whet.data.batch import Batch, from_sequences
+from whet.data.batch import from_sequences
 from whet.data.messages import Message, conversation
 from whet.errors import DataError
 
@@ -125,12 +125,8 @@ class RoleScorer:
                     asked.answer.set_result(value)
 
     def _score(self, asked: Sequence[_Asked]) -> list[float]:
-        batch = sequences(asked)
+        tokens = [one.tokens for one in asked]
+        batch = from_sequences([whole(one) for one in tokens], prompt_lengths=[len(one) for one in tokens])
         values = self._backend().score(batch, ("values",))["values"]
         ends = np.cumsum(batch["lengths"]) - 1
         return [float(value) for value in values[ends]]
-
-
-def sequences(asked: Sequence[_Asked]) -> Batch:
-    """Return the batch from which each request gets its value."""
-    return from_sequences([whole(one.tokens) for one in asked], prompt_lengths=[len(one.tokens) for one in asked])

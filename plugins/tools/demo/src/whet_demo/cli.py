@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from whet.cli.command import Command, say, warn_of_broken
-from whet.cli.commands import is_installed
+from whet.cli.commands import installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,13 +136,14 @@ def _next(last: "Stage") -> "Iterator[tuple[str, str]]":
     from whet.plugins.catalog import catalog, install_words
 
     again = last.folder.with_name(f"{last.folder.name}-again")
-    if is_installed("report"):
+    commands = {offer.entry.name for offer in installed()}
+    if "report" in commands:
         yield f"whet report {last.folder}", "one page of curves, phases and responses, token by token"
     yield f"whet config explain {last.recipe}", "every key of the recipe, its value and its meaning"
     yield f"whet run {last.recipe} run.folder={again} run.seed=1", "any key can be changed on the command line"
     yield "whet recipe", "recipes to start from"
     new = "whet new environment NAME"
-    if not is_installed("new"):
+    if "new" not in commands:
         new = f"{install_words([catalog().commands['new']])} && {new}"
     yield new, "a package with tasks and rewards of your own"
 

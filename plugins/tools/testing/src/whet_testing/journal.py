@@ -15,7 +15,15 @@ import yaml
 from attrs import field, frozen
 
 from whet.data.files import read_rows
-from whet.rollout.journal import OUTCOMES, indices, ranges
+from whet.rollout.journal import ranges
+
+OUTCOMES = ("trained", "filtered", "dropped")
+
+
+def indices(text: str) -> list[int]:
+    """Return the numbers that `whet.rollout.journal.ranges` wrote."""
+    runs = [part.partition("-") for part in text.split(",") if part]
+    return [index for first, _, last in runs for index in range(int(first), int(last or first) + 1)]
 
 
 @frozen(eq=False)
