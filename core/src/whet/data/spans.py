@@ -19,7 +19,7 @@ class Span:
     seconds: float
 
 
-@frozen
+@define(eq=False)
 class Phase:
     """A running phase."""
 
@@ -27,21 +27,16 @@ class Phase:
     phase: str
     since: float
     """When it began, in seconds of `time.perf_counter`."""
-
-
-@define(eq=False)
-class _Open:
-    role: str
-    phase: str
-    begin: float
-    clock: float
-    since: float
+    _begin: float
+    """When its next span begins, in seconds since the epoch."""
+    _clock: float
+    """The same moment, in seconds of `time.perf_counter`."""
 
     def cut(self) -> Span:
         """Return the span up to now, and begin another."""
-        now, begin = time.perf_counter(), self.begin
-        seconds = now - self.clock
-        self.begin, self.clock = begin + seconds, now
+        now, begin = time.perf_counter(), self._begin
+        seconds = now - self._clock
+        self._begin, self._clock = begin + seconds, now
         return Span(self.role, self.phase, begin, seconds)
 
 
@@ -53,14 +48,14 @@ class Spans:
     """
 
     _spans: list[Span] = field(factory=list, init=False)
-    _open: list[_Open] = field(factory=list, init=False)
+    _open: list[Phase] = field(factory=list, init=False)
     _longest: dict[tuple[str, str], float] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def under_way(self) -> list[Phase]:
         """Return the phases that have begun and not ended."""
         with self._lock:
-            return [Phase(running.role, running.phase, running.since) for running in self._open]
+            return list(self._open)
 
     def longest(self, role: str, phase: str) -> float:
         """Return the seconds of the longest finished phase of this role and name. 0.0: none has finished."""
@@ -71,7 +66,7 @@ class Spans:
     def phase(self, role: str, phase: str) -> Iterator[None]:
         """Record the body as a span, even if it raises."""
         now = time.perf_counter()
-        running = _Open(role, phase, time.time(), now, now)
+        running = Phase(role, phase, now, time.time(), now)
         with self._lock:
             self._open.append(running)
         try:

@@ -94,10 +94,10 @@ def _subset_vote(k: int, answers: tuple[tuple[int, int], ...], abstained: int) -
         count[0, : free + 1] = binomial(free, chance)[: k + 1]
         worth = np.zeros_like(count)  # the same, times the worth of the tied answers together
         for size, passes in rivals:
-            draws = binomial(size, chance)
-            tied = _shifted(draws[m] * count, m)
-            tied_worth = _shifted(draws[m] * (worth + passes / size * count), m)
-            count, worth = _fewer(draws[:m], count), _fewer(draws[:m], worth)
+            votes = binomial(size, chance)
+            fewer, tying = votes[:m], np.append(np.zeros(m), votes[m])
+            tied, tied_worth = _with(tying, count), _with(tying, worth + passes / size * count)
+            count, worth = _with(fewer, count), _with(fewer, worth)
             count[1:] += tied[:-1]
             worth[1:] += tied_worth[:-1]
         mean += float((worth[1:, k] / np.arange(1, ties + 1)).sum())
@@ -105,19 +105,9 @@ def _subset_vote(k: int, answers: tuple[tuple[int, int], ...], abstained: int) -
     return round(mean / float(binomial(samples, chance)[k]), 12)
 
 
-def _fewer(draws: NDArray[np.float64], count: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the counts with an answer added that has any number of votes too small to win."""
-    fewer = np.zeros_like(count)
-    for votes, weight in enumerate(draws):
-        fewer += _shifted(weight * count, votes)
-    return fewer
-
-
-def _shifted(count: NDArray[np.float64], by: int) -> NDArray[np.float64]:
-    moved = np.zeros_like(count)
-    if by < count.shape[1]:
-        moved[:, by:] = count[:, : count.shape[1] - by]
-    return moved
+def _with(votes: NDArray[np.float64], count: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the counts with another answer, from the probabilities of 0, 1, ... votes for it."""
+    return np.stack([np.convolve(row, votes)[: len(row)] for row in count])
 
 
 @lru_cache(maxsize=4096)

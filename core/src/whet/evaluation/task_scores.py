@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from whet.data.records import Episode, Task
 from whet.evaluation.estimators import Estimate, estimate, majority_at, pass_at
@@ -41,16 +41,7 @@ class TaskScore:
 
     def row(self) -> dict[str, Any]:
         """Return the score as builtins."""
-        return {
-            "task": self.task,
-            "id": self.id,
-            "asked": self.asked,
-            "samples": self.samples,
-            "dropped": self.dropped,
-            "passes": self.passes,
-            "answers": [list(answer) for answer in self.answers],
-            "values": dict(self.values),
-        }
+        return asdict(self)
 
 
 def score(position: int, task: Task, episodes: Sequence[Episode], wanted: int, scoring: Scoring) -> TaskScore:
