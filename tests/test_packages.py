@@ -21,7 +21,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 from whet.plan.load import load_config
-from whet.plan.plan import selections
+from whet.plan.roles import selections
 from whet.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[1]

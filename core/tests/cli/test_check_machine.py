@@ -12,10 +12,19 @@ def test_a_recipe_for_gpus_is_planned_where_there_are_none_and_runs_nowhere_but_
 ) -> None:
     done = command("check", str(config), "cluster.gpus.backend=800")
     assert done.returncode == 0, done.stderr
-    assert "warnings, for it cannot run here:\n  cluster.gpus: asks for 800 GPUs; this machine has " in done.stdout
+    told = "warnings, for it cannot run here:\n  command line: cluster.gpus: asks for 800 GPUs; this machine has "
+    assert told in done.stdout
     assert "backend: trainer, 800 ranks x 1 thread on cuda:0, cuda:1" in done.stdout
     found = json.loads(command("check", str(config), "cluster.gpus.backend=800", "--json").stdout)
     assert (found["ok"], found["problems"], len(found["warnings"])) == (True, [], 1)
+
+
+def test_what_a_machine_lacks_is_named_with_the_line_that_asks_for_it(
+    command: Any, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "more.yaml").write_text(f"extends: {config}\ncluster:\n  gpus: {{backend: 800}}\n")
+    done = command("check", "more.yaml")
+    assert "  more.yaml:3: cluster.gpus: asks for 800 GPUs; this machine has " in done.stdout
 
 
 def test_a_machine_that_is_described_takes_the_place_of_this_one(command: Any, config: Path) -> None:
@@ -25,10 +34,11 @@ def test_a_machine_that_is_described_takes_the_place_of_this_one(command: Any, c
     assert "8 ranks x 12 threads on cuda:0" in fit.stdout
     small = command("check", str(config), GPUS, "--machine", "4xH100,cores=96,memory=1TB")
     assert small.returncode == 1
-    assert small.stderr == "Error: cluster.gpus: asks for 8 GPUs; the given machine has 4\n"
+    assert small.stderr == "Error: command line: cluster.gpus: asks for 8 GPUs; the given machine has 4\n"
     assert "backend: trainer, 8 ranks" in small.stdout, "the plan is printed all the same"
     found = json.loads(command("check", str(config), GPUS, "--machine", "4xH100", "--json").stdout)
-    assert (found["ok"], found["problems"]) == (False, ["cluster.gpus: asks for 8 GPUs; the given machine has 4"])
+    told = "command line: cluster.gpus: asks for 8 GPUs; the given machine has 4"
+    assert (found["ok"], found["problems"]) == (False, [told])
     assert found["plan"]["roles"][0]["ranks"] == 8
 
 

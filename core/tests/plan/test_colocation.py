@@ -16,7 +16,7 @@ from whet.config.sections import (
     RolloutSection,
     RunSection,
 )
-from whet.plan.colocation import sleep_problems, turns_and_notes
+from whet.plan.colocation import find_turns
 from whet.plan.roles import make_roles
 
 BOTH = BackendFacts(sleeps=("cpu", "cuda"))
@@ -50,12 +50,18 @@ def facts(backend: Facts = BOTH, generator: Facts = BOTH, **others: Facts) -> Ma
     return {"algorithm": AlgorithmFacts(), "backend": backend, "generator": generator, **named}
 
 
+def found_turns(config: Config, found: Mapping[str, Facts] | None = None) -> Any:
+    staleness, roles = config.rollout.max_staleness, make_roles(config, found or facts())
+    return find_turns(config.cluster.offload, staleness, config.endpoint.serve, roles)
+
+
 def turns(config: Config, found: Mapping[str, Facts] | None = None) -> tuple[tuple[str, ...], ...]:
-    return turns_and_notes(config, make_roles(config, found or facts()))[0]
+    sides: tuple[tuple[str, ...], ...] = found_turns(config, found)[0]
+    return sides
 
 
 def refusals(config: Config, found: Mapping[str, Facts] | None = None) -> list[str]:
-    return [str(problem) for problem in sleep_problems(config, make_roles(config, found or facts()))]
+    return [str(problem) for problem in found_turns(config, found)[2]]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def test_what_cannot_give_memory_back_is_named() -> None:
     )
     assert refusals(make_config(offload="always", gpus=GPUS), found) == []
     config = make_config(gpus=GPUS)
-    chosen, (note,) = turns_and_notes(config, make_roles(config, facts(backend=BackendFacts())))
+    chosen, (note,), _ = found_turns(config, facts(backend=BackendFacts()))
     assert chosen == ()
     assert note == "all keep their memory while others work: trainer of the backend can give memory back nowhere"
 
@@ -117,14 +123,14 @@ def test_further_models_have_their_turn_with_who_asks_for_them() -> None:
 def test_who_asks_at_the_endpoint_is_told_of_the_wait() -> None:
     rollouts = {**facts(), "algorithm": AlgorithmFacts(inputs=("rollouts",))}
     config = make_config(serve=True, gpus=GPUS)
-    chosen, (note,) = turns_and_notes(config, make_roles(config, rollouts))
+    chosen, (note,), _ = found_turns(config, rollouts)
     assert chosen
     assert "who asks while the backend trains waits" in note
 
 
 def test_where_nothing_would_wake_the_generator_for_who_asks_at_the_endpoint_it_stays_awake() -> None:
     config = make_config(serve=True, gpus=GPUS)
-    chosen, (note,) = turns_and_notes(config, make_roles(config, facts()))
+    chosen, (note,), _ = found_turns(config, facts())
     assert chosen == ()
     assert "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes" in note
     (said,) = refusals(make_config(serve=True, offload="always"))

@@ -56,13 +56,14 @@ def evaluating(target: str) -> Config:
 )
 def test_a_class_says_whether_it_states_answers_where_it_can(built: Any, known: bool | None) -> None:
     config = evaluating(import_path(built))
-    found = with_answers(config, {PLACE: EnvironmentFacts()})
+    found = with_answers(config.evaluation, {PLACE: EnvironmentFacts()})
     assert found[PLACE].states_answers is known
-    assert bool(list(evaluation_notes(config, found))) == (known is None)
+    assert bool(list(evaluation_notes(config.evaluation, found))) == (known is None)
     for said in (True, False):
-        assert with_answers(config, {PLACE: EnvironmentFacts(states_answers=said)})[PLACE].states_answers is said
+        given = {PLACE: EnvironmentFacts(states_answers=said)}
+        assert with_answers(config.evaluation, given)[PLACE].states_answers is said
 
 
 def test_what_has_not_been_imported_stays_so() -> None:
     config = evaluating("no_such_module:Environment")
-    assert with_answers(config, {PLACE: EnvironmentFacts()})[PLACE].states_answers is None
+    assert with_answers(config.evaluation, {PLACE: EnvironmentFacts()})[PLACE].states_answers is None

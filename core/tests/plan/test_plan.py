@@ -33,8 +33,8 @@ from whet.config.sections import (
 )
 from whet.data.model_info import ModelInfo
 from whet.plan.placement import Machine
-from whet.plan.plan import Plan, gather_facts, make_plan, selections
-from whet.plan.roles import make_roles
+from whet.plan.plan import Plan, gather_facts, make_plan
+from whet.plan.roles import make_roles, selections
 
 MODEL = ModelInfo("models/x", {"max_position_embeddings": 128, "vocab_size": 10})
 

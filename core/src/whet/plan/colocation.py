@@ -1,63 +1,49 @@
-"""Who takes turns in memory: pure, from config and facts. `whet.run.colocation` does it in a run."""
+"""Which roles take turns in memory: pure, from the table of roles. `whet.run.colocation` does it in a run."""
 
 from collections.abc import Iterator, Sequence
 
 from whet.component import Problem
-from whet.config.sections import Config
 from whet.plan.roles import Roles
 
 KEY = "cluster.offload"
 _NEVER_AWAKE = "endpoint.serve is on, and an algorithm without rollouts hardly ever wakes the generator to answer"
 
 
-def sleep_problems(config: Config, roles: Roles) -> Iterator[Problem]:
-    """Find the reasons why no roles can take turns although the config asks for it."""
-    if config.cluster.offload != "always":
-        return
-    if config.generator is None:
-        yield Problem(KEY, "is always, and there is no generator to take turns with; remove it")
-        return
-    if config.rollout.max_staleness:
-        yield Problem(
-            KEY,
-            f"is always, but with rollout.max_staleness {config.rollout.max_staleness} the generator works while the "
-            "backend trains; set rollout.max_staleness: 0, or cluster.offload: auto",
-        )
-    if _never_awake(config, roles):
-        yield Problem(KEY, f"is always, but {_NEVER_AWAKE}; remove endpoint.serve, or set cluster.offload: auto")
-    for words in _unable(roles, [role for side in _sides(roles) for role in side]):
-        yield Problem(KEY, f"is always, but {words}; set cluster.offload: auto")
+def find_turns(
+    offload: str, max_staleness: int, serves: bool, roles: Roles
+) -> tuple[tuple[tuple[str, ...], ...], list[str], list[Problem]]:
+    """Return the roles that take turns, those that train and those that generate, with notes and problems.
 
-
-def turns_and_notes(
-    config: Config, roles: Roles
-) -> tuple[tuple[tuple[str, ...], ...], list[str]]:  # fmt: skip
-    """Return the roles that take turns, those that train and those that generate, and notes on it."""
-    chosen = _chosen(config, roles)
-    if not chosen:
-        return (), []
-    if _never_awake(config, roles):
-        return (), [f"all keep their memory while others work: {_NEVER_AWAKE}"]
-    if unable := list(_unable(roles, [role for side in chosen for role in side])):
-        return (), [f"all keep their memory while others work: {'; '.join(unable)}"]
-    note = "endpoint.serve: who asks while the backend trains waits until the generator is awake again"
-    return chosen, [note] if config.endpoint.serve else []
-
-
-def _never_awake(config: Config, roles: Roles) -> bool:
-    return config.endpoint.serve and "rollouts" not in roles.algorithm.inputs
-
-
-def _chosen(config: Config, roles: Roles) -> tuple[tuple[str, ...], ...]:
-    """Return the roles that should take turns."""
-    wanted = config.cluster.offload
-    if wanted == "never" or config.generator is None or config.rollout.max_staleness:
-        return ()
+    The arguments are `cluster.offload`, `rollout.max_staleness` and `endpoint.serve`. What prevents turns is a problem
+    where `offload` is `always`, else a note.
+    """
+    always, generates = offload == "always", "generator" in roles.names
+    if offload == "never" or (not always and (max_staleness or not generates)):
+        return (), [], []
+    if not generates:
+        return (), [], [Problem(KEY, "is always, and there is no generator to take turns with; remove it")]
     sides = _sides(roles)
-    if wanted == "auto":
+    if not always:
         sharing = {role for group in roles.groups for role in _sharing(roles, group, sides)}
         sides = tuple(tuple(role for role in side if role in sharing) for side in sides)
-    return sides if all(sides) else ()
+    problems = list[Problem]()
+    if always and max_staleness:
+        words = f"with rollout.max_staleness {max_staleness} the generator works while the backend trains"
+        change = "set rollout.max_staleness: 0, or cluster.offload: auto"
+        problems.append(Problem(KEY, f"is always, but {words}; {change}"))
+    never_awake = serves and "rollouts" not in roles.algorithm.inputs
+    unable = list(_unable(roles, [role for side in sides for role in side]))
+    if always and never_awake:
+        change = "remove endpoint.serve, or set cluster.offload: auto"
+        problems.append(Problem(KEY, f"is always, but {_NEVER_AWAKE}; {change}"))
+    if always:
+        problems += [Problem(KEY, f"is always, but {words}; set cluster.offload: auto") for words in unable]
+    if problems or not all(sides):
+        return (), [], problems
+    if reasons := [_NEVER_AWAKE] if never_awake else unable:
+        return (), [f"all keep their memory while others work: {'; '.join(reasons)}"], []
+    note = "endpoint.serve: who asks while the backend trains waits until the generator is awake again"
+    return sides, [note] if serves else [], []
 
 
 def _sides(roles: Roles) -> tuple[tuple[str, ...], ...]:

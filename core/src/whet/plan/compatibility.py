@@ -1,7 +1,7 @@
 """What fits what, derived from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from whet.component import (
     AdvantagesFacts,
@@ -33,7 +33,7 @@ def config_problems(
     """Find everything in a config that does not go together. `models` are those of roles with their own."""
     yield from _inputs(config, roles, feeds_on)
     yield from _epochs(config.run, config.data, config.algorithm.name, roles.algorithm, feeds_on)
-    yield from _needs(config, roles)
+    yield from _needs(config.algorithm.name, config.roles, roles)
     yield from _losses(roles, feeds_on)
     yield from _weights(config.algorithm.name, roles)
     yield from incompatibilities(config.algorithm.name, roles)
@@ -79,7 +79,7 @@ def _inputs(config: Config, roles: Roles, feeds_on: str) -> Iterator[Problem]:
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
     if config.evaluation.environments and config.generator is None:
         yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    yield from evaluation_problems(config, roles.of(EnvironmentFacts))
+    yield from evaluation_problems(config.evaluation, config.environments, roles.of(EnvironmentFacts))
     if config.endpoint.serve and config.generator is None:
         yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
     for where, entries in (
@@ -112,20 +112,19 @@ def _epochs(
             yield Problem(f"data.validation.{i}.weight", "validation reads every record once; remove the weight")
 
 
-def _needs(config: Config, roles: Roles) -> Iterator[Problem]:
-    """Match the further models that are asked for with those that there are."""
+def _needs(algorithm: str, given: Collection[str], roles: Roles) -> Iterator[Problem]:
+    """Match the further models that are asked for with those that are given."""
     needs = roles.needs
     for name, need in needs.items():
-        if name not in config.roles:
+        if name not in given:
             wanted = f", with the output {', '.join(sorted(need.outputs))}" if need.outputs else ""
-            yield Problem(f"roles.{name}", f"is missing: {config.algorithm.name} or an environment asks for it{wanted}")
+            yield Problem(f"roles.{name}", f"is missing: {algorithm} or an environment asks for it{wanted}")
             continue
-        given = roles.outputs_of(name)
-        for output in sorted(need.outputs - given):
-            yield Problem(
-                f"roles.{name}", f"must give the model output {output!r}; it gives {', '.join(sorted(given))}"
-            )
-    for name in config.roles:
+        outputs = roles.outputs_of(name)
+        for output in sorted(need.outputs - outputs):
+            words = f"must give the model output {output!r}; it gives {', '.join(sorted(outputs))}"
+            yield Problem(f"roles.{name}", words)
+    for name in given:
         if name in ("backend", "generator"):
             yield Problem(f"roles.{name}", "is a section of its own; give this role another name")
         elif name not in needs:

@@ -24,6 +24,7 @@ from whet.component import CORE_VERSION, KINDS
 from whet.data.model_info import check_weights
 from whet.errors import ConfigError, WhetError
 from whet.plan.checks import Check, Checker, Status, within
+from whet.plan.layers import placed
 from whet.plan.memory import HOST, size, whose
 from whet.plan.prepare import Prepared, field_names, packages_here, prepare
 from whet.plan.rank_placement import gpu_problems
@@ -222,9 +223,9 @@ def _gpus(plan: Prepared | None) -> Iterator[Check]:
     sizes = [size(known) for known in machine.gpu_memory(count) if known]
     found = f"{count}" + (f": {', '.join(f'{sizes.count(one)} x {one}' for one in dict.fromkeys(sizes))}" * bool(sizes))
     problems = gpu_problems(plan.config.cluster, plan.roles, plan.plan.roles, plan.machine) if plan else []
-    for problem in problems:
+    for problem in placed(map(str, problems), plan.loaded.layers) if plan else ():
         change = "run it where they are, or lower cluster.gpus; `whet check --machine` plans for another machine"
-        yield Check("gpus", "fail", str(problem), change)
+        yield Check("gpus", "fail", problem, change)
     if not problems:
         yield Check("gpus", "ok", found)
 
@@ -340,7 +341,7 @@ def _data(plan: Prepared) -> Iterator[Check]:
     """Look at the first record of each data file; files that cannot be read have failed with the config."""
     data = plan.config.data
     for file in [*data.train, *data.validation] if data else []:
-        seen = reader().look(file, (), field_names(plan.config))
+        seen = reader().look(file, (), field_names(plan.config.algorithm))
         found = seen.doubt or f"{file.path}: {seen.recognised or 'a data set of the hub, not looked at'}"
         yield _judged("data", bool(seen.doubt), found, "look at the file's first record")
 

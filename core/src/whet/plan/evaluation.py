@@ -1,7 +1,7 @@
 """What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -10,7 +10,7 @@ from whet.component import EnvironmentFacts, Facts, Problem, loaded
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config, EnvironmentSection, EvaluationSection
+    from whet.config.sections import EnvironmentSection, EvaluationSection
     from whet.interfaces.environment import Environment
     from whet.rollout.scoring import Scoring
 
@@ -28,10 +28,10 @@ def chosen(entry: "EnvironmentSection", section: "EvaluationSection", key: str) 
     return getattr(section, key) if own is None else own
 
 
-def with_answers(config: "Config", facts: Mapping[str, Facts]) -> dict[str, Facts]:
+def with_answers(section: "EvaluationSection", facts: Mapping[str, Facts]) -> dict[str, Facts]:
     """Fill in whether environments of an evaluation state answers, where their class says so and their facts do not."""
     found = dict(facts)
-    for i, entry in enumerate(config.evaluation.environments):
+    for i, entry in enumerate(section.environments):
         path = f"evaluation.environments.{i}"
         own = found.get(path)
         if entry.component and isinstance(own, EnvironmentFacts) and own.states_answers is None:
@@ -51,29 +51,27 @@ def _shown(target: object) -> bool | None:
     return None if named & {"final_answer", "__getattr__", "setattr"} else False
 
 
-def evaluation_notes(config: "Config", facts: Mapping[str, EnvironmentFacts]) -> Iterator[str]:
+def evaluation_notes(section: "EvaluationSection", facts: Mapping[str, EnvironmentFacts]) -> Iterator[str]:
     """Return which environments will show only when they are built whether there can be votes."""
-    for i, entry in enumerate(config.evaluation.environments):
+    for i, entry in enumerate(section.environments):
         path = f"evaluation.environments.{i}"
-        if (
-            chosen(entry, config.evaluation, "majority_at")
-            and facts.get(path, EnvironmentFacts()).states_answers is None
-        ):
+        if chosen(entry, section, "majority_at") and facts.get(path, EnvironmentFacts()).states_answers is None:
             yield f"{path}: whether its answers can be voted on shows when it is built; its facts do not say"
 
 
-def evaluation_problems(config: "Config", facts: Mapping[str, EnvironmentFacts]) -> Iterator[Problem]:
+def evaluation_problems(
+    section: "EvaluationSection", training: "Sequence[EnvironmentSection]", facts: Mapping[str, EnvironmentFacts]
+) -> Iterator[Problem]:
     """Find environments that lack the samples or the answers that their figures need."""
-    if config.evaluation.unanswered == "vote" and not any(
-        chosen(entry, config.evaluation, "majority_at") for entry in config.evaluation.environments
-    ):
+    votes = [chosen(entry, section, "majority_at") for entry in section.environments]
+    if section.unanswered == "vote" and not any(votes):
         yield Problem("evaluation.unanswered", "has no effect without a majority vote; set evaluation.majority_at")
-    for i, entry in enumerate(config.evaluation.environments):
+    for i, entry in enumerate(section.environments):
         known = facts.get(f"evaluation.environments.{i}", EnvironmentFacts()).states_answers
-        if known is False and chosen(entry, config.evaluation, "majority_at"):
+        if known is False and votes[i]:
             yield _no_votes(i, entry)
         for key, figure in (("pass_at", "pass"), ("majority_at", "maj")):
-            most = max(chosen(entry, config.evaluation, key), default=0)
+            most = max(chosen(entry, section, key), default=0)
             where = f"evaluation.environments.{i}.{key}" if getattr(entry, key) is not None else f"evaluation.{key}"
             if most > entry.samples:
                 yield Problem(
@@ -81,20 +79,18 @@ def evaluation_problems(config: "Config", facts: Mapping[str, EnvironmentFacts])
                     f"is {entry.samples}, too few for {figure}@{most} of {where}; raise it, or give this environment "
                     f"its own {key}",
                 )
-        if entry.samples > MOST_SUBSET_SAMPLES and any(
-            k < entry.samples for k in chosen(entry, config.evaluation, "majority_at")
-        ):
+        if entry.samples > MOST_SUBSET_SAMPLES and any(k < entry.samples for k in votes[i]):
             yield Problem(
                 f"evaluation.environments.{i}.majority_at",
                 f"asks for votes of fewer than all {entry.samples} samples, which are worked out over all subsets: "
                 f"that takes too long from {MOST_SUBSET_SAMPLES + 1} samples on",
             )
-    for i, entry in enumerate(config.environments):
+    for i, entry in enumerate(training):
         for key in OWN:
             if getattr(entry, key) is not None:
                 yield Problem(f"environments.{i}.{key}", "is of evaluation; move it to evaluation.environments")
         name = entry.name or entry.component.name
-        if len(config.environments) > 1 and name in TAKEN:
+        if len(training) > 1 and name in TAKEN:
             yield Problem(
                 f"environments.{i}.name",
                 f"is {name}, with which other metrics begin, and those of an environment are NAME/reward/mean and so "

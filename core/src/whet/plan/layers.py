@@ -163,8 +163,17 @@ def placing(layers: Iterable[Layer], before: Sequence[str] = ()) -> Iterator[Non
         yield
     except ConfigError as error:
         history = list(stages(layers))
-        problems = [*before, *(_placed(problem, history) for problem in error.problems)]
-        raise ConfigError(problems, error.remedy) from error
+        raise ConfigError([*before, *(_placed(one, history) for one in error.problems)], error.remedy) from error
+
+
+def placed(problems: Iterable[str], layers: Iterable[Layer]) -> tuple[str, ...]:
+    """Return problems with the place of each whose key the layers set: `it.yaml:12: cluster.gpus: ...`."""
+    history = list(stages(layers))
+
+    def is_set(path: str) -> bool:
+        return ".".join(map(path_segment, _keys(path, history[-1][1]))) == path
+
+    return tuple(_placed(one, history) if is_set(one.partition(": ")[0]) else one for one in problems)
 
 
 def _placed(problem: str, history: Sequence[tuple[Layer, dict[str, Any]]]) -> str:

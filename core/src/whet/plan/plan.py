@@ -3,23 +3,23 @@
 Config + ModelInfo + Facts + Machine  ->  Plan(roles, transport, notes)   or every problem at once
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import attrs
 from attrs import frozen
 
 from whet.component import FACTS, Facts, MemoryTerm, Problem, Selection, resolve
-from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 from whet.data.model_info import ModelInfo
 from whet.errors import ConfigError, PluginError
-from whet.plan.colocation import sleep_problems, turns_and_notes
+from whet.plan.colocation import find_turns
 from whet.plan.compatibility import config_problems
+from whet.plan.evaluation import with_answers
 from whet.plan.memory import Room, fullest, memory_problems, rooms, size
 from whet.plan.placement import Machine, RolePlan, Way, plan_role, way_of
 from whet.plan.rank_placement import gpu_problems
-from whet.plan.roles import Roles
+from whet.plan.roles import Roles, selections
 
 Of = TypeVar("Of", bound=Facts)
 
@@ -99,9 +99,15 @@ def _room_words(room: Room, machines: int) -> str:
 
 
 def gather_facts(config: Config, model: ModelInfo, models: Mapping[str, ModelInfo] | None = None) -> dict[str, Facts]:
-    """Ask every chosen component for its facts, by path into the config. `models` are those of roles with their own."""
+    """Return the facts of every chosen component, by path into the config. `models` are those of roles with their own.
+
+    They include whether the environments of an evaluation state answers.
+    """
     own = {f"roles.{name}": info for name, info in (models or {}).items()}
-    return {path: facts_of(selection, own.get(path, model)) for path, selection in selections(config)}
+    facts = dict[str, Facts]()
+    for path, selection in selections(config):
+        facts[path] = facts_of(selection, own.get(path, model))
+    return with_answers(config.evaluation, facts)
 
 
 def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> Of:  # type: ignore[assignment] # PEP 696
@@ -114,23 +120,6 @@ def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> 
     return facts
 
 
-def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
-    """Walk all components chosen anywhere in a config, with their paths."""
-    if isinstance(value, Selection):
-        yield path, value
-        yield from selections(value.config, path)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from selections(item, f"{path}.{i}")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from selections(item, f"{path}.{key}")
-    elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            inline = field.metadata.get("inline")
-            yield from selections(getattr(value, field.name), path if inline else f"{path}.{field.name}".lstrip("."))
-
-
 def make_plan(
     config: Config,
     model: ModelInfo,
@@ -141,33 +130,39 @@ def make_plan(
     """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
     facts, algorithm = roles.facts, roles.algorithm
     feeds_on = "rollouts" if "rollouts" in algorithm.inputs else "data"
-    problems = [*config_problems(config, model, roles, feeds_on, models or {}), *sleep_problems(config, roles)]
+    inline, staleness = config.cluster.workers == "inline", config.rollout.max_staleness
+    turns, of_turns, sleepless = find_turns(config.cluster.offload, staleness, config.endpoint.serve, roles)
+    problems = [*config_problems(config, model, roles, feeds_on, models or {}), *sleepless]
     way, notes = None, [note for path in sorted(facts) for note in facts[path].notes]
     if config.generator is not None:
-        together = config.cluster.workers == "inline" or roles.share("backend", "generator")
         try:
             way = way_of(config.cluster, roles)
         except ConfigError as error:
             problems.append(Problem("cluster.transport" if config.cluster.transport else "generator", str(error)))
-        if config.rollout.max_staleness and together:
-            notes.append(f"generation does not overlap training: {_why_not_apart(config)}")
-        if config.rollout.max_staleness == 1 and config.rollout.order == "as_completed":
+        if staleness and (inline or roles.share("backend", "generator")):
+            words = "backend and generator share their processes; cluster.colocate: [] sets them apart"
+            why = "cluster.workers: inline keeps all in this process" if inline else words
+            notes.append(f"generation does not overlap training: {why}")
+        if staleness == 1 and config.rollout.order == "as_completed":
             notes.append("rollout.order: as_completed gives what fifo does below a rollout.max_staleness of 2")
-    if config.cluster.workers == "inline" and config.cluster.launcher != "local":
+    if inline and config.cluster.launcher != "local":
         notes.append(f"cluster.launcher: {config.cluster.launcher} is not used, as cluster.workers is inline")
     if problems:
         return None, problems
-    turns, of_turns = turns_and_notes(config, roles)
-    notes += of_turns
     context = config.rollout.max_context or model.max_positions
-    inline = config.cluster.workers == "inline"
     imports = tuple(dict.fromkeys(module for role in roles for module in role.facts.imports))
-    launcher = config.cluster.launcher
-    overlaps = bool(config.rollout.max_staleness)
-    planned = (plan_role(config.cluster, roles, name, machine, overlaps) for name in roles.names)
+    planned = (plan_role(config.cluster, roles, name, machine, bool(staleness)) for name in roles.names)
     placed = tuple(_with_handed_over(role, way, model) for role in planned)
-    plan = Plan(launcher, inline, placed, way, feeds_on, turns, context, imports, tuple(notes))
-    return on_machine(plan, config.cluster, roles, machine), []
+    lacking = tuple(str(problem) for problem in gpu_problems(config.cluster, roles, placed, machine))
+    found = rooms(config.cluster, roles, placed, turns, machine)
+    full = tuple(str(problem) for problem in memory_problems(config.cluster, found, machine))
+    # GPUs that this machine lacks are a warning, for the run may be meant for another one; a given machine is the one.
+    plan = Plan(
+        config.cluster.launcher, inline, placed, way, feeds_on, turns, context, imports, (*notes, *of_turns),
+        warnings=() if machine.given else lacking, memory=tuple(found),
+        refusals=(*lacking, *full) if machine.given else full, machines=len(machine.nodes),
+    )  # fmt: skip
+    return plan, []
 
 
 def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> RolePlan:
@@ -179,24 +174,3 @@ def _with_handed_over(role: RolePlan, way: Way | None, model: ModelInfo) -> Role
         "weights for the generator", model.weight_bytes("bfloat16") // role.ranks, place="host", change=change
     )
     return attrs.evolve(role, memory=(*role.memory, shared))
-
-
-def on_machine(plan: Plan, cluster: ClusterSection, roles: Roles, machine: Machine) -> Plan:
-    """Add to a plan what a machine has for it and what it lacks.
-
-    GPUs that this machine lacks are a warning, for the run may be meant for another one; that a given one lacks them
-    is a refusal, as is too little memory.
-    """
-    gpus = [str(problem) for problem in gpu_problems(cluster, roles, plan.roles, machine)]
-    found = rooms(cluster, roles, plan.roles, plan.turns, machine)
-    full = [str(problem) for problem in memory_problems(cluster, found, machine)]
-    return attrs.evolve(
-        plan, memory=tuple(found), machines=len(machine.nodes), warnings=() if machine.given else tuple(gpus),
-        refusals=(*gpus, *full) if machine.given else tuple(full),
-    )  # fmt: skip
-
-
-def _why_not_apart(config: Config) -> str:
-    if config.cluster.workers == "inline":
-        return "cluster.workers: inline keeps all in this process"
-    return "backend and generator share their processes; cluster.colocate: [] sets them apart"

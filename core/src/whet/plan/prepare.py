@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from attrs import evolve, field, fields, frozen
 
-from whet.component import AlgorithmFacts, EnvironmentFacts, Facts, LossFacts, Package, Problem, resolve
+from whet.component import AlgorithmFacts, EnvironmentFacts, LossFacts, Package, Problem, Selection, resolve
 from whet.data.model_info import ModelInfo, check_weights, locate, read_model
 from whet.data.spans import Span
 from whet.errors import ConfigError, DataError
-from whet.plan.evaluation import evaluation_notes, with_answers
-from whet.plan.layers import placing
+from whet.plan.evaluation import evaluation_notes
+from whet.plan.layers import placed, placing
 from whet.plan.load import Loaded, load_config
+from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
-from whet.plan.plan import Plan, gather_facts, make_plan, on_machine, selections
+from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
 from whet.plugins.data_files import missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
@@ -27,7 +28,7 @@ from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:
     from whet.config.cluster import ClusterSection
-    from whet.config.sections import Config, ModelSection
+    from whet.config.sections import Config, DataSection, ModelSection, RoleSection
     from whet.interfaces.data import Encode
     from whet.plugins.registry import Registry
 
@@ -55,21 +56,17 @@ class Prepared:
         """The structured config."""
         return self.loaded.config
 
-    @property
-    def facts(self) -> Mapping[str, Facts]:
-        """Return the facts of every chosen component, by path into the config."""
-        return self.roles.facts
-
     def refuse_elsewhere(self, *only: str) -> None:
         """Raise `ConfigError` where another machine might run it, and this one cannot.
 
         Where `only` some roles are started, their memory alone counts.
         """
-        plan = self.plan
+        plan, cluster = self.plan, self.config.cluster
+        refusals = plan.refusals
         if only:
-            roles = tuple(role for role in plan.roles if role.role in only)
-            plan = on_machine(evolve(plan, roles=roles), self.config.cluster, self.roles, self.machine)
-        if problems := [*dict.fromkeys((*self.plan.warnings, *plan.refusals))]:
+            found = rooms(cluster, self.roles, [plan.role(name) for name in only], plan.turns, self.machine)
+            refusals = placed(map(str, memory_problems(cluster, found, self.machine)), self.loaded.layers)
+        if problems := [*dict.fromkeys((*plan.warnings, *refusals))]:
             raise ConfigError(problems)
 
 
@@ -92,7 +89,10 @@ def prepare(
     """
     now = time.time()
     loaded, target = load_config(path, overrides, registry), target or machine()
-    loaded = evolve(loaded, config=_on_nodes(loaded.config, target))
+    cluster = loaded.config.cluster
+    if target.others and cluster.launcher != LOCAL and not joins(cluster):
+        # The nodes that are described are the cluster to join, where the config does not name one yet.
+        loaded = evolve(loaded, config=evolve(loaded.config, cluster=evolve(cluster, address="auto")))
     with placing(loaded.layers):
         prepared = _plan(loaded, target, config_only, trains)
     began = now if began is None else began
@@ -102,40 +102,29 @@ def prepare(
 
 def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> Prepared:
     """Return a config with its plan. Raises `ConfigError` with all problems of both."""
-    model, models = _models(loaded.config, config_only=True)
-    facts = with_answers(loaded.config, gather_facts(loaded.config, model, models))
-    roles = make_roles(loaded.config, facts)
-    plan, problems = make_plan(loaded.config, model, roles, target, models)
-    problems += missing_launcher(loaded.config.cluster)
-    interpreters, unfit = find_interpreters(loaded.config, roles)
+    config, cluster = loaded.config, loaded.config.cluster
+    model, models = find_models(config.model, config.roles)
+    roles = make_roles(config, gather_facts(config, model, models))
+    plan, problems = make_plan(config, model, roles, target, models)
+    problems += missing_launcher(cluster)
+    interpreters, unfit = find_interpreters(cluster, roles)
     problems += unfit
+    recognised = list[str]()
     if trains:
-        found, recognised = look_at_data(loaded.config, roles.algorithm.record_fields)
+        names = field_names(config.algorithm)
+        found, recognised = look_at_data(config.data, roles.algorithm.record_fields, names)
         problems += found
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
-    said = (*_unsaid(loaded.config.cluster, target), *_outside(loaded.config), *(recognised if trains else ()))
-    notes = (*evaluation_notes(loaded.config, roles.of(EnvironmentFacts)), *_packages(roles, interpreters), *said)
-    warnings = (*plan.warnings, *_not_here(loaded.config.cluster, roles))
-    plan = evolve(plan, notes=(*plan.notes, *notes), warnings=warnings)
+    notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
+    notes += [*_unsaid(cluster, target), *_outside(config.run.folder, roles.selections), *recognised]
+    plan = evolve(
+        plan, notes=(*plan.notes, *notes), refusals=placed(plan.refusals, loaded.layers),
+        warnings=placed((*plan.warnings, *_not_here(cluster, roles)), loaded.layers),
+    )  # fmt: skip
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
-        model, models = _models(loaded.config, config_only=False)
+        model, models = find_models(config.model, config.roles, config_only=False)
     return Prepared(loaded, model, plan, roles, models, target, interpreters)
-
-
-def _models(config: "Config", *, config_only: bool) -> tuple[ModelInfo, dict[str, ModelInfo]]:
-    """Find and read the model, and those of roles with their own."""
-    own = {name: role.model for name, role in config.roles.items() if role.model is not None}
-    found = {name: find_model(section, config_only, f"roles.{name}.") for name, section in own.items()}
-    return find_model(config.model, config_only), found
-
-
-def _on_nodes(config: "Config", target: Machine) -> "Config":
-    """Take a cluster of the nodes that are described for the one to join, where the config does not name one yet."""
-    cluster = config.cluster
-    if not target.others or cluster.launcher == LOCAL or joins(cluster):
-        return config
-    return evolve(config, cluster=evolve(cluster, address="auto"))
 
 
 def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:
@@ -151,7 +140,16 @@ def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:
         yield "the host's memory is not known, and not checked; `--machine ...,memory=SIZE` tells it"
 
 
-def find_model(section: "ModelSection", config_only: bool, where: str = "") -> ModelInfo:
+def find_models(
+    section: "ModelSection", roles: "Mapping[str, RoleSection]", *, config_only: bool = True
+) -> tuple[ModelInfo, dict[str, ModelInfo]]:
+    """Find and read the model, and the models of roles with their own."""
+    own = {name: role.model for name, role in roles.items() if role.model is not None}
+    found = {name: _find_model(model, config_only, f"roles.{name}.") for name, model in own.items()}
+    return _find_model(section, config_only), found
+
+
+def _find_model(section: "ModelSection", config_only: bool, where: str = "") -> ModelInfo:
     """Find and read the model of a section; `where` leads to it."""
     try:
         folder = locate(section.path, section.revision, config_only=config_only, code=section.trust_remote_code)
@@ -176,18 +174,18 @@ def _template(given: str) -> str:
 
 
 def find_interpreters(
-    config: "Config", roles: Roles
+    cluster: "ClusterSection", roles: Roles
 ) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
-    """Look into the Pythons of roles that do not run in the driver's, and say why their workers could not run there.
+    """Return the Pythons of roles that do not run in the driver's, and why their workers could not run there.
 
     On a cluster of other machines those that are not here are left to the nodes.
     """
     found, problems = dict[str, Interpreter](), list[Problem]()
-    apart = roles.names if config.cluster.workers == "process" else ()
-    for role, named in config.cluster.python.items():
-        if role not in apart or (joins(config.cluster) and not located(named).exists()):
+    apart = roles.names if cluster.workers == "process" else ()
+    for role, named in cluster.python.items():
+        if role not in apart or (joins(cluster) and not located(named).exists()):
             continue
-        modules, distributions = _wanted(config, roles, role)
+        modules, distributions = _wanted(roles, role)
         packages = roles[role].facts.packages
         offering = [name for package in packages for name in package.distributions]
         try:
@@ -199,11 +197,11 @@ def find_interpreters(
     return found, problems
 
 
-def _wanted(config: "Config", roles: Roles, role: str) -> tuple[list[str], dict[str, str]]:
+def _wanted(roles: Roles, role: str) -> tuple[list[str], dict[str, str]]:
     """Return the modules that a role's workers import, and who offers them with the versions that the driver has."""
     own = roles[role]
     parts = [
-        selection for path, selection in selections(config)
+        selection for path, selection in roles.selections.items()
         if path == own.path or (isinstance(found := roles.facts[path], LossFacts) and found.role == role)
     ]  # fmt: skip
     targets = [selection.component.target for selection in parts]
@@ -227,10 +225,10 @@ def _packages(roles: Roles, interpreters: Mapping[str, Interpreter]) -> Iterator
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
 
 
-def _outside(config: "Config") -> Iterator[str]:
+def _outside(run_folder: str, selections: Mapping[str, Selection]) -> Iterator[str]:
     """Return which components write to a place outside the run folder."""
-    folder = Path(config.run.folder).expanduser().absolute()
-    for path, selection in selections(config):
+    folder = Path(run_folder).expanduser().absolute()
+    for path, selection in selections.items():
         for field_ in fields(cast(Any, type(selection.config))):
             if field_.metadata.get("writes"):
                 target = os.path.normpath(folder / getattr(selection.config, field_.name))
@@ -245,22 +243,20 @@ def _not_here(cluster: "ClusterSection", roles: Roles) -> Iterator[str]:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
 
 
-def data_problems(config: "Config", fields: Sequence[Sequence[str]] = ()) -> list[Problem]:
-    """Return what is wrong with the data files of a config; see `look_at_data`."""
-    return look_at_data(config, fields)[0]
+def look_at_data(
+    section: "DataSection | None", fields: Sequence[Sequence[str]] = (), names: Mapping[str, str] | None = None
+) -> tuple[list[Problem], list[str]]:
+    """Look at the data files of a config, and at their first records; what is on the hub is left to the run.
 
-
-def look_at_data(config: "Config", fields: Sequence[Sequence[str]] = ()) -> tuple[list[Problem], list[str]]:
-    """Look at the data files that a config names, and at their first records; what is on the hub is left to the run.
-
-    Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`.
+    Return what is wrong, and what was recognised, a line for each file. `fields`: see `AlgorithmFacts.record_fields`;
+    `names`: see `field_names`.
     """
-    if config.data and (missing := missing_reader()):
+    if section and (missing := missing_reader()):
         return [Problem("data", f"is given; {missing}")], []
-    problems, recognised, names = list[Problem](), list[str](), field_names(config)
-    for name, files in (("train", config.data.train), ("validation", config.data.validation)) if config.data else ():
+    problems, recognised = list[Problem](), list[str]()
+    for name, files in (("train", section.train), ("validation", section.validation)) if section else ():
         for i, file in enumerate(files):
-            seen = reader().look(file, fields, names)
+            seen = reader().look(file, fields, names or {})
             if seen.problem:
                 problems.append(Problem(f"data.{name}.{i}.path", seen.problem))
             elif seen.recognised:
@@ -268,16 +264,15 @@ def look_at_data(config: "Config", fields: Sequence[Sequence[str]] = ()) -> tupl
     return problems, recognised
 
 
-def field_names(config: "Config") -> Mapping[str, str]:
-    """Return what the algorithm of a config calls the columns of a record, by their usual names."""
-    selection = getattr(config, "algorithm", None)
-    found = getattr(getattr(selection, "config", None), "fields", None)
+def field_names(algorithm: Selection) -> Mapping[str, str]:
+    """Return what an algorithm calls the columns of a record, by their usual names."""
+    found = getattr(algorithm.config, "fields", None)
     return found if isinstance(found, Mapping) else {}
 
 
-def encode_of(config: "Config", facts: AlgorithmFacts, model: ModelInfo) -> "Encode | None":
-    """Return what turns the records of a config into sequences; None where its algorithm does not state it."""
-    encode: Encode | None = resolve(facts.encode)(config.algorithm.config, model) if facts.encode else None
+def encode_of(algorithm: Selection, facts: AlgorithmFacts, model: ModelInfo) -> "Encode | None":
+    """Return what turns the records of a run into sequences; None where its algorithm does not state it."""
+    encode: Encode | None = resolve(facts.encode)(algorithm.config, model) if facts.encode else None
     return encode
 
 

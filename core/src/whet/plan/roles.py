@@ -4,9 +4,10 @@ config + facts  ->  Roles: by name a Role(path, selection, facts, ranks, gpus, t
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from attrs import frozen
+import attrs
+from attrs import field, frozen
 
 from whet.component import (
     AlgorithmFacts,
@@ -58,6 +59,8 @@ class Roles:
     """Groups of roles that are to share processes, the default filled in."""
     known: tuple[str, ...]
     """Names that the keys of `cluster` may hold; the generator's is one where there is none, too."""
+    selections: Mapping[str, Selection] = field(factory=dict)
+    """Every chosen component, by path into the config."""
 
     def __getitem__(self, name: str) -> Role:
         return self.by_name[name]
@@ -104,6 +107,23 @@ class Roles:
         return any(one in group and other in group for group in self.sharing)
 
 
+def selections(value: Any, path: str = "") -> Iterator[tuple[str, Selection]]:
+    """Walk all components chosen anywhere in a config, with their paths."""
+    if isinstance(value, Selection):
+        yield path, value
+        yield from selections(value.config, path)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from selections(item, f"{path}.{i}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from selections(item, f"{path}.{key}")
+    elif attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            inline = field.metadata.get("inline")
+            yield from selections(getattr(value, field.name), path if inline else f"{path}.{field.name}".lstrip("."))
+
+
 def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
     """Return the table of roles. `facts` are by path into the config."""
     cluster, needs = config.cluster, _needs(facts)
@@ -123,7 +143,7 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
         group = tuple(role for role in shared if role in names)
         roles[name] = Role(name, path, selection, found, ranks, gpus, trained, group)
     known = tuple(dict.fromkeys(["backend", "generator", *config.roles]))
-    return Roles(facts, roles, needs, sharing, known)
+    return Roles(facts, roles, needs, sharing, known, dict(selections(config)))
 
 
 def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:

@@ -81,7 +81,8 @@ def read_inputs(
         data = reader().open(
             config.data, chat, config.run.seed, config.data.max_length or prepared.model.max_positions, status,
             timed=partial(spans.phase, "data", "tokenise"),
-            encode=encode_of(config, prepared.roles.algorithm, prepared.model), names=field_names(config),
+            encode=encode_of(config.algorithm, prepared.roles.algorithm, prepared.model),
+            names=field_names(config.algorithm),
             epochs=config.run.epochs,
         )  # fmt: skip
     criterion = passes(config.evaluation)

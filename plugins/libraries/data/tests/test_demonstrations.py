@@ -1,12 +1,11 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from whet.config.sections import DataFile, DataSection
 from whet.data.chat import ChatTokenizer
 from whet.errors import DataError
-from whet.plan.prepare import data_problems
+from whet.plan.prepare import look_at_data
 from whet_data.demonstrations import FIELDS, encode, known_fields, record_fields
 from whet_data.readers import read
 
@@ -139,6 +138,6 @@ def test_gsm8k_can_be_trained_on(chat, shared_data):
 )
 def test_the_fields_that_check_looks_for_are_those_that_are_read(tmp_path, record, fields, lacks):
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
-    section = SimpleNamespace(data=DataSection([DataFile(str(tmp_path / "data.jsonl"))]))
-    found = [str(problem) for problem in data_problems(section, record_fields(fields))]
+    section = DataSection([DataFile(str(tmp_path / "data.jsonl"))])
+    found = [str(problem) for problem in look_at_data(section, record_fields(fields))[0]]
     assert [f"wanted {lacks}; `fields` says" in problem for problem in found] == [True] * bool(lacks)

@@ -11,7 +11,7 @@ import yaml
 
 from whet.errors import ConfigError, PluginError
 from whet.plan.load import load_config
-from whet.plan.plan import selections
+from whet.plan.roles import selections
 from whet.plugins.registry import Registry, load_plugins
 from whet_demo.demos import demo, demos, rebased
 from whet_demo.stages import course, stages

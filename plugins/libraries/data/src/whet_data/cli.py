@@ -79,16 +79,12 @@ def _seen(config: str, overrides: tuple[str, ...], rows: int, split: Split, most
     from whet.data.chat import ChatTokenizer
     from whet.plan.load import load_config
     from whet.plan.plan import gather_facts
-    from whet.plan.prepare import find_model
+    from whet.plan.prepare import find_models
     from whet.plan.roles import make_roles
 
     loaded = load_config(config, overrides)
     warn_of_broken(loaded.registry)
-    model = find_model(loaded.config.model, config_only=True)
-    models = {
-        name: find_model(role.model, True, f"roles.{name}.")
-        for name, role in loaded.config.roles.items() if role.model is not None
-    }  # fmt: skip
+    model, models = find_models(loaded.config.model, loaded.config.roles)
     roles = make_roles(loaded.config, gather_facts(loaded.config, model, models))
     chat = ChatTokenizer(model.path, loaded.config.model.chat_template)
     if "rollouts" in roles.algorithm.inputs:
@@ -123,16 +119,15 @@ def _records(
     files = getattr(config.data, split) if config.data else []
     if config.data is None or not files:
         raise ConfigError(f"data.{split}: there is no file to look at")
-    problems, recognised = look_at_data(config, facts.record_fields)
+    names = field_names(config.algorithm)
+    problems, recognised = look_at_data(config.data, facts.record_fields, names)
     if problems := [problem for problem in problems if problem.path.startswith(f"data.{split}.")]:
         raise ConfigError([str(problem) for problem in problems])
-    encode = encode_of(config, facts, model)
+    encode = encode_of(config.algorithm, facts, model)
     if encode is None:
         raise ConfigError(f"algorithm: {config.algorithm.name} states no `encode` in its facts: how it reads records")
     limit = config.data.max_length or model.max_positions
-    shown, counts = look_at_records(
-        files, encode, field_names(config), chat, limit=limit, rows=rows, most=most, status=status
-    )
+    shown, counts = look_at_records(files, encode, names, chat, limit=limit, rows=rows, most=most, status=status)
     return Seen(
         f"data.{split} of {config.algorithm.name}",
         tuple(line for line in recognised if line.startswith(f"data.{split}.")),
