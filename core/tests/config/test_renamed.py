@@ -62,6 +62,8 @@ def test_a_key_of_today_may_have_the_name_that_another_one_had_before():
         colocate: bool = field(default=False, metadata=renamed("share"))
 
     assert structure({"share": 0.25}, Swapped, None) == Swapped(share=0.25)
+    assert structure({"share": 0.25}, Swapped, None, renew=True) == Swapped(share=0.25)
+    assert renewed({"share": 0.25}, Swapped()) == {"share": 0.25}
 
 
 def test_new_keys_and_values_are_taken_as_they_are():
@@ -77,3 +79,11 @@ def test_what_an_earlier_version_wrote_is_read_with_the_names_of_today() -> None
     assert renewed(now, here) == now
     assert renewed({"a": before}, {"a": Selection("losses", Component("x", Section, "x:Y"), here)}) == {"a": now}
     assert renewed(before, None) == before
+
+
+def test_what_whet_wrote_itself_is_structured_with_the_names_of_today() -> None:
+    before = {"meal": "malus", "number": 2, "core": {"colour": "rot"}, "items": [{"colour": "rot"}]}
+    made = structure(before, Section, None, renew=True)
+    assert made == Section("apple", 2, Inner(colour="red"), [Inner(colour="red")])
+    with pytest.raises(ConfigError, match="meal: was renamed; write fruit: pear"):
+        structure({"fruit": "apple", "meal": "pear"}, Section, None, renew=True)

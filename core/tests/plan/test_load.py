@@ -355,3 +355,16 @@ def test_a_problem_of_a_key_that_nobody_wrote_has_the_line_of_its_section(
 ) -> None:
     (found,) = problems(merged(change), *overrides)
     assert found.rpartition("/")[2].startswith(problem) or found.startswith(problem)
+
+
+def test_old_keys_are_read_in_the_config_that_a_run_wrote_and_refused_in_any_other(
+    offers: Registry, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "config.yaml", merged({"refit": {}, "cluster": {"share": [], "transport": "tcp"}}))
+    with pytest.raises(ConfigError, match="refit: was renamed; write weight_sync"):
+        load_config(file, (), offers)
+    (tmp_path / "identity.json").write_text("{}")
+    cluster = load_config(file, (), offers).config.cluster
+    assert (cluster.colocate, cluster.transport) == ([], "shared-memory")
+    with pytest.raises(ConfigError, match="refit: was renamed; write weight_sync"):
+        load_config(write(tmp_path / "other.yaml", file.read_text()), (), offers)

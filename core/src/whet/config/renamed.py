@@ -4,8 +4,9 @@ A field states its old names in its metadata, so that the config classes of plug
 
     on_weight_update: Literal["drain", "continue"] = field(metadata=renamed("running", keep="continue"))
 
-A config is never changed by this table. An old key or value is a problem of the config, with its path. Only what an
-earlier version wrote of a config, e.g. the identity of a run, is read with it: see `renewed`.
+An old key or value in a config that somebody wrote is a problem of the config, with its path. What an earlier version
+wrote itself is read with the names of today: the `config.yaml` of a run folder (`structure(..., renew=True)`) and the
+fingerprint of a run (`renewed`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,19 @@ def _new_value(field: "attrs.Attribute[Any]", value: object) -> object:
     return field.metadata.get("renamed_values", {}).get(value, value) if isinstance(value, str) else value
 
 
+def with_new_names(plain: Mapping[str, Any], fields: "Sequence[attrs.Attribute[Any]]") -> dict[str, Any]:
+    """Return a mapping with the keys and values of today in place of the old ones of these fields.
+
+    An old key stays where the mapping has the new one, too.
+    """
+    today, before, found = {field.alias or field.name: field for field in fields}, renamed_keys(fields), {}
+    for key, value in plain.items():
+        field = today.get(key) or before.get(key)
+        new = key if field is None else field.alias or field.name
+        found[key if new in plain else new] = value if field is None else _new_value(field, value)
+    return found
+
+
 def renewed(plain: Any, config: Any) -> Any:
     """Return a config that an earlier version wrote as builtins, with the keys and values of today.
 
@@ -58,13 +72,11 @@ def renewed(plain: Any, config: Any) -> Any:
         return [renewed(value, here) for value, here in zip_longest(plain, config[: len(plain)])]
     if not attrs.has(type(config)) or not isinstance(plain, Mapping):
         return plain
-    found = dict(plain)
+    found = with_new_names(plain, attrs.fields(type(config)))
     for field in attrs.fields(type(config)):
         key, here = field.alias or field.name, getattr(config, field.name)
-        if (old := field.metadata.get("renamed_key")) in found and key not in found:
-            found[key] = found.pop(old)
         if field.metadata.get("inline"):
             found = renewed(found, here)
         elif key in found:
-            found[key] = renewed(_new_value(field, found[key]), here)
+            found[key] = renewed(found[key], here)
     return found

@@ -17,7 +17,7 @@ from attrs.validators import deep_iterable, deep_mapping, ge, optional
 from whet.component import Component, Kind, Problem, Selection, import_path, resolve
 from whet.config.document import to_line
 from whet.config.messages import a_kind, choice_words, found_words, kind_word, nearest, path_segment, type_words
-from whet.config.renamed import key_words, renamed_keys, value_words
+from whet.config.renamed import key_words, renamed_keys, value_words, with_new_names
 from whet.config.values import PLAIN, fault, fault_of_choice
 from whet.errors import ConfigError, PluginError
 
@@ -43,14 +43,16 @@ class Components(Protocol):
         ...
 
 
-def structure(document: object, cls: type[T], components: "Components | None", also: Sequence[str] = ()) -> T:
+def structure(
+    document: object, cls: type[T], components: "Components | None", also: Sequence[str] = (), *, renew: bool = False
+) -> T:
     """Return a document as an attrs class. Selections are looked up in `components`.
 
     With `components` None, selections must be written as `unstructure(..., portable=True)` writes them. `also` are
-    further known keys, for the hint "did you mean". Raises `ConfigError` with all problems, one per line:
-    `path: what was wrong`.
+    further known keys, for the hint "did you mean". `renew` reads old keys and values as those of today: for what whet
+    wrote itself. Raises `ConfigError` with all problems, one per line: `path: what was wrong`.
     """
-    structurer = _Structurer(components)
+    structurer = _Structurer(components, renew)
     made = structurer.attrs_class(document, cls, _At(), also)
     if structurer.problems:
         raise ConfigError([str(problem) for problem in structurer.problems])
@@ -112,8 +114,8 @@ class _At:
 class _Structurer:
     """Converts a document and collects its problems. What cannot be converted becomes None, and is a problem."""
 
-    def __init__(self, components: "Components | None") -> None:
-        self.components = components
+    def __init__(self, components: "Components | None", renew: bool = False) -> None:
+        self.components, self.renew = components, renew
         self.problems: list[Problem] = []
 
     def refuse(self, at: _At, message: str) -> Any:
@@ -155,7 +157,7 @@ class _Structurer:
             return None
         wrongs = []
         for arm in sorted(arms, key=lambda arm: arm is not type(value)):  # 3 becomes an integer, not a number
-            trial = _Structurer(self.components)
+            trial = _Structurer(self.components, self.renew)
             made = trial.convert(value, arm, at)
             if not trial.problems:
                 return made
@@ -202,6 +204,8 @@ class _Structurer:
             value = {"use": value}
         if not isinstance(value, Mapping):
             return self.refuse(at, f"wanted a mapping, found {found_words(value)}{_off_words(value, fields)}")
+        if self.renew:
+            value = with_new_names(value, list(fields.values()))
         own = [key for key in fields if key not in inline]
         if inline:  # takes all keys that the class does not have
             rest = {key: item for key, item in value.items() if key not in own}

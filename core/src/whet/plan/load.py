@@ -36,7 +36,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     """Load a config file. Raises `ConfigError` with every problem of file, overrides and structure, a line each.
 
     `overrides` are `key.path=value` with YAML values; an index stands for an item of a list. Without a registry the
-    installed plugins are loaded; the files under `plugins:` are added to it either way.
+    installed plugins are loaded; the files under `plugins:` are added to it either way. Old keys and values are
+    refused, except in the `config.yaml` of a run folder, which an earlier version may have written.
     """
     path = Path(path)
     layers, problems = _read_chain(path, (), "")
@@ -60,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         document = laid_over(document, evolve(alike, document=Document(_role_over(alike, document))))
     with placing(laid, problems):
         try:
-            config = structure(document, Config, registry, also=["extends"])
+            config = structure(document, Config, registry, also=["extends"], renew=_is_written(path))
         except ConfigError as error:
             raise ConfigError([*wrong, *error.problems], _remedy(registry.wanted)) from None
         if wrong:
@@ -74,6 +75,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         if found:
             raise ConfigError([str(problem) for problem in found])
     return Loaded(config, registry, document, path, tuple(laid))
+
+
+def _is_written(path: Path) -> bool:
+    """Return whether a config was written by a run."""
+    return path.name == "config.yaml" and path.with_name("identity.json").is_file()
 
 
 def _remedy(wanted: Sequence[str]) -> str:
