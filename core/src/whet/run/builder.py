@@ -6,7 +6,7 @@ build_parts   models -> weights of the checkpoint -> rollouts, evaluation, weigh
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,7 @@ class Begun:
     stalls: StallMonitor
     inputs: Inputs
     run: Opened
+    info: RunInfo
     startup: Startup
 
 
@@ -101,21 +102,27 @@ class Models:
         """Return a handle of the backend whose calls wait for its turn, and are made inside of `around`."""
         return BackendHandle(self.built["backend"], *self.turns.around("backend"), *around)
 
+    def probe(self, requests: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine that asks the generator for completions past the gate, at the generator's turn."""
+        self.turns.probing()
+        return self.loop.run(requests)
+
 
 def begin(prepared: Prepared, attempt: Attempt) -> Begun:
     """Start worker processes, which import while the driver opens the inputs and the run folder."""
-    folder, spans, status = attempt.folder, attempt.spans, attempt.observers.status
+    config, folder, spans, status = prepared.config, attempt.folder, attempt.spans, attempt.observers.status
     startup = Startup(time.time() if attempt.again else prepared.spans[0].begin)
     if not attempt.again:
         spans.add(prepared.spans)
-    slices = make_slices(prepared, folder.logs, attempt.closers)
-    notice = prepared.config.cluster.deadlines.notice
-    stalls = StallMonitor(spans, folder.logs / "waits.log", notice, slices.cluster)
-    attempt.closers.append(stalls.close)
+    places, closers = prepared.plan.roles, attempt.closers
+    slices = make_slices(config.cluster, folder.path.name, places, prepared.roles, folder.logs, closers)
+    stalls = StallMonitor(spans, folder.logs / "waits.log", config.cluster.deadlines.notice, slices.cluster)
+    closers.append(stalls.close)
     with spans.phase("run", "prepare"):
-        inputs = read_inputs(prepared, folder.began(), attempt.roles, spans, status, attempt.closers)
+        inputs = read_inputs(prepared, folder.began(), attempt.roles, spans, status, closers)
         run = open_run(prepared, folder, inputs.data, inputs.training, status, attempt.again)
-    return Begun(slices, stalls, inputs, run, startup)
+    info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config), run.total, run.done)
+    return Begun(slices, stalls, inputs, run, info, startup)
 
 
 def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflineParts | OnlineParts:
@@ -127,7 +134,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         attempt.observers.rewind(run.saved.step if run.saved else -1)
     else:
         for chosen in config.loggers:
-            attempt.observers.add(chosen.name, build_selection(chosen, _info(prepared, folder, run.total, run.done)))
+            attempt.observers.add(chosen.name, build_selection(chosen, begun.info))
     sync = make_weight_sync(
         prepared.plan.way, folder.scratch, config.cluster, begun.slices.cluster, attempt.spans,
         config.rollout.on_weight_update, attempt.closers,
@@ -142,8 +149,9 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     probe = None
     if sync is not None and models.generator is not None:
         probe = make_probe(
-            prepared, models.within_turn(), models.built["generator"], inputs.chat, models.loop, models.turns.probing
-        )
+            config.weight_sync.probe, config.run.seed, config.rollout.temperature, prepared.plan.max_context, roles,
+            prepared.model, models.within_turn(), models.built["generator"], inputs.chat, models.probe,
+        )  # fmt: skip
         after = stream.set_version if stream else (lambda version: None)
         sync.connect(models.backend, models.generator, before=models.turns.training, after=after, probe=probe)
     evaluate: Callable[[int], Metrics] = lambda step: {}  # noqa: E731
@@ -191,10 +199,6 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
     return OnlineParts(**common, rollouts=rollouts)
 
 
-def _info(prepared: Prepared, folder: RunFolder, total: int, done: int = 0) -> RunInfo:
-    return RunInfo(folder.path.resolve(), folder.path.name, unstructure(prepared.config), total, done)
-
-
 def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: WeightSync | None) -> Models:
     """Start the workers of all roles; those that take turns sleep until theirs comes."""
     from whet.runtime.event_loop import EpisodeLoop
@@ -204,7 +208,7 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
     turns = Turns(prepared.plan.turns, spans, loop)
     attempt.closers.append(turns.close)
     try:
-        built = start(prepared, attempt, prepared.roles.names, slices.of, begun.run.total, sync, turns)
+        built = start(prepared, attempt, prepared.roles.names, slices.of, begun.info, sync, turns)
     finally:
         attempt.closers.append(loop.close)
     if slices.cluster is not None:
@@ -219,13 +223,13 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
 
 def start(
     prepared: Prepared, attempt: Attempt, roles: Sequence[str], group_of: "Callable[[str], WorkerGroup]",
-    total: int = 0, sync: WeightSync | None = None, turns: Turns | None = None,
+    info: RunInfo, sync: WeightSync | None = None, turns: Turns | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Start the workers of roles, and return what their components built. Further models are in `attempt.roles` then.
 
     `turns`: each role sleeps as soon as it is started. `sync`: what a generator's new replicas get their weights from.
     """
-    asked, info = prepared.roles.asked_by(""), _info(prepared, attempt.folder, total)
+    asked = prepared.roles.asked_by("")
     replacing = attempt.recovery.replacing(sync.resync if sync else None)
 
     def build(role: str) -> Any:

@@ -11,7 +11,7 @@ a gate, an environment that asks a further model on the thread that it asks from
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from attrs import define, field
 
@@ -22,20 +22,12 @@ from whet.rollout.gate import Gate
 from whet.run.handles import Around, AroundRequest
 
 if TYPE_CHECKING:
+    from whet.interfaces.backend import Backend
+    from whet.interfaces.generator import Generator
     from whet.runtime.event_loop import EpisodeLoop
 
 TRAINING: Final = 0
 GENERATION: Final = 1
-
-
-class Sleeper(Protocol):
-    """What backends and generators have in common."""
-
-    def sleep(self) -> int | None:
-        """See `Backend.sleep`."""
-
-    def wake(self) -> None:
-        """See `Backend.wake`."""
 
 
 @define(eq=False)
@@ -49,7 +41,7 @@ class Turns:
     """The loop on which requests are made."""
     gate: Gate = field(factory=Gate, init=False)
     """Requests pass it."""
-    _handles: dict[str, Sleeper] = field(factory=dict, init=False)
+    _handles: "dict[str, Backend | Generator]" = field(factory=dict, init=False)
     _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
     """`weights`: a generator that took new ones while it slept, and no more."""
     _turn: int | None = field(default=None, init=False)
@@ -61,7 +53,7 @@ class Turns:
     _changed: threading.Condition = field(factory=threading.Condition, init=False)
     _given_back: dict[str, int] = field(factory=dict, init=False)
 
-    def join(self, role: str, handle: Sleeper) -> None:
+    def join(self, role: str, handle: "Backend | Generator") -> None:
         """Put a role to sleep that has just been started, so that the next one to start finds the memory free."""
         if self._side(role) is not None:
             self._handles[role], self._states[role] = handle, "awake"

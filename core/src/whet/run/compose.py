@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define, field, frozen
 
 from whet.config.sections import RunSection
 from whet.data.files import disk_errors, read_rows
@@ -20,11 +20,12 @@ from whet.interfaces.algorithm import Parts
 from whet.plan.prepare import Prepared, prepare
 from whet.run import checkpoint
 from whet.run.builder import Attempt, begin, build_parts
+from whet.run.fingerprint import run_fingerprint
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.resume import nothing_left, own_fingerprint
+from whet.run.resume import held_fingerprint, nothing_left, refuse_another
 from whet.run.run_folder import RunFolder, closing_all
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def run(
             if (done := _finished(prepared, folder)) is not None:
                 return Outcome(folder.path, done, finished=True, before=True, epochs=prepared.config.run.epochs)
             prepared.refuse_elsewhere()
-            return _run_attempts(prepared, folder, interrupts)
+            with _OpenRun(prepared, folder, interrupts).opened() as open_run:
+                return _run_attempts(open_run)
 
 
 def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
@@ -75,14 +77,16 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     Where its last run attempt was killed at the very end, the journal is closed. Raises `CheckpointError` where the
     folder holds another run.
     """
-    section, done = prepared.config.run, checkpoint.newest(folder)
-    left = done < (section.steps or 1) or (section.export and not _exported(folder))
+    config, done = prepared.config, checkpoint.newest(folder)
+    left = done < (config.run.steps or 1) or (config.run.export and not _exported(folder))
     if left or not (folder.path / "identity.json").exists():
         return None
     with closing_all([]) as closers:
-        inputs = read_inputs(prepared, folder.began(), {}, Spans(), _nothing, closers, evaluation=False)
-        own_fingerprint(prepared, folder, inputs.data, inputs.training)
-        if not nothing_left(prepared, folder, done, inputs.data, _nothing):
+        inputs = read_inputs(prepared, folder.began(), {}, Spans(), lambda status: None, closers, evaluation=False)
+        own = run_fingerprint(config, prepared.model, inputs.data, inputs.training, prepared.models)
+        if (held := held_fingerprint(folder, config.run.resume)) is not None:
+            refuse_another(f"{folder.path} holds", held, own, config)
+        if not nothing_left(config.run, prepared.roles.algorithm.records_per_step, folder, done, inputs.data):
             return None
     shutil.rmtree(folder.scratch, ignore_errors=True)  # of a run attempt that was killed at its very end
     if _told(folder, "opened", "closed", "failed") != "closed":
@@ -90,20 +94,15 @@ def _finished(prepared: Prepared, folder: RunFolder) -> int | None:
     return done
 
 
-def _nothing(status: str) -> None:
-    """Show no status: no logger is open."""
-
-
-def _run_attempts(prepared: Prepared, folder: RunFolder, interrupts: Interrupts) -> Outcome:
+def _run_attempts(open_run: "_OpenRun") -> Outcome:
     """Run until the end, from the last checkpoint again where workers are lost and recovery allows it."""
-    with _opened(prepared, folder, interrupts) as open_run:
-        while True:
-            try:
-                with open_run.attempt() as parts:
-                    return _run_attempt(parts, interrupts)
-            except WorkerLost as error:
-                if not open_run.grants_another(error):
-                    raise open_run.last_error(error) from error.__cause__
+    while True:
+        try:
+            with open_run.attempt() as parts:
+                return _run_attempt(parts, open_run.interrupts)
+        except WorkerLost as error:
+            if not open_run.grants_another(error):
+                raise open_run.last_error(error) from error.__cause__
 
 
 def _run_attempt(parts: Parts, interrupts: Interrupts) -> Outcome:
@@ -159,7 +158,7 @@ def open(path: str | Path, *overrides: str, registry: "Registry | None" = None) 
     prepared.refuse_elsewhere()
     with (
         _claimed(prepared.config.run) as folder,
-        _opened(prepared, folder) as open_run,
+        _OpenRun(prepared, folder).opened() as open_run,
         open_run.attempt() as parts,
     ):
         yield parts
@@ -171,16 +170,39 @@ class _OpenRun:
 
     prepared: Prepared
     folder: RunFolder
-    observers: Observers
-    recovery: Recovery
-    built: bool = False
-    """Whether all parts have been built once: a worker that is lost earlier ends the run at once."""
-    opened: bool = False
-    """Whether the folder is known to belong to this run. The journal of another run is not written."""
-    steps: "Steps | None" = None
-    """The steps of the present run attempt, once it is built."""
     interrupts: Interrupts = Factory(Interrupts)
     """What Ctrl-C does outside of steps."""
+    observers: Observers = field(init=False)
+    recovery: Recovery = field(init=False)
+    built: bool = field(default=False, init=False)
+    """Whether all parts have been built once: a worker that is lost earlier ends the run at once."""
+    owned: bool = field(default=False, init=False)
+    """Whether the folder is known to belong to this run. The journal of another run is not written."""
+    steps: "Steps | None" = field(default=None, init=False)
+    """The steps of the present run attempt, once it is built."""
+
+    @contextmanager
+    def opened(self) -> Iterator["_OpenRun"]:
+        """Close the loggers at the end, and write into the journal how the run ended."""
+        with closing_all([]) as closers:
+            self.observers = Observers(self.prepared.loaded.registry.manager, self.folder)
+            closers += [lambda: shutil.rmtree(self.folder.scratch, ignore_errors=True), self.observers.close]
+            self.recovery = Recovery(self.prepared.config.cluster.recovery, self.folder)
+            try:
+                yield self
+            except Exception as error:
+                self.observers.failed = True
+                self._journal("failed", error=type(error).__name__, message=str(error)[:2000])
+                raise
+            except BaseException as error:  # a second Ctrl-C: it was ended, and did not fail
+                self._journal("closed", by=type(error).__name__)
+                raise
+            self.folder.journal("closed")
+
+    def _journal(self, event: str, **details: str) -> None:
+        if self.owned:
+            with suppress(WhetError):  # a full disk must not hide what failed
+                self.folder.journal(event, **details)
 
     @contextmanager
     def attempt(self) -> Iterator[Parts]:
@@ -191,7 +213,7 @@ class _OpenRun:
             self.steps = None
             with self.interrupts.then_closing():
                 begun = begin(self.prepared, attempt)
-                self.opened = True
+                self.owned = True
                 parts = build_parts(self.prepared, attempt, begun)
                 self.built, self.steps = True, parts.steps
                 yield parts
@@ -221,26 +243,3 @@ def _claimed(section: RunSection) -> Iterator[RunFolder]:
         folder.claim()
         closers.append(folder.release)
         yield folder
-
-
-@contextmanager
-def _opened(prepared: Prepared, folder: RunFolder, interrupts: Interrupts | None = None) -> Iterator[_OpenRun]:
-    with closing_all([]) as closers:
-        observers = Observers(prepared.loaded.registry.manager, folder)
-        closers += [lambda: shutil.rmtree(folder.scratch, ignore_errors=True), observers.close]
-        recovery = Recovery(prepared.config.cluster.recovery, folder)
-        open_run = _OpenRun(prepared, folder, observers, recovery, interrupts=interrupts or Interrupts())
-        try:
-            yield open_run
-        except Exception as error:
-            observers.failed = True
-            if open_run.opened:
-                with suppress(WhetError):  # a full disk must not hide what failed
-                    folder.journal("failed", error=type(error).__name__, message=str(error)[:2000])
-            raise
-        except BaseException as error:  # a second Ctrl-C: it was ended, and did not fail
-            if open_run.opened:
-                with suppress(WhetError):
-                    folder.journal("closed", by=type(error).__name__)
-            raise
-        folder.journal("closed")

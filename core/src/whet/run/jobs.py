@@ -3,18 +3,20 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from whet.config.renamed import renewed
+from whet.config.structure import unstructure
 from whet.data.files import disk_errors, json_line, private
 from whet.errors import CheckpointError, ConfigError, WhetError
 from whet.evaluation.comparison import SUMMARY, Comparison, compare, read_written
 from whet.evaluation.result import EvaluationResult
+from whet.interfaces.logger import RunInfo
 from whet.plan.load import load_config
 from whet.plan.prepare import Prepared, prepare
 from whet.plugins.endpoints import InstalledEndpoints
@@ -81,58 +83,43 @@ def evaluate(
     if not config.evaluation.environments:
         raise ConfigError(f"evaluation.environments: {path} lists none; there is nothing to evaluate on")
     other = read_written(against) if against else None
-    with (
-        Interrupts("job").listening() as interrupts,
-        _workplace("eval") as folder,
-        closing_all([]) as closers,
-        interrupts.then_closing(),
-    ):
-        attempt = _attempt(prepared, folder, closers)
+    with _job("eval", prepared) as attempt:
         if progress is not None:
             attempt.observers.add("progress", progress)
-        needed = prepared.roles.asked_by("evaluation.environments")
-        prepared.refuse_elsewhere("generator", *needed)
-        status = attempt.observers.status
-        inputs = read_inputs(prepared, folder.began(), attempt.roles, attempt.spans, status, closers, training=False)
-        slices = make_slices(prepared, folder.logs, closers, ["generator", *needed])
-        generator = start(prepared, attempt, ["generator", *needed], slices.of)["generator"]
+        roles = ["generator", *prepared.roles.asked_by("evaluation.environments")]
+        prepared.refuse_elsewhere(*roles)
+        status, began = attempt.observers.status, attempt.folder.began()
+        inputs = read_inputs(
+            prepared, began, attempt.roles, attempt.spans, status, attempt.closers, training=False
+        )  # fmt: skip
+        generator = _start(prepared, attempt, roles)["generator"]
         endpoints = InstalledEndpoints(config.endpoint, prepared.loaded.registry)
         result = make_evaluator(prepared, inputs.evaluation, generator, inputs.chat, status, endpoints)()
     return Evaluated(prepared.model.path, result, compare(result, other) if other else None)
 
 
 def export(run_folder: str | Path, out: str | Path, *, step: int | None = None) -> int:
-    """Write a checkpoint of a run as a folder that `transformers` loads; give its step."""
+    """Write a checkpoint of a run as a folder that `transformers` loads, and return its step."""
     run = RunFolder(run_folder)
     if not (run.path / "config.yaml").is_file():
         raise CheckpointError(f"{run.path} is no run folder: it holds no config.yaml")
     if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
         raise CheckpointError(f"{out} is no empty folder; choose another one for the model")
     prepared = prepare(run.path / "config.yaml", _alone(run.path / "config.yaml"), config_only=False, trains=False)
-    saved = exported(run, step, prepared.config.run.allow_changed, prepared.config)
-    with (
-        Interrupts("job").listening() as interrupts,
-        _workplace("export") as folder,
-        closing_all([]) as closers,
-        interrupts.then_closing(),
-    ):
-        attempt = _attempt(prepared, folder, closers)
-        slices = make_slices(prepared, folder.logs, closers, ["backend"])
-        backend = start(prepared, attempt, ["backend"], slices.of)["backend"]
-        written = _load(backend, run, step, prepared.config.run.allow_changed, saved, prepared.config)
+    saved = exported(run, step, prepared.config)
+    with _job("export", prepared) as attempt:
+        backend = _start(prepared, attempt, ["backend"])["backend"]
+        written = _load(backend, run, step, saved, prepared.config)
         with _whole(Path(out).absolute()) as partial:
             backend.export(partial)
     return written
 
 
-def exported(
-    run: RunFolder, step: int | None, allowed: Sequence[str] = (), config: "Config | None" = None
-) -> checkpoint.Checkpoint:  # fmt: skip
+def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -> checkpoint.Checkpoint:
     """Return the checkpoint to export: that of a step, or the last that the run saved.
 
-    `allowed` are config paths in which it may differ from the run. What an earlier version wrote is
-    read with the names of `config`. Raises `CheckpointError` where that one cannot be used: an older one is taken only
-    by its step.
+    It may differ from the run in `run.allow_changed` of `config`, and in keys that were renamed since then. Raises
+    `CheckpointError` where that one cannot be used: an older one is taken only by its step.
     """
     try:
         saved = checkpoint.latest(run, step)
@@ -149,14 +136,14 @@ def exported(
         steps = " or ".join(f"--step {number}" for number in older)
         how = f"; to export an older checkpoint, give {steps}" if older else ""
         raise CheckpointError(f"{error}\nnothing was exported{how}") from error
-    before = run.read_json("identity.json")
-    saved_by = saved.state.get("identity", {})
-    different = checkpoint.differences(renewed(before, config), renewed(saved_by, config), allowed) if before else []
-    if different:
-        raise CheckpointError(
-            f"{saved.folder} was saved by another run than that of {run.path}:\n"
-            + "\n".join(f"  {line}" for line in different)
-        )
+    if (before := run.read_json("identity.json")) is not None:
+        allowed = config.run.allow_changed if config else ()
+        saved_by = renewed(saved.state.get("identity", {}), config)
+        if different := checkpoint.differences(renewed(before, config), saved_by, allowed):
+            raise CheckpointError(
+                f"{saved.folder} was saved by another run than that of {run.path}:\n"
+                + "\n".join(f"  {line}" for line in different)
+            )
     return saved
 
 
@@ -194,28 +181,25 @@ def _alone(config: Path) -> list[str]:
 
 
 def _load(
-    backend: "Backend", run: RunFolder, step: int | None, allowed: Sequence[str],
-    saved: checkpoint.Checkpoint | None = None, config: "Config | None" = None,
-) -> int:  # fmt: skip
-    """Load a checkpoint, which may have been read already, and return its step.
+    backend: "Backend", run: RunFolder, step: int | None, saved: checkpoint.Checkpoint, config: "Config | None" = None
+) -> int:
+    """Load a checkpoint that has been read, and return its step.
 
-    Of a run that goes on meanwhile, the newest may be another one the next moment.
+    A run that goes on meanwhile may delete the checkpoint at any moment. The newest one is loaded in its place then.
     """
-    for attempt in range(_ATTEMPTS):
-        folder = saved.folder if saved is not None else run.checkpoints
+    for _ in range(_RETRIES):
         try:
-            saved = saved or exported(run, step, allowed, config)
-            folder = saved.folder
             backend.load(saved.part("backend"))
             return saved.step
         except WhetError:
-            if folder.exists() or step is not None or attempt + 1 == _ATTEMPTS:
+            if saved.folder.exists() or step is not None:
                 raise
-            saved = None
-    raise CheckpointError(f"{run.path} holds no checkpoint any more")
+            saved = exported(run, step, config)
+    backend.load(saved.part("backend"))
+    return saved.step
 
 
-_ATTEMPTS = 5
+_RETRIES = 4
 
 
 @contextmanager
@@ -235,8 +219,26 @@ def _workplace(job: str) -> Iterator[RunFolder]:
     shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _attempt(prepared: Prepared, folder: RunFolder, closers: list[Callable[[], None]]) -> Attempt:
-    folder.scratch.mkdir(parents=True)
-    observers = Observers(prepared.loaded.registry.manager, folder)
-    closers.append(observers.close)
-    return Attempt(folder, observers, closers, Recovery(prepared.config.cluster.recovery, folder))
+@contextmanager
+def _job(name: str, prepared: Prepared) -> Iterator[Attempt]:
+    """Open what a job shares with a run: a folder of its own, loggers, closers. Ctrl-C ends the job."""
+    with (
+        Interrupts("job").listening() as interrupts,
+        _workplace(name) as folder,
+        closing_all([]) as closers,
+        interrupts.then_closing(),
+    ):
+        folder.scratch.mkdir(parents=True)
+        observers = Observers(prepared.loaded.registry.manager, folder)
+        closers.append(observers.close)
+        yield Attempt(folder, observers, closers, Recovery(prepared.config.cluster.recovery, folder))
+
+
+def _start(prepared: Prepared, attempt: Attempt, roles: Sequence[str]) -> dict[str, Any]:
+    """Start the workers of roles, and return what their components built."""
+    config, folder = prepared.config, attempt.folder
+    places = [prepared.plan.role(role) for role in roles]
+    name = Path(config.run.folder).name
+    slices = make_slices(config.cluster, name, places, prepared.roles, folder.logs, attempt.closers)
+    info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config))
+    return start(prepared, attempt, roles, slices.of, info)

@@ -20,7 +20,7 @@ from whet.run import checkpoint
 from whet.run.fingerprint import run_fingerprint, versions_of
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config
+    from whet.config.sections import Config, RunSection
     from whet.interfaces.data import OfflineData
     from whet.plan.prepare import Prepared
     from whet.rollout.routing import Route
@@ -57,13 +57,17 @@ def open_run(
     very process has opened it before.
     """
     config = prepared.config
-    fingerprint = own_fingerprint(prepared, folder, data, routes, again)
+    fingerprint = run_fingerprint(config, prepared.model, data, routes, prepared.models)
+    if (held := held_fingerprint(folder, "auto" if again else config.run.resume)) is not None:
+        refuse_another(f"{folder.path} holds", held, fingerprint, config)
     saved = checkpoint.latest(folder)
     if saved:
-        _refuse_another(config, f"{saved.folder} was saved by", saved.state.get("identity"), fingerprint)
+        refuse_another(f"{saved.folder} was saved by", saved.state.get("identity"), fingerprint, config)
     done, state = (saved.step, saved.state) if saved else (0, {})
     # after another run is refused: it may take minutes
-    total = count_steps(prepared, data, done, state.get("data", {}), status)
+    total = count_steps(
+        config.run, prepared.roles.algorithm.records_per_step, data, done, state.get("data", {}), status
+    )
     folder.rewind(saved.step if saved else -1)
     shutil.rmtree(folder.scratch, ignore_errors=True)
     folder.scratch.mkdir(parents=True, exist_ok=True)
@@ -75,24 +79,24 @@ def open_run(
     return Opened(saved, total, fingerprint)
 
 
-def own_fingerprint(
-    prepared: "Prepared", folder: "RunFolder", data: "OfflineData | None", routes: "Sequence[Route]",
-    again: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the run's fingerprint. Raises `CheckpointError` where the folder's run is not to be gone on with."""
-    config = prepared.config
-    fingerprint = run_fingerprint(config, prepared.model, data, routes, prepared.models)
-    before = folder.read_json("identity.json") if folder.has_steps() else None
-    if before is not None and config.run.resume == "never" and not again:
+def held_fingerprint(folder: "RunFolder", resume: str = "auto") -> Any:
+    """Return the fingerprint of the run that a folder holds; None: it holds none.
+
+    Raises `CheckpointError` where `run.resume` does not allow that.
+    """
+    held = folder.read_json("identity.json") if folder.has_steps() else None
+    if held is not None and resume == "never":
         raise CheckpointError(f"{folder.path} holds a run already; choose another run.folder, or run.resume: auto")
-    if before is None and config.run.resume == "must" and not again:
+    if held is None and resume == "must":
         raise CheckpointError(f"run.resume is `must`, but {folder.path} holds no run")
-    if before is not None:
-        _refuse_another(config, f"{folder.path} holds", before, fingerprint)
-    return fingerprint
+    return held
 
 
-def _refuse_another(config: "Config", found: str, before: Any, fingerprint: Mapping[str, Any]) -> None:
+def refuse_another(found: str, before: Any, fingerprint: Mapping[str, Any], config: "Config") -> None:
+    """Raise `CheckpointError` where a fingerprint differs from that of a run or checkpoint of before.
+
+    Keys that were renamed since then, and those of `run.allow_changed`, do not differ.
+    """
     different = checkpoint.differences(renewed(before, config), fingerprint, config.run.allow_changed)
     if different:
         raise CheckpointError(
@@ -102,13 +106,13 @@ def _refuse_another(config: "Config", found: str, before: Any, fingerprint: Mapp
 
 
 def count_steps(
-    prepared: "Prepared", data: "OfflineData | None", done: int, position: Mapping[str, int], status: Status
-) -> int:
+    run: "RunSection", size: int | None, data: "OfflineData | None", done: int, position: Mapping[str, int],
+    status: Status,
+) -> int:  # fmt: skip
     """Return the steps of the run in all, and set the data to go on after the steps that are done.
 
-    The steps of epochs are known once the data has been read and tokenised.
+    `size` is the number of records of a step. The steps of epochs are known once the data has been read and tokenised.
     """
-    run, size = prepared.config.run, prepared.roles.algorithm.records_per_step
     if data is not None:
         data.go_on(done, position)
     if run.epochs is None or data is None or size is None:
@@ -119,13 +123,12 @@ def count_steps(
 
 
 def nothing_left(
-    prepared: "Prepared", folder: "RunFolder", done: int, data: "OfflineData | None", status: Status
+    run: "RunSection", size: int | None, folder: "RunFolder", done: int, data: "OfflineData | None"
 ) -> bool:
     """Return whether the steps that are done are all of the run. Data is read only where no checkpoint tells."""
-    config, epochs = prepared.config, prepared.config.run.epochs
-    if epochs is None or config.data is None:
-        return done >= (config.run.steps or 0)
+    if run.epochs is None or data is None:
+        return done >= (run.steps or 0)
     position = checkpoint.position(folder, done)
-    if position and "epoch" in position and not config.run.allow_changed:
-        return position["records"] >= reader().records(epochs, position["epoch"])
-    return done >= count_steps(prepared, data, done, position, status)
+    if position and "epoch" in position and not run.allow_changed:
+        return position["records"] >= reader().records(run.epochs, position["epoch"])
+    return done >= count_steps(run, size, data, done, position, lambda status: None)

@@ -34,25 +34,13 @@ class RunFolder:
     def __init__(self, path: str | Path, *, private_records: bool = True) -> None:
         """`private_records`: only this user may read what the model said, see `PRIVATE`; else who the umask lets."""
         self.path = Path(path)
+        self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
+        self.scratch = self.path / "scratch"
+        """For files that need not outlast the run."""
         self._private = private_records
         self._lock: int | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints are."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Where the workers' output goes."""
-        return self.path / "logs"
-
-    @property
-    def scratch(self) -> Path:
-        """For files that need not outlast the run."""
-        return self.path / "scratch"
 
     def claim(self) -> None:
         """Make the folder and lock it; a second run in it is refused."""

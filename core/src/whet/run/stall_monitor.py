@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from whet.data.files import disk_errors
 from whet.data.spans import Spans
 from whet.runtime.threads import Guard, watched
+
+if TYPE_CHECKING:
+    from whet.runtime.launcher import Cluster
 
 LOOKS = 8
 """How often a wait is looked at before it is told."""
@@ -26,30 +29,12 @@ BACKGROUND = frozenset({("generator", "generate")})
 DEEPEST_STACK = 12
 
 
-class Processes(Protocol):
-    """What is known of worker processes; see `whet.runtime.launcher.Cluster`."""
-
-    def under_way(self) -> Sequence[object]:
-        """Return the calls that the workers have not answered."""
-        ...
-
-    def stacks(self) -> dict[str, str]:
-        """Return what the workers do that owe an answer."""
-        ...
-
-
 class StallMonitor:
     """One thread that looks now and then, while it is open."""
 
-    def __init__(
-        self,
-        spans: Spans,
-        log: Path,
-        notice_seconds: float,
-        processes: Processes | None = None,
-    ) -> None:
-        """`notice_seconds` 0: nothing is ever told."""
-        self._spans, self._log, self._notice, self._processes = spans, log, notice_seconds, processes
+    def __init__(self, spans: Spans, log: Path, notice_seconds: float, cluster: "Cluster | None" = None) -> None:
+        """`notice_seconds` 0: nothing is ever told. `cluster`: the workers, if they are processes."""
+        self._spans, self._log, self._notice, self._cluster = spans, log, notice_seconds, cluster
         self.episodes: Callable[[], list[str]] = list
         """Returns where the episodes under way are."""
         self._told: dict[tuple[str, str, float], float] = {}
@@ -78,14 +63,14 @@ class StallMonitor:
             self._tell(due)
 
     def _tell(self, due: list[str]) -> None:
-        owed = [str(one) for one in self._processes.under_way()] if self._processes else []
+        owed = [str(one) for one in self._cluster.under_way()] if self._cluster else []
         places = self.episodes()
         episodes = [f"episodes: {', '.join(places)}"] if places else []
         line = f"waiting on {', '.join(due)}: {'; '.join(owed + episodes) or 'no worker owes an answer'}"
         print(f"{line}; stacks are in {self._log}", file=sys.stderr, flush=True)
         parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", *driver_stacks()]
-        if self._processes is not None:
-            parts += [f"{name}:\n{words}" for name, words in self._processes.stacks().items() if words]
+        if self._cluster is not None:
+            parts += [f"{name}:\n{words}" for name, words in self._cluster.stacks().items() if words]
         with disk_errors(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a", encoding="utf-8", errors="replace") as file:

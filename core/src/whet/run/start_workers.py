@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.plan.placement import RolePlan
-from whet.plan.prepare import Prepared
+from whet.plan.roles import Roles
 from whet.plugins.launchers import LOCAL, launching
 from whet.runtime.interpreters import located
 
 if TYPE_CHECKING:
-    from whet.config.sections import Config
+    from whet.config.cluster import ClusterSection
     from whet.interfaces.workers import WorkerGroup
     from whet.runtime.launcher import Cluster
 
@@ -29,39 +29,34 @@ class Slices:
     """None: the workers live in this process."""
 
 
-def make_slices(prepared: Prepared, logs: Path, closers: list[Callable[[], None]], only: Sequence[str] = ()) -> Slices:
-    """Start the processes of all roles, or of those alone that are named; they import while the driver prepares."""
-    plan = prepared.plan
-    if plan.inline:
+def make_slices(
+    section: "ClusterSection", name: str, places: Sequence[RolePlan], roles: Roles, logs: Path,
+    closers: list[Callable[[], None]],
+) -> Slices:  # fmt: skip
+    """Start the processes of the roles at `places`; they import while the driver prepares. `name` is the run's.
+
+    A launcher is imported only where it is used. What takes time begins in the background.
+    """
+    if section.workers == "inline":
         from whet.runtime.inline import InlineSlice
 
-        at = plan.role
-        return Slices(lambda role: InlineSlice(role, threads=at(role).threads, device=at(role).devices[0]))
-    places = [place for place in plan.roles if place.role in only or not only]
-    wanted = {place.role for place in places}
-    groups = [[role for role in group if role in wanted] for group in prepared.roles.groups]
-    cluster = _cluster(prepared.config, [group for group in groups if group], logs)
+        at = {place.role: place for place in places}
+        return Slices(lambda role: InlineSlice(role, threads=at[role].threads, device=at[role].devices[0]))
+    shared = [[role for role in group if role in {place.role for place in places}] for group in roles.groups]
+    groups = [group for group in shared if group]
+    python = {role: str(located(named)) for role, named in section.python.items()}
+    if section.launcher == LOCAL:
+        from whet.runtime.local import LocalCluster
+
+        cluster: Cluster = LocalCluster(logs, section.deadlines, groups, python=python)
+    else:
+        cluster = launching(section.launcher).cluster(section, name, logs, groups, python)
     closers.append(cluster.close)
     slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in places}
-    facts = {role: prepared.roles[role].facts for role in slices}
+    facts = {role: roles[role].facts for role in slices}
     forkable = [role for role, found in facts.items() if found.forkable]
     cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
     return Slices(slices.__getitem__, cluster)
-
-
-def _cluster(config: "Config", groups: list[list[str]], logs: Path) -> "Cluster":
-    """Return a cluster for groups of roles that share processes. What takes time begins in the background.
-
-    A launcher is imported only where it is used.
-    """
-    section = config.cluster
-    python = {role: str(located(named)) for role, named in section.python.items()}
-    if section.launcher != LOCAL:
-        made: Cluster = launching(section.launcher).cluster(section, Path(config.run.folder).name, logs, groups, python)
-        return made
-    from whet.runtime.local import LocalCluster
-
-    return LocalCluster(logs, section.deadlines, groups, python=python)
 
 
 def lanes(places: Iterable[RolePlan]) -> list[list[str]]:

@@ -22,15 +22,15 @@ from whet.interfaces.weights import TransferSpec, TransportDriver
 from whet.run.probe import Probe
 
 if TYPE_CHECKING:
-    from whet.config.sections import ClusterSection
+    from whet.config.sections import ClusterSection, ProbeSection
     from whet.data.chat import ChatTokenizer
+    from whet.data.model_info import ModelInfo
     from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator, OnWeightUpdate
     from whet.interfaces.workers import Give
     from whet.plan.placement import Way
-    from whet.plan.prepare import Prepared
+    from whet.plan.roles import Roles
     from whet.run.probe import Proof
-    from whet.runtime.event_loop import EpisodeLoop
     from whet.runtime.launcher import Cluster
 
 
@@ -128,26 +128,18 @@ def make_weight_sync(
 
 
 def make_probe(
-    prepared: "Prepared", trainer: "Backend", generator: "Generator", chat: "ChatTokenizer", loop: "EpisodeLoop",
-    turn: Callable[[], None] = lambda: None,
+    section: "ProbeSection", seed: int, temperature: float, max_context: int, roles: "Roles", model: "ModelInfo",
+    trainer: "Backend", generator: "Generator", chat: "ChatTokenizer", run: Callable[[Coroutine[Any, Any, Any]], Any],
 ) -> "Probe | None":  # fmt: skip
     """Return the probe of a run; None: it is switched off, or there is nothing to compare.
 
-    `turn` waits until the generator has its turn.
+    `run` runs a coroutine at the generator's turn.
     """
-    config, model, facts = prepared.config, prepared.model, prepared.roles.of(GeneratorFacts)["generator"]
-    if not config.weight_sync.probe.every or "logprobs" not in prepared.roles.backend.outputs_given:
+    if not section.every or "logprobs" not in roles.backend.outputs_given:
         return None
-    tokens = chat.plain_tokens
-
-    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        turn()
-        return loop.run(coroutine)
-
+    tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype
     return Probe(
-        config.weight_sync.probe, config.run.seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)],
-        room=prepared.plan.max_context, temperature=config.rollout.temperature,
-        dtypes=(facts.dtype or model.dtype, model.dtype), replicas=prepared.plan.role("generator").ranks,
-        generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"],
-        run=run,
+        section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
+        temperature=temperature, dtypes=(dtype or model.dtype, model.dtype), replicas=roles["generator"].ranks,
+        generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"], run=run,
     )  # fmt: skip
