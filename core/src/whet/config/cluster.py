@@ -1,5 +1,8 @@
 """The section `cluster` of a config file: where the roles run, how long waits may take, what follows a loss."""
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -7,12 +10,21 @@ from attrs import field, frozen
 from attrs.validators import deep_mapping
 
 from whet.config.bounds import FACTOR, PROCESSES, RETRIES, SECONDS, STEPS, above, between
-from whet.config.paths import absolute_paths
 from whet.config.renamed import renamed
 
 _RANKS: Any = deep_mapping(value_validator=between(1, PROCESSES))
 _GPUS: Any = deep_mapping(value_validator=between(0, PROCESSES))
 _AMOUNTS: Any = deep_mapping(value_validator=deep_mapping(value_validator=above(0, FACTOR)))
+
+
+def is_path(named: str) -> bool:
+    """Return whether `named` is the path of an interpreter. Otherwise it is the name of an environment."""
+    return os.sep in named
+
+
+def _absolute_paths(named: Mapping[str, str]) -> dict[str, str]:
+    """Return the mapping with paths made absolute. Names of environments stay unchanged."""
+    return {role: str(Path(one).expanduser().absolute()) if is_path(one) else one for role, one in named.items()}
 
 
 def _heartbeat(instance: object, attribute: Any, value: float) -> None:
@@ -102,7 +114,7 @@ class ClusterSection:
     )
     """How weights are sent from backend to generator. Empty: the fastest way that both support and their placement
     allows."""
-    python: dict[str, str] = field(factory=dict, converter=absolute_paths, metadata={"names_path": True})
+    python: dict[str, str] = field(factory=dict, converter=_absolute_paths, metadata={"names_path": True})
     """The Python environment of a role's worker processes, if it is not the driver's: the name of an environment
     in `WHET_ENVIRONMENTS`, by default `~/.local/share/whet/environments`, or a path, which contains a slash, e.g.
     `{generator: my-engine}`."""

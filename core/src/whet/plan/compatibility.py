@@ -1,6 +1,5 @@
 """What fits what, derived from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 
 from whet.component import (
@@ -17,7 +16,7 @@ from whet.config.sections import Config, DataSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.plan.evaluation import evaluation_problems
 from whet.plan.placement import gpus_apart, joins
-from whet.plan.roles import Roles, python_problems
+from whet.plan.roles import Roles
 from whet.plugins.launchers import LOCAL
 
 LOSS, ADVANTAGES = "algorithm.loss", "algorithm.advantages"
@@ -196,38 +195,50 @@ def _updates(rollout: RolloutSection, workers: str, roles: Roles) -> Iterator[Pr
 
 
 def _shares(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
-    known = roles.known
-    yield from python_problems(cluster, known)
-    for key in ("ranks", "gpus", "threads"):
+    """Find keys of `cluster` that name no role, and roles that cannot be placed as it says."""
+    there = f"there are {', '.join(roles.known)}"
+    for key in ("python", "ranks", "gpus", "threads", "placement", "resources"):
         for role in getattr(cluster, key):
-            if role not in known:
-                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
-    yield from _nodes(cluster, roles)
+            if role not in roles.known:
+                yield Problem(f"cluster.{key}.{role}", f"there is no such role; {there}")
     for i, group in enumerate(cluster.colocate or []):
         for role in group:
-            if role not in known:
-                yield Problem(f"cluster.colocate.{i}", f"names the role {role!r}; there are {', '.join(known)}")
+            if role not in roles.known:
+                yield Problem(f"cluster.colocate.{i}", f"names the role {role!r}; {there}")
     named = [role for group in cluster.colocate or [] for role in group]
     for role in sorted({role for role in named if named.count(role) > 1}):
         yield Problem("cluster.colocate", f"names {role} more than once; a role lives in one group of processes")
+    yield from _pythons(cluster, roles.known)
+    yield from _nodes(cluster, roles)
     yield from gpus_apart(roles)
     if cluster.workers == "inline" and any(role.ranks > 1 for role in roles):
         yield Problem("cluster.ranks", "inline workers are one rank each; use cluster.workers: process for more")
 
 
+def _pythons(cluster: ClusterSection, known: Collection[str]) -> Iterator[Problem]:
+    """Find Python environments that the processes of roles cannot have; what is in them is looked at later."""
+    for role in cluster.python if cluster.workers == "inline" else ():
+        if role in known:
+            words = "inline workers live in the driver, and in its Python"
+            yield Problem(f"cluster.python.{role}", f"{words}; remove this, or choose cluster.workers: process")
+    for i, group in enumerate(cluster.colocate or []):
+        found = {role: cluster.python.get(role, "") for role in group}
+        if len(set(found.values())) > 1:
+            each = [f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()]
+            words = f"has roles of different Pythons, which no process can be in at one time: {' and '.join(each)}"
+            yield Problem(f"cluster.colocate.{i}", f"{words}; set them apart, or change cluster.python")
+
+
 def _nodes(cluster: ClusterSection, roles: Roles) -> Iterator[Problem]:
-    known = roles.known
+    """Find what is said of the nodes of a cluster and cannot be."""
     for key in ("placement", "resources"):
-        for role in getattr(cluster, key):
-            if role not in known:
-                yield Problem(f"cluster.{key}.{role}", f"there is no such role; there are {', '.join(known)}")
         if getattr(cluster, key) and not joins(cluster):
             yield Problem(f"cluster.{key}", "there is one node alone: this is for a cluster to join; see address")
     if cluster.address and cluster.launcher == LOCAL:
         yield Problem("cluster.address", f"is for a cluster to join, and cluster.launcher is {cluster.launcher}")
     for role, amounts in cluster.resources.items():
         for name, amount in amounts.items():
-            if not 0 < amount < math.inf or name in ("CPU", "GPU", "memory"):
+            if name in ("CPU", "GPU", "memory"):
                 where = f"cluster.resources.{role}.{name}"
                 yield Problem(where, f"is {amount:g}, wanted a number above 0 of a custom resource; GPUs: cluster.gpus")
     for group in roles.sharing:

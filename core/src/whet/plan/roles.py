@@ -14,7 +14,6 @@ from whet.component import (
     BackendFacts,
     EnvironmentFacts,
     Facts,
-    Problem,
     RoleNeed,
     Selection,
     WorkerFacts,
@@ -171,27 +170,3 @@ def _sharing(cluster: ClusterSection, further: Sequence[str], overlaps: bool) ->
     pythons = dict.fromkeys(cluster.python.get(role, "") for role in together)
     parts = [tuple(role for role in together if cluster.python.get(role, "") == python) for python in pythons]
     return tuple(part for part in parts if len(part) > 1)
-
-
-def python_problems(cluster: ClusterSection, known: tuple[str, ...]) -> Iterator[Problem]:
-    """Find Python environments of roles that their processes cannot have; what is in them is looked at later."""
-    python = cluster.python
-    for role in python:
-        if role not in known:
-            yield Problem(f"cluster.python.{role}", f"there is no such role; there are {', '.join(known)}")
-        elif cluster.workers == "inline":
-            yield Problem(
-                f"cluster.python.{role}",
-                "inline workers live in the driver, and in its Python; remove this, or choose cluster.workers: process",
-            )
-    for i, group in enumerate(cluster.colocate or []):
-        found = {role: python.get(role, "") for role in group}
-        if len(set(found.values())) > 1:
-            listed = " and ".join(
-                f"{role} in {one!r}" if one else f"{role} in the driver's" for role, one in found.items()
-            )
-            yield Problem(
-                f"cluster.colocate.{i}",
-                f"has roles of different Pythons, which no process can be in at one time: {listed}; set them apart, or "
-                "change cluster.python",
-            )

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import field, frozen
 
 from whet.component import CORE_VERSION, Package
-from whet.config.paths import is_path
+from whet.config.cluster import is_path
 from whet.errors import ConfigError
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.log_excerpt import last_error
