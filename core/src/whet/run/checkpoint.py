@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from whet.data.files import disk_errors, read_rows
+from whet.data.files import disk_errors
 from whet.errors import CheckpointError, WhetError, in_words
 from whet.run.run_folder import RunFolder
 
@@ -131,8 +131,7 @@ def usable(run: RunFolder, before: int) -> list[int]:
 def last_saved(run: RunFolder) -> int:
     """Return the step of the last checkpoint that counts by the run's journal; 0 if there is none."""
     saved = [0]
-    journal = run.path / "journal.jsonl"
-    for row in read_rows(journal) if journal.is_file() else ():
+    for row in run.events():
         step = row.get("after_step") if row.get("event") == "rewound" else row.get("step")
         if not isinstance(step, int):
             continue

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 from attrs import Factory, define, field, frozen
 
 from whet.config.sections import RunSection
-from whet.data.files import disk_errors, read_rows
+from whet.data.files import disk_errors
 from whet.data.spans import Spans
 from whet.errors import WhetError, WorkerLost
 from whet.interfaces.algorithm import Parts
 from whet.plan.prepare import Prepared, prepare
 from whet.run import checkpoint
 from whet.run.builder import Attempt, begin, build_parts
-from whet.run.fingerprint import run_fingerprint
 from whet.run.inputs import read_inputs
 from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
-from whet.run.resume import held_fingerprint, nothing_left, refuse_another
+from whet.run.resume import held_fingerprint, nothing_left, refuse_another, run_fingerprint
 from whet.run.run_folder import RunFolder, closing_all
 
 if TYPE_CHECKING:
@@ -146,8 +145,7 @@ def _exported(folder: RunFolder) -> bool:
 
 def _told(folder: RunFolder, *events: str) -> str | None:
     """Return which of these events the journal has last."""
-    journal = folder.path / "journal.jsonl"
-    found = [row["event"] for row in read_rows(journal) if row.get("event") in events] if journal.exists() else []
+    found = [row["event"] for row in folder.events() if row.get("event") in events]
     return found[-1] if found else None
 
 

@@ -1,12 +1,16 @@
-"""Whose run a folder holds, after which step it goes on, and how many steps it has.
+"""Which run a folder holds, after which step it goes on, and how many steps it has.
+
+The fingerprint of a run has everything that decides its numbers:
 
 inputs of a run -> fingerprint -> differs from that of the folder or its checkpoint: refused
 -> else rewind the folder to the checkpoint, and write what the run consists of
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -14,18 +18,38 @@ from attrs import frozen
 from whet.config.document import to_text
 from whet.config.renamed import renewed
 from whet.config.structure import absolute, unstructure
+from whet.data import model_info
 from whet.errors import CheckpointError
 from whet.plugins.data_files import reader
 from whet.run import checkpoint
-from whet.run.fingerprint import run_fingerprint, versions_of
+from whet.runtime.interpreters import versions
 
 if TYPE_CHECKING:
     from whet.config.sections import Config, RunSection
+    from whet.data.model_info import ModelInfo
     from whet.interfaces.data import OfflineData
     from whet.plan.prepare import Prepared
     from whet.rollout.routing import Route
     from whet.run.checkpoint import Checkpoint
     from whet.run.run_folder import RunFolder
+
+FREE = {
+    "run": (
+        "folder", "steps", "epochs", "save_every", "keep", "resume", "export", "allow_changed", "private_records",
+    ),
+    "rollout": (
+        "retries", "infrastructure_retries", "max_failed_groups", "max_infrastructure_groups", "max_filtered_groups",
+        "record",
+    ),
+    "model": ("path", "revision"),
+    "data": ("train", "validation"),
+}  # fmt: skip
+"""Keys of each section that may change between the run attempts of a run."""
+SECTIONS = ("run", "model", "algorithm", "backend", "generator", "rollout", "environments", "data")
+"""Sections that decide the numbers of a run. The others decide where it runs and how it is observed."""
+
+SAMPLED_TASKS = 64
+
 
 Status = Callable[[str], None]
 
@@ -73,7 +97,8 @@ def open_run(
     folder.scratch.mkdir(parents=True, exist_ok=True)
     folder.write_text("config.yaml", to_text(unstructure(config, path=absolute)))
     folder.write_json("identity.json", fingerprint)
-    folder.write_json("versions.json", versions_of(prepared.interpreters))
+    pythons = {role: {"interpreter": p.executable, **p.versions} for role, p in prepared.interpreters.items()}
+    folder.write_json("versions.json", {**versions(), **({"roles": pythons} if pythons else {})})
     folder.write_json("plan.json", prepared.plan.to_dict())
     folder.journal("opened", after_step=done, steps=total, process=os.getpid())
     return Opened(saved, total, fingerprint)
@@ -132,3 +157,59 @@ def nothing_left(
     if position and "epoch" in position and not run.allow_changed:
         return position["records"] >= reader().records(run.epochs, position["epoch"])
     return done >= count_steps(run, size, data, done, position, lambda status: None)
+
+
+def run_fingerprint(
+    config: "Config",
+    model: "ModelInfo",
+    data: "OfflineData | None",
+    routes: "Sequence[Route]",
+    models: "Mapping[str, ModelInfo] | None" = None,
+) -> dict[str, Any]:
+    """Return everything that decides the numbers: config, model files (`models`: of roles), data files and tasks."""
+    plain = unstructure(config, path=_held)
+    chosen = {
+        name: _without(plain[name], FREE.get(name, ())) for name in SECTIONS if plain.get(name) not in (None, [], {})
+    }
+    if plain["roles"]:
+        chosen["roles"] = {
+            name: {**role, "model": _without(role["model"], FREE["model"])} for name, role in plain["roles"].items()
+        }
+    files: dict[str, Any] = {"model files": model_info.fingerprint(model.path)}
+    if config.model.chat_template:
+        files["model files"]["chat template"] = _hash(Path(config.model.chat_template).read_text(encoding="utf-8"))
+    for name, of_role in (models or {}).items():
+        files[f"model files of {name}"] = model_info.fingerprint(of_role.path)
+    if data is not None:
+        files["data files"] = data.fingerprint()
+    if routes:
+        files["tasks"] = {f"{route.name} ({route.split})": _tasks(route) for route in routes}
+    return {**chosen, **files}
+
+
+def _held(path: Any) -> Any:
+    """Return what identifies a path, or each path of a mapping. The location of files may change.
+
+    For a folder: the fingerprint of its model. For a file: None, because its content is hashed as data or tasks. A name
+    on the hub is returned as it is.
+    """
+    if isinstance(path, Mapping):
+        return {key: _held(item) for key, item in path.items()}
+    if not path or not (found := Path(path).expanduser()).exists():
+        return path
+    return model_info.fingerprint(found) if found.is_dir() else None
+
+
+def _tasks(route: "Route") -> str:
+    """Return a hash of the number of tasks and of an evenly spaced sample, because generated splits may be endless."""
+    tasks = route.tasks()
+    positions = sorted({i * len(tasks) // SAMPLED_TASKS for i in range(SAMPLED_TASKS)})
+    return _hash(repr((len(tasks), [(tasks[i].prompt, sorted(tasks[i].data.items())) for i in positions])))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _without(section: Any, keys: tuple[str, ...]) -> Any:
+    return {k: v for k, v in section.items() if k not in keys} if isinstance(section, Mapping) else section

@@ -143,15 +143,19 @@ class RunFolder:
 
     def began(self) -> datetime:
         """Return the time of the first run attempt, or the present time. Chat templates show this date."""
-        file = self.path / "journal.jsonl"
-        first = next(iter(read_rows(file)), {}) if file.exists() else {}
+        first = next(self.events(), {})
         try:
             return datetime.fromtimestamp(first.get("time", time.time()))
         except (TypeError, ValueError, OverflowError, OSError) as error:
             raise CheckpointError(
-                f"{file}, first line: the time {first['time']!r:.60} is no time in seconds; it is that of the run's "
-                "first run attempt, and what a chat template shows of the date depends on it"
+                f"{self.path / 'journal.jsonl'}, first line: the time {first['time']!r:.60} is no time in seconds; it "
+                "is that of the run's first run attempt, and what a chat template shows of the date depends on it"
             ) from error
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Return the lines of the journal, the oldest first."""
+        file = self.path / "journal.jsonl"
+        return iter(read_rows(file) if file.exists() else ())
 
     def journal(self, event: str, **details: Any) -> None:
         """Write a line of what happened."""

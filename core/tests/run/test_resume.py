@@ -15,7 +15,7 @@ from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
 from whet.plugins.data_files import reader
 from whet.run.checkpoint import differences
-from whet.run.fingerprint import run_fingerprint
+from whet.run.resume import run_fingerprint
 
 
 @frozen
