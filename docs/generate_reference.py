@@ -20,7 +20,7 @@ import click
 
 from whet.cli.app import group
 from whet.component import KINDS, Kind
-from whet.config.explain import describe, field_docs, markdown, summary
+from whet.config.explain import FieldDoc, describe, field_docs, summary
 from whet.config.sections import Config
 from whet.plugins import hookspecs
 from whet.plugins.registry import Offer, Registry, load_plugins
@@ -62,6 +62,16 @@ WHERE = {
     "filters": "`algorithm.filters:`, of algorithms fed by rollouts. It keeps a group of episodes or leaves it out.",
 }
 """Under which key a component of a kind stands, and what it is for."""
+
+
+def markdown(fields: Sequence[FieldDoc]) -> str:
+    """Return a table of keys."""
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in fields:
+        default = f"`{field.default}`" if field.default not in ("", "required") else field.default
+        cells = (f"`{field.name}`", field.type, default, field.doc)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
 
 
 def pages() -> dict[str, str]:

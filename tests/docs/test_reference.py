@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.config.explain import FieldDoc
 from whet.plugins import hookspecs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,12 @@ def generator():
 def test_the_committed_pages_are_up_to_date(generator):
     outdated = list(generator.differences(ROOT / "docs" / "reference"))
     assert not outdated, f"run `python docs/generate_reference.py`: {outdated}"
+
+
+def test_a_table_of_keys_has_its_bars_escaped(generator):
+    table = generator.markdown([FieldDoc("either", "an integer or null", "null", "One | the other.")])
+    assert table.startswith("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
+    assert "| `either` | an integer or null | `null` | One \\| the other. |" in table
 
 
 def test_there_are_hooks():

@@ -7,10 +7,11 @@ import pytest
 from attrs import field, frozen, validators
 
 from whet.config.bounds import above, below, between
-from whet.config.explain import describe, unbounded
+from whet.config.explain import describe
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
+from whet_testing.field_docs import unbounded
 
 
 @frozen

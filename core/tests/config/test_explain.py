@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import Factory, field, frozen
 
-from whet.config.explain import FieldDoc, describe, field_docs, markdown, sections, selections, summary
+from whet.config.explain import FieldDoc, describe, field_docs, sections, selections, summary
 from whet.config.sections import Config, RunSection
 from whet.plugins.registry import Registry
 
@@ -78,12 +78,6 @@ def test_sections_are_found_by_their_paths() -> None:
     assert found["run"] is RunSection
     assert {"cluster.deadlines", "environments", "data.train"} <= set(found)
     assert selections()["algorithm"] == "algorithms"
-
-
-def test_markdown_is_a_table_in_which_bars_are_escaped() -> None:
-    table = markdown(describe(Child))
-    assert table.startswith("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
-    assert "| `either` | an integer or null | `null` | One \\| the other. |" in table
 
 
 def test_a_class_without_a_source_has_no_docs() -> None:

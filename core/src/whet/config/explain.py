@@ -4,11 +4,10 @@ import ast
 import functools
 import inspect
 import math
-import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Union
 
 import attrs
@@ -46,35 +45,13 @@ def describe(cls: type) -> list[FieldDoc]:
     """Return the documentation of every key of an attrs class, depth first. Keys of nested classes have dotted
     names.
     """
-    return [_field_doc(*found) for found in _walk(cls)]
-
-
-def unbounded(cls: type) -> list[str]:
-    """Return the fields of a config class, and of classes inside it, whose numbers lack a lower or an upper bound."""
-    found = []
-    for prefix, _, field in _walk(cls):
-        words = allowed(field.validator)
-        bounds = [re.search("at least|more than", words), re.search("at most|less than", words)]
-        number = "kind" not in field.metadata and re.search("(a|an) (number|integer)|numbers|integers", _type(field))
-        if number and bounds.count(None) > int(bool(field.metadata.get("infinite"))):
-            found.append(f"{prefix}{field.alias}")
-    return found
-
-
-def markdown(fields: Sequence[FieldDoc]) -> str:
-    """Return a table for reference pages."""
-    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in fields:
-        default = f"`{field.default}`" if field.default not in ("", REQUIRED) else field.default
-        cells = (f"`{field.name}`", field.type, default, field.doc)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
+    return [_field_doc(*found) for found in walk(cls)]
 
 
 def sections() -> dict[str, type]:
     """Return the attrs class of every section of a config file, by its dotted path."""
     found: dict[str, type] = {}
-    for prefix, _, field in _walk(Config):
+    for prefix, _, field in walk(Config):
         if (inner := _inner(field.type)) is not None and "kind" not in field.metadata:
             found.setdefault(f"{prefix}{field.alias}".replace(".NAME.", ".").replace(".N.", "."), inner[0])
     return found
@@ -113,14 +90,14 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _walk(cls: type, prefix: str = "") -> "Iterator[tuple[str, type, attrs.Attribute[Any]]]":
+def walk(cls: type, prefix: str = "") -> "Iterator[tuple[str, type, attrs.Attribute[Any]]]":
     """Yield every key of an attrs class, depth first: the path to its class, the class and the field."""
     attrs.resolve_types(cls)
     for field in attrs.fields(cls):
         if field.init:
             yield prefix, cls, field
             if "kind" not in field.metadata and (inner := _inner(field.type)) is not None:
-                yield from _walk(inner[0], f"{prefix}{field.alias}{inner[1]}.")
+                yield from walk(inner[0], f"{prefix}{field.alias}{inner[1]}.")
 
 
 def _field_doc(prefix: str, cls: type, field: "attrs.Attribute[Any]") -> FieldDoc:

@@ -1,6 +1,6 @@
 """What fits what, derived from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from whet.component import (
     AdvantagesFacts,
@@ -12,7 +12,7 @@ from whet.component import (
     Problem,
 )
 from whet.config.cluster import ClusterSection
-from whet.config.sections import Config, DataSection, RolloutSection, RunSection
+from whet.config.sections import Config, DataSection, EnvironmentSection, RolloutSection, RunSection
 from whet.data.model_info import ModelInfo
 from whet.plan.evaluation import evaluation_problems
 from whet.plan.placement import gpus_apart, joins
@@ -30,12 +30,20 @@ def config_problems(
     config: Config, model: ModelInfo, roles: Roles, feeds_on: str, models: Mapping[str, ModelInfo]
 ) -> Iterator[Problem]:
     """Find everything in a config that does not go together. `models` are those of roles with their own."""
-    yield from _inputs(config, roles, feeds_on)
-    yield from _epochs(config.run, config.data, config.algorithm.name, roles.algorithm, feeds_on)
-    yield from _needs(config.algorithm.name, config.roles, roles)
+    name, evaluation = config.algorithm.name, config.evaluation
+    yield from _inputs(name, config.environments, config.data, roles, feeds_on)
+    if evaluation.environments and config.generator is None:
+        yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
+    yield from evaluation_problems(evaluation, config.environments, roles.of(EnvironmentFacts))
+    if config.endpoint.serve and config.generator is None:
+        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
+    for where, entries in ("environments", config.environments), ("evaluation.environments", evaluation.environments):
+        yield from _names(where, entries)
+    yield from _epochs(config.run, config.data, name, roles.algorithm, feeds_on)
+    yield from _needs(name, config.roles, roles)
     yield from _losses(roles, feeds_on)
-    yield from _weights(config.algorithm.name, roles)
-    yield from incompatibilities(config.algorithm.name, roles)
+    yield from _weights(name, roles)
+    yield from incompatibilities(name, roles)
     yield from _lengths(config.rollout, model, roles)
     yield from _conversations(config.rollout, model, roles, models)
     yield from _shares(config.cluster, roles)
@@ -60,37 +68,32 @@ def incompatibilities(name: str, roles: Roles) -> Iterator[Problem]:
             yield Problem(path, f"compares at least {least} samples of one task, and algorithm.group_size is {size}")
 
 
-def _inputs(config: Config, roles: Roles, feeds_on: str) -> Iterator[Problem]:
-    name = config.algorithm.name
+def _inputs(
+    name: str, environments: Sequence[EnvironmentSection], data: DataSection | None, roles: Roles, feeds_on: str
+) -> Iterator[Problem]:
+    """Find inputs that the algorithm needs and does not have, or has and does not read."""
     if feeds_on == "rollouts":
-        if not config.environments:
+        if not environments:
             yield Problem("environments", f"{name} is fed by rollouts and there is no environment; list at least one")
-        elif not any(entry.weight for entry in config.environments):
+        elif not any(entry.weight for entry in environments):
             yield Problem("environments", "none has a weight above 0; raise one's `weight`")
-        if config.generator is None:
+        if "generator" not in roles.names:
             yield Problem("generator", f"{name} is fed by rollouts and there is no generator; choose one by `use:`")
-        if config.data is not None:
+        if data is not None:
             yield Problem("data", f"{name} is fed by rollouts and reads no data files; remove this section")
     else:
-        if config.data is None or not config.data.train:
+        if data is None or not data.train:
             yield Problem("data", f"{name} trains on data files and there are none; list them under data.train")
-        if config.environments:
+        if environments:
             yield Problem("environments", f"{name} trains on data files; environments belong under evaluation")
-    if config.evaluation.environments and config.generator is None:
-        yield Problem("generator", "evaluation needs a generator; choose one by `use:`")
-    yield from evaluation_problems(config.evaluation, config.environments, roles.of(EnvironmentFacts))
-    if config.endpoint.serve and config.generator is None:
-        yield Problem("endpoint.serve", "needs a generator; choose one by `use:`")
-    for where, entries in (
-        ("environments", config.environments),
-        ("evaluation.environments", config.evaluation.environments),
-    ):
-        names = [entry.name or entry.component.name for entry in entries]
-        for i, entry_name in enumerate(names):
-            if entry_name in names[:i]:
-                yield Problem(
-                    f"{where}.{i}.name", f"there are two environments named {entry_name!r}; give one another name"
-                )
+
+
+def _names(where: str, entries: Sequence[EnvironmentSection]) -> Iterator[Problem]:
+    """Find environments of one name."""
+    names = [entry.name or entry.component.name for entry in entries]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield Problem(f"{where}.{i}.name", f"there are two environments named {name!r}; give one another name")
 
 
 def _epochs(

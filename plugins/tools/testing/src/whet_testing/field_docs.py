@@ -1,11 +1,15 @@
-"""Find the fields of an attrs class that have no string beneath them."""
+"""Find the fields of a config class that have no string beneath them, and numbers without bounds."""
 
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 
 import attrs
+
+from whet.config.explain import allowed, walk
+from whet.config.messages import type_words
 
 
 def undocumented_fields(cls: type) -> list[str]:
@@ -25,4 +29,18 @@ def _documented(cls: type) -> set[str]:
         says = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and says:
             found.add(statement.target.id)
+    return found
+
+
+def unbounded(cls: type) -> list[str]:
+    """Return the fields of a config class, and of classes inside it, whose numbers lack a lower or an upper bound."""
+    found = []
+    for prefix, _, field in walk(cls):
+        bound = allowed(field.validator)
+        bounds = [re.search("at least|more than", bound), re.search("at most|less than", bound)]
+        number = "kind" not in field.metadata and re.search(
+            "(a|an) (number|integer)|numbers|integers", type_words(field.type)
+        )
+        if number and bounds.count(None) > int(bool(field.metadata.get("infinite"))):
+            found.append(f"{prefix}{field.alias}")
     return found
