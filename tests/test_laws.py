@@ -185,7 +185,7 @@ def test_a_plugin_requires_core_and_no_other_plugin(plugin: Path) -> None:
     whet = [need for need in project(plugin)["dependencies"] if re.match(r"whet\b", need)]
     known = map(package, PLUGINS) if package(plugin) in TOGETHER else LIBRARIES
     others = {name.replace("_", "-") for name in known} - {project(plugin)["name"]}
-    names = [re.fullmatch(r"([a-z0-9-]+)>=[\d.]+,<[\d.]+", need) for need in whet]
+    names = [re.fullmatch(r"([a-z0-9-]+)(?:\[torch\])?>=[\d.]+,<[\d.]+", need) for need in whet]
     assert all(names), f"{whet}, wanted bounds on both sides"
     found = [name.group(1) for name in names if name]
     assert found[:1] == ["whet"], f"{whet}, wanted core first"

@@ -66,7 +66,7 @@ def third_party(requirement: str, wheels: Path) -> Iterator[str]:
             needed.marker = None
             yield str(needed)
         elif needed.name != "whet":  # which is where this began
-            yield from third_party(needed.name, wheels)
+            yield from third_party(f"{needed.name}[{','.join(needed.extras)}]", wheels)
 
 
 def core_alone(folder: Path, wheels: Path) -> None:

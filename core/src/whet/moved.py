@@ -13,7 +13,6 @@ from types import ModuleType
 MOVED = {
     "bounded": "data.bounded",
     "cluster": "runtime",
-    "cluster.ports": "runtime.ports",
     "cluster.slices": "interfaces.workers",
     "cluster.wire": "runtime.wire",
     "compose": "run.compose",

@@ -57,7 +57,7 @@ class Copy:
     """The copy of a memory on a node."""
 
     name: str = ""
-    """Its name, see `whet.runtime.shared_pages`."""
+    """Its name, by which receivers on the node open it."""
     failure: str = ""
     """Why there is no copy."""
 

@@ -8,7 +8,7 @@ import pytest
 NONE_LEFT = """
 import socket
 from whet_weights.door import Door
-from whet.runtime.ports import shortage
+from whet_weights.ports import shortage
 from whet.errors import WhetError
 
 held = []

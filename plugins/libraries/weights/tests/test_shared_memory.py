@@ -86,7 +86,7 @@ def test_a_full_file_system_is_an_error_and_not_a_dead_process(tmp_path: Path, m
 def test_weights_larger_than_free_memory_are_an_error_and_not_a_dead_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whet.runtime.shared_pages.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("whet_weights.shared_pages.available_memory", lambda: 1 << 20)
     with pytest.raises(WeightSyncError, match=r"weights of 4 MB do not fit into memory: 1 MB are available.*`disk`"):
         send(make_spec(tmp_path), [("a", torch.zeros(1 << 20))])
 

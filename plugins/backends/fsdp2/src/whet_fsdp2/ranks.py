@@ -8,7 +8,7 @@ from whet.data import metrics
 from whet.data.metrics import Metric
 from whet.errors import ConfigError, WhetError
 from whet.interfaces.workers import WorkerRank
-from whet.runtime.ports import shortage
+from whet_weights.ports import shortage
 
 
 class Ranks:

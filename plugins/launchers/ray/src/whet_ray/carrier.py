@@ -19,7 +19,7 @@ import numpy as np
 
 from whet.errors import in_words
 from whet.interfaces.weights import Copy
-from whet.runtime import shared_pages
+from whet_weights import shared_pages
 
 PIECE_BYTES: Final = 10 << 20
 """Size of a piece: a multiple of the size of a page, and of the 5 MiB in which Ray sends an object to another node."""

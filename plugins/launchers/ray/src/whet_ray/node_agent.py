@@ -25,11 +25,11 @@ import numpy as np
 
 from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
-from whet.runtime.ports import reserve
 from whet.runtime.process import Child, on_loopback, worker_environment
-from whet.runtime.shared_pages import NODE
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
+from whet_weights.ports import reserve
+from whet_weights.shared_pages import NODE
 
 OURS: Final = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Environment variables that Ray sets for its own processes. A worker process does not get them."""

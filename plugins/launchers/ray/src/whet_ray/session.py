@@ -28,12 +28,12 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.errors import ConfigError, WhetError
-from whet.runtime.ports import is_taken, shortage
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import watchdog
 from whet_ray.address import VARIABLE, head_of
 from whet_ray.life import HeadSigns, Life, OwnSigns, connect
 from whet_ray.token import hide_token, make_token, shown_token
+from whet_weights.ports import is_taken, shortage
 
 PROCESS: Final = "whet_process"
 """The resource that each process takes of a Ray that whet starts. The plan, not Ray, divides the machine's CPUs."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from whet.interfaces.weights import TransferSpec
-from whet.runtime.ports import listen
 from whet_weights import bucket_stream
 from whet_weights.bucket_stream import Broken, is_gone, tell
 from whet_weights.meeting import Offer
+from whet_weights.ports import listen
 from whet_weights.staged_copy import Guest, own_address
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from typing import Final
 
 from whet.errors import WhetError
 from whet.runtime.channel import receive_exactly
-from whet.runtime.ports import listen
 from whet.runtime.threads import watched
 from whet_weights.greetings import Greetings, Refusals
+from whet_weights.ports import listen
 
 _MAGIC: Final = b"whet\x00\x01\r\n"
 _NONCE: Final = 32

@@ -18,7 +18,7 @@ from attrs import asdict, frozen
 
 from whet.errors import WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.runtime.shared_pages import this_node
+from whet_weights.shared_pages import this_node
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from attrs import define
 
 from whet.errors import WeightSyncError, WhetError, in_words
 from whet.interfaces.weights import TransferSpec
-from whet.runtime import shared_pages
+from whet_weights import shared_pages
 from whet_weights.manifest import (
     Entry,
     await_manifests,

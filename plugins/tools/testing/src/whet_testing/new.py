@@ -18,7 +18,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 _TORCH = '"torch>=2.8"'
 _OPS = f'"whet-ops>=0.1,<0.2", {_TORCH}'
-_TRANSFORMERS = f'"whet-weights>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
+_TRANSFORMERS = f'"whet-weights[torch]>=0.1,<0.2", {_TORCH}, "transformers>=5.0"'
 _REPLICAS = f'"whet-generation>=0.1,<0.2", {_TRANSFORMERS}'
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from whet.runtime.ports import is_taken, reserve
+from whet_weights.ports import is_taken, reserve
 
 
 def test_a_port_that_is_held_is_given_to_nobody_but_who_is_told_of_it() -> None:
