@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
 from whet.runtime.call import Call, HostProcess, InFlightCall
-from whet.runtime.process import last_words
+from whet.runtime.last_words import last_words
 from whet.runtime.threads import watched
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer, decode, encode

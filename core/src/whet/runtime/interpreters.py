@@ -21,7 +21,7 @@ from whet.component import CORE_VERSION, Package
 from whet.config.cluster import is_path
 from whet.errors import ConfigError
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.log_excerpt import last_error
+from whet.runtime.last_words import last_error
 
 PROBE = """
 import json, sys

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO
 
 from whet.runtime.interpreters import surroundings
-from whet.runtime.log_excerpt import last_lines
 from whet.runtime.watchdog import FAMILY, kill_group, kill_marked, watchdog
 
 _marks = itertools.count()
@@ -236,22 +235,3 @@ def describe_end(code: int) -> str:
         name = f"signal {-code}"
     hint = "; where nobody did that by hand, the machine may have run out of memory" if code == -signal.SIGKILL else ""
     return f"its process was killed by {name}{hint}"
-
-
-def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
-    """Return the last lines of a process's log and the lines of its fatal error, without control characters."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(begin, file.seek(0, os.SEEK_END) - (1 << 16)))
-            return printable(file.read(), lines)
-    except OSError:
-        return ""
-
-
-def printable(text: bytes, lines: int = 20) -> str:
-    """Return the last lines of output as text, see `last_lines`. Control characters are escaped."""
-    kept = last_lines(text.decode(errors="replace").rstrip().splitlines(), lines)
-    return "\n".join(
-        "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)[:2000]
-        for line in kept
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.runtime.log_excerpt import causes
+from whet_generation.engine_log import causes
 from whet_vllm.log_capture import captured_stderr, end_capture, logging_config
 
 

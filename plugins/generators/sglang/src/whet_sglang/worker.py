@@ -21,9 +21,9 @@ from whet.interfaces.generator import OnWeightUpdate
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import WorkerRank
 from whet.runtime.local import LocalCluster
-from whet.runtime.log_excerpt import causes, errors, points_elsewhere
 from whet.runtime.watchdog import watchdog
 from whet.runtime.worker_process import give_up
+from whet_generation.engine_log import causes, errors, points_elsewhere
 from whet_sglang.arguments import ENGINE, SWITCH
 
 Outcome = Completion | tuple[str, str]

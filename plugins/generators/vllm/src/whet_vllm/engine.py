@@ -8,8 +8,8 @@ from typing import Any
 
 from whet.errors import WhetError
 from whet.interfaces.workers import WorkerRank
-from whet.runtime.log_excerpt import causes, points_elsewhere
 from whet.runtime.watchdog import FAMILY, watchdog
+from whet_generation.engine_log import causes, points_elsewhere
 from whet_vllm.arguments import BACKEND
 from whet_vllm.leftovers import note, sweep
 from whet_vllm.log_capture import captured_stderr, end_capture, logging_config

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from whet.errors import WhetError
 from whet.runtime.channel import receive, send
-from whet.runtime.process import Child, describe_end, printable
+from whet.runtime.last_words import printable
+from whet.runtime.process import Child, describe_end
 from whet.runtime.wire import Buffer, decode, encode
 
 _LARGEST_ANSWER: Final = 1 << 24

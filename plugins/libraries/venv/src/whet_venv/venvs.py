@@ -32,7 +32,7 @@ from whet.component import CORE_VERSION
 from whet.data.files import disk_errors
 from whet.errors import WhetError
 from whet.runtime.interpreters import environments, faults, normal, probe
-from whet.runtime.process import last_words
+from whet.runtime.last_words import last_words
 
 Tool = Literal["pip", "uv"]
 

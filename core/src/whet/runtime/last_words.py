@@ -1,36 +1,31 @@
-"""Why a process ended: the errors in its log, and in the logs of the processes that it started."""
+"""The last words of a process: the end of its output, with the exception that it ended with."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_ERROR = re.compile(r"^(?:\[\w+\] )?(?:\(\w+[^)]*\) )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*)$")
-_ELSEWHERE = ("root cause", "initialization failed", "died during initialization", "keyboardinterrupt", "systemexit")
-"""Words of errors that only report that another error happened."""
 _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = re.compile(r"\b(?:[A-Za-z]*Warning:|WARN(?:ING)?\b)")
-MOST_LINES = 12
 
 
-def causes(log: Path, *further: Path) -> str:
-    """Return the errors in the first of an engine's logs that has any; otherwise the last lines of the first log."""
-    said = (errors(one) for one in (log, *further))
-    return next(filter(None, said), "") or _cut([line for line in _lines(log) if line.strip()])
+def last_words(log: Path, begin: int = 0, lines: int = 20) -> str:
+    """Return the last lines of a process's log and the lines of its fatal error, without control characters."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - (1 << 16)))
+            return printable(file.read(), lines)
+    except OSError:
+        return ""
 
 
-def errors(log: Path) -> str:
-    """Return the last errors of an engine's log, in the order of the log; empty: there are none."""
-    lines, found = _lines(log), []
-    for number, line in enumerate(lines):
-        match = _ERROR.match(line)
-        if match and not points_elsewhere(match[1]):
-            found.append("\n".join([match[1], *_continued(lines[number + 1 :])]))
-    return _cut(list(dict.fromkeys(found)))
-
-
-def points_elsewhere(error: str) -> bool:
-    """Return whether an error only reports that another error happened, e.g. that the other end of a pipe is closed."""
-    return error == "EOFError" or any(words in error.lower() for words in _ELSEWHERE)
+def printable(text: bytes, lines: int = 20) -> str:
+    """Return the last lines of output as text, see `last_lines`. Control characters are escaped."""
+    kept = last_lines(text.decode(errors="replace").rstrip().splitlines(), lines)
+    return "\n".join(
+        "".join(letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1] for letter in line)[:2000]
+        for line in kept
+    )
 
 
 def last_error(text: str) -> str:
@@ -60,7 +55,7 @@ def _last_error(lines: Sequence[str]) -> slice:
     begin = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
     for i in range(begin + 1, len(lines)):
         if lines[i] and not lines[i][0].isspace():
-            return slice(i, i + 1 + len(_continued(lines[i + 1 :])))
+            return slice(i, i + 1 + len(continued(lines[i + 1 :])))
     return slice(0, 0)
 
 
@@ -74,18 +69,7 @@ def _without_warnings(lines: Sequence[str]) -> list[str]:
     return kept
 
 
-def _lines(log: Path) -> list[str]:
-    try:
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
-def _cut(said: Sequence[str]) -> str:
-    return "\n".join("\n".join(said[-3:]).splitlines()[:MOST_LINES])
-
-
-def _continued(lines: Sequence[str]) -> list[str]:
+def continued(lines: Sequence[str]) -> list[str]:
     """Return the lines that continue an error's message: up to three indented lines that are not of a traceback."""
     found: list[str] = []
     for line in lines[:3]:
