@@ -41,10 +41,9 @@ from whet.data.metrics import mean
 from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Span
 from whet.interfaces.weights import TransferSpec
-from whet.runtime.call import HostProcess
-from whet.runtime.channel import receive, send
-from whet.runtime.launcher import Cluster, Host
-from whet.runtime.traffic import Line
+from whet.runtime.channel import Line, receive, send
+from whet.runtime.hosts import Host, HostProcess
+from whet.runtime.launcher import Cluster
 from whet.runtime.wire import decode, encode
 from whet_generation.replicas import Replicas
 

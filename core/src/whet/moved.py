@@ -26,6 +26,8 @@ MOVED = {
     "randomness": "data.randomness",
     "refit.link": "interfaces.weights",
     "run_folder": "data.files",
+    "runtime.call": "runtime.hosts",
+    "runtime.futures": "runtime.workers",
     "spans": "data.spans",
     "steps": "interfaces.algorithm",
     "undecided": "interfaces.undecided",

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from whet.errors import WorkerError
-from whet.runtime.channel import send
+from whet.runtime.channel import Line, send
 from whet.runtime.connection import Call, Connection
 from whet.runtime.deadlines import DeadlineWatch
-from whet.runtime.traffic import Line, Traffic
+from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 
 
@@ -54,7 +54,8 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
     deadline_watch, traffic, made = DeadlineWatch(), Traffic(), []
 
     def one(name: str, state: Callable[[], str]) -> Connection:
-        connection = Connection(name, tmp_path / f"{name}.log", Silent(state), deadline_watch, traffic)
+        connection = Connection(name, tmp_path / f"{name}.log", Silent(state), deadline_watch.alarm, traffic)
+        deadline_watch.watch(connection)
         made.append(connection)
         return connection
 

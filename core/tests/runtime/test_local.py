@@ -20,11 +20,11 @@ from whet.config.sections import DeadlinesSection
 from whet.errors import ConfigError, WorkerError, WorkerLost
 from whet.interfaces.workers import WorkerGroup
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.channel import send
+from whet.runtime.channel import Line, send
 from whet.runtime.connection import Call, Connection
 from whet.runtime.deadlines import DeadlineWatch
 from whet.runtime.local import LocalCluster, LocalProcess
-from whet.runtime.traffic import Line, Traffic
+from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 from whet_testing.contracts.workers import ProcessWorkersContract, alive, collect, wait_until
 from whet_testing.environments import make_environment
@@ -314,7 +314,8 @@ class SlowLine:
 
 def test_an_answer_that_takes_longer_to_come_than_silence_may_last_is_not_silence(tmp_path: Path) -> None:
     deadline_watch, traffic, answer = DeadlineWatch(), Traffic(), Future[object]()
-    connection = Connection("backend-0", tmp_path / "log", SlowLine(), deadline_watch, traffic)
+    connection = Connection("backend-0", tmp_path / "log", SlowLine(), deadline_watch.alarm, traffic)
+    deadline_watch.watch(connection)
     call = Call("backend", 0, "score", 30.0, lambda value, error: answer.set_result(error or value))
     connection.expect_heartbeats(0.8)
     connection.ask(7, encode({}), call)
@@ -406,7 +407,7 @@ def test_a_missed_deadline_does_not_end_the_process_that_took_the_place_since(tm
             restarted.set()
 
         pending = workers.start_on(0, "hang", timeout_seconds=0.3)
-        pending._future.add_done_callback(restart)  # runs before whoever failed the call goes on
+        pending._answers.when(0, restart)  # runs before whoever failed the call goes on
         with pytest.raises(WorkerLost, match=r"no answer within 0\.3 s"):
             pending.result()
         assert restarted.wait(30)

@@ -111,3 +111,9 @@ def test_what_cannot_cross_fails_its_rank_alone(six: ConnectedWorkers) -> None:
     assert items(heard) == {0: [0.1]}
     assert "cross" in str(errors(heard)[1])
     wait_until(lambda: not any(connection.busy() for connection in six._connections), "nothing is waited for")
+
+
+def test_of_shares_only_those_fail_that_cannot_cross(six: ConnectedWorkers) -> None:
+    heard = listen(six, {0: [0.01], 1: [object()], 2: [0.01]})
+    assert "object" in str(errors(heard)[1])
+    assert set(items(heard)) == {0, 2}

@@ -74,8 +74,7 @@ def test_a_thread_that_returns_is_told_unless_it_may(may_end: bool) -> None:
 def test_a_deadline_that_no_clock_can_wait_for_does_not_end_the_clock(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(train=5.0, generate=1e6, heartbeat=0.0)) as cluster:
         workers = cluster.slice("backend").spawn(TARGET, {})
-        connection = cluster.connection("backend-0")
-        cluster.deadline_watch.watch(connection, 1e30)  # from then on the deadlines thread waits
+        workers.start("hang", 60.0, timeout_seconds=1e30)  # from then on the deadlines thread waits
         pending = workers.start("hang", 60.0, phase="train")
         with pytest.raises(WorkerLost, match=r"no answer within 5 s"):
             pending.result()
@@ -84,7 +83,7 @@ def test_a_deadline_that_no_clock_can_wait_for_does_not_end_the_clock(tmp_path: 
 class Broken:
     """A connection whose deadlines cannot be told."""
 
-    name, overdue = "broken-0", False
+    name, overdue, gone = "broken-0", False, False
 
     def __init__(self) -> None:
         self.failed = threading.Event()
@@ -101,7 +100,7 @@ class Broken:
 class Idle:
     """A connection that is watched, and was looked at."""
 
-    name, overdue = "idle-0", False
+    name, overdue, gone = "idle-0", False, False
 
     def __init__(self) -> None:
         self.looked = threading.Event()
@@ -116,10 +115,10 @@ class Idle:
 def test_the_clock_fails_the_connection_that_it_cannot_watch_and_watches_the_others() -> None:
     lost = list[str]()
     deadline_watch, broken, idle = DeadlineWatch(lost.append), Broken(), Idle()
-    deadline_watch.watch(broken, 0.0)  # type: ignore[arg-type]
+    deadline_watch.watch(broken)  # type: ignore[arg-type]
     assert broken.failed.wait(30)
     assert broken.words.startswith("its deadlines cannot be watched: OverflowError: timestamp too large")
-    deadline_watch.watch(idle, 0.0)  # type: ignore[arg-type]
+    deadline_watch.watch(idle)  # type: ignore[arg-type]
     assert idle.looked.wait(30)
     assert not lost
     deadline_watch.stop()
@@ -133,7 +132,7 @@ def test_a_thread_of_the_driver_that_is_lost_fails_the_calls_under_way_in_words(
         workers = cluster.slice("backend").spawn(TARGET, {})
         pending = workers.start("hang", 300.0, phase="train")
         end_by_force(thread)
-        cluster.deadline_watch.watch(cluster.connection("backend-0"), 0.0)  # the thread runs Python again
+        cluster.deadline_watch.watch(cluster.connection("backend-0"))  # the thread runs Python again
         cluster.traffic.order(lambda: None)
         with pytest.raises(WorkerError, match=f"the thread {thread} ended unexpectedly: SystemExit") as raised:
             pending.result()

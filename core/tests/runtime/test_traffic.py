@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from whet.runtime.channel import receive, send
-from whet.runtime.traffic import Line, Traffic
+from whet.runtime.channel import Line, receive, send
+from whet.runtime.traffic import Traffic
 from whet_testing.contracts.workers import wait_until
 
 

@@ -22,7 +22,7 @@ from whet.data.records import Completion, Episode, Group, Request, Sampling, Tas
 from whet.errors import WhetError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT, wire
-from whet.runtime.wire import DTYPES, RECORDS, WireError, _record, decode, encode, encode_calls
+from whet.runtime.wire import DTYPES, RECORDS, WireError, _record, decode, encode
 
 
 def same(a: Any, b: Any) -> bool:
@@ -332,27 +332,6 @@ def test_a_step_s_completions_cross_in_three_buffers() -> None:
         for i in range(128)
     ]
     assert len(encode(completions)) == 3  # header, all tokens, all logprobs
-
-
-@given(st.lists(st.lists(requests, max_size=3), max_size=4))
-@settings(deadline=None)
-def test_calls_that_are_written_together_arrive_as_those_written_alone(shares: list[list[Request]]) -> None:
-    head = {"do": "stream", "number": 3}
-    with pytest.MonkeyPatch.context() as patch:
-        if any(shares):
-            patch.setattr("whet.runtime.wire._encoded", None)  # none is
-        messages = encode_calls(head, [(share,) for share in shares])
-    for share, message in zip(shares, messages, strict=True):
-        assert not isinstance(message, WireError)
-        assert same(decode([bytearray(buffer) for buffer in message]), {**head, "args": (share,)})
-
-
-def test_of_calls_that_are_written_together_only_those_fail_that_cannot_cross() -> None:
-    good, bad = (Request("a", np.arange(3), Sampling(1, 1.0), seed, "") for seed in (1, object()))  # type: ignore[arg-type]
-    first, second, third = encode_calls({"do": "stream"}, [([good],), ([good, bad],), ([good],)])
-    assert not isinstance(first, WireError)
-    assert "object" in str(second)
-    assert not isinstance(third, WireError)
 
 
 def test_records_that_change_are_another_wire_format() -> None:

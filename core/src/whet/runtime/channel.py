@@ -1,16 +1,27 @@
-"""Messages over a socket: a count, the sizes of the buffers, and the buffers, each aligned to 64 bytes."""
+"""Messages over a socket: a count, the sizes of the buffers, and the buffers, each aligned to 64 bytes.
 
+A worker process waits in `send` and `receive`. The driver has a `Line` to each process, which never waits: the caller's
+thread sends a message as far as the socket accepts it, and the one thread of `whet.runtime.traffic` does the rest.
+"""
+
+import logging
 import socket
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any, Final
 
 import numpy as np
 
+from whet.errors import WhetError, in_words
+from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer, WireError
+
+log = logging.getLogger(__name__)
 
 _MAGIC: Final = 0x31544857
 _HEAD: Final = struct.Struct("<II")
@@ -213,3 +224,141 @@ def receive_exactly(sock: socket.socket, size: int, deadline: float | None) -> m
             raise EOFError("the other end is gone")
         got += read
     return view
+
+
+class Line:
+    """Both directions of one socket. Messages that are sent before the line is open wait until it opens."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        take: Callable[[list[memoryview]], Any],
+        broken: Callable[[str], None],
+        heard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make a line that is not open yet.
+
+        `take` is called with the buffers of each message. `broken` is called with the reason when no more messages will
+        come. `heard` is called whenever any bytes have arrived, also a part of a long message. They run on the one
+        thread of all lines, so they must be short and never wait.
+        """
+        self._traffic, self._take, self._broken, self._heard = traffic, take, broken, heard
+        self._incoming = Incoming()
+        self._lock = threading.Lock()
+        self._waiting: deque[memoryview] = deque()
+        self._socket: socket.socket | None = None
+        self._deaf = False
+        """Whether nothing can be sent to the other end any more."""
+        self.over = threading.Event()
+        """Set when everything that the other end sent has been received, or when the line is closed."""
+
+    def open(self, sock: socket.socket) -> None:
+        """Start to send and receive over a socket. The line owns the socket from then on."""
+        sock.setblocking(False)
+        with self._lock:
+            self._socket = sock
+            self._send()
+        if not self._traffic.order(self._watch):
+            self._shut()
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Send one message, now or later, without waiting. Do not change its buffers before its answer has come."""
+        pieces = frame(buffers)
+        with self._lock:
+            if self._deaf:
+                return
+            first = not self._waiting
+            self._waiting += pieces
+            if first:
+                self._send()
+            if not first or self._socket is None or not self._waiting:
+                return  # what is left is sent after earlier messages, or when the line opens
+        self._traffic.order(self._watch)
+
+    def close(self) -> None:
+        """Close the line, and drop messages that still wait."""
+        self._traffic.order(self._close)
+
+    def _serve(self, events: int) -> None:
+        """Receive and send as far as possible. An error of this line must not stop the other lines."""
+        try:
+            if events & EVENT_READ:
+                self._receive()
+            if events & EVENT_WRITE:
+                with self._lock:
+                    self._send()
+                self._watch()
+            if not events:
+                self._shut()
+        except Exception as error:
+            self._traffic.guard.report(error)
+            self._break(f"the driver could not serve its connection: {in_words(error)}")
+
+    def _receive(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            for message in self._incoming.receive(self._socket, self._traffic.scratch):
+                self._take(message)
+            self._heard()
+        except BlockingIOError:
+            return
+        except Exception as error:  # the edge: whatever a process sends, the other lines go on
+            self._break(fault_of(error))
+
+    def _watch(self) -> None:
+        with self._lock:
+            sock, sending = self._socket, bool(self._waiting)
+        if sock is not None and not self.over.is_set():
+            try:
+                self._traffic.watch(sock, sending, self._serve)
+            except OSError as error:  # the system watches no more sockets
+                self._break(f"the driver cannot listen to it: {error}")
+
+    def _break(self, cause: str) -> None:
+        """Send and receive no more, and report why. The socket stays open until the process has ended."""
+        if self._socket is None or self.over.is_set():
+            return
+        self._traffic.forget(self._socket)
+        with self._lock:
+            self._deaf = True
+            self._waiting.clear()
+        self.over.set()
+        self._broken(cause)
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._traffic.forget(self._socket)
+        self._shut()
+
+    def _shut(self) -> None:
+        """Close the socket, which the traffic does not watch any more."""
+        with self._lock:
+            sock, self._socket = self._socket, None
+            self._deaf = True
+            self._waiting.clear()
+        if sock is not None:
+            sock.close()
+        self.over.set()
+
+    def _send(self) -> None:
+        """Send once. The caller holds the lock."""
+        if self._socket is None or not self._waiting:
+            return
+        try:
+            send_some(self._socket, self._waiting)
+        except BlockingIOError:
+            return
+        except OSError:  # the other end is gone, which `_receive` notices and reports
+            self._deaf = True
+            self._waiting.clear()
+
+
+def fault_of(error: Exception) -> str:
+    """Return why no more messages can be taken from a process, given what receiving or taking one has raised."""
+    if isinstance(error, EOFError | OSError):
+        return "its process closed the connection to the driver"
+    if isinstance(error, WhetError | LookupError | TypeError | MemoryError):
+        return f"its process sent no proper answer: {error}"
+    log.error("an answer could not be taken", exc_info=error)
+    return f"its process sent what the driver could not take: {in_words(error)}"

@@ -8,12 +8,14 @@ to this thread. The messages of all processes pass through the one thread of `wh
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from attrs import define, field, frozen
 
 from whet.errors import ClusterGone, ClusterLost, WhetError, WorkerError, WorkerLost
-from whet.runtime.call import Call, HostProcess, InFlightCall
+from whet.runtime.hosts import HostProcess
 from whet.runtime.last_words import last_words
 from whet.runtime.threads import watched
 from whet.runtime.traffic import Traffic
@@ -34,30 +36,85 @@ _IDLE = ("runtime/channel.py", "/selectors.py", "runtime/worker_process.py")
 """Files in which an idle thread of a worker process waits."""
 
 
-class Deadlines(Protocol):
-    """Watches deadlines: see `whet.runtime.deadlines.DeadlineWatch`."""
+@define(eq=False)
+class Call:
+    """A request to a worker, until it is answered."""
 
-    def watch(self, connection: "Connection", expires: float) -> None:
-        """Check the connection's calls at the time `expires` or earlier."""
-        ...
+    role: str
+    rank: int
+    phase: str
+    timeout_seconds: float
+    """Limit for the answer, or for each item of a stream."""
+    done: Callable[[Any, WorkerError | None], None]
+    """Called once, with the result or the error.
 
-    def forget(self, connection: "Connection") -> None:
-        """Stop watching a connection."""
-        ...
+    The threads that serve all calls call `done` and `part`, so neither may wait.
+    """
+    part: Callable[[Any], None] = lambda item: None
+    """Called with each item of a stream."""
+    missed: Callable[[WorkerError], None] = lambda error: None
+    """Called when the deadline has passed."""
+    began: float = field(factory=time.monotonic, init=False)
+    expires: float = field(init=False)
+
+    @expires.default
+    def _from_now(self) -> float:
+        return time.monotonic() + self.timeout_seconds
+
+    def error(self, cause: str, words: str = "", details: str = "") -> WorkerError:
+        """Return the error for the failure of this call."""
+        return WorkerError(self.role, self.rank, self.phase, cause, words, details)
+
+    def lost(self, cause: str, words: str = "", kind: type[WorkerLost] = WorkerLost) -> WorkerLost:
+        """Return the error for the loss of this call's process."""
+        return kind(self.role, self.rank, self.phase, cause, words)
+
+
+@frozen
+class InFlightCall:
+    """A call that a worker process has not answered yet."""
+
+    role: str
+    rank: int
+    phase: str
+    seconds: float
+    """Seconds since the call began. For several calls of one phase: since the oldest began."""
+    doing: str
+    """What the compute thread of the process does, as the process last reported; empty: nothing."""
+    doing_seconds: float
+    """Seconds since the compute thread began to do this."""
+    silence_seconds: float
+    """Seconds since the driver last received anything from the process."""
+
+    def __str__(self) -> str:
+        said = f"computes {self.doing} since {self.doing_seconds:.0f} s" if self.doing else "computes nothing"
+        heard = f"{said}, heard of {self.silence_seconds:.0f} s ago"
+        return f"{self.role}-{self.rank} {self.phase} since {self.seconds:.0f} s (its process {heard})"
+
+
+@define(eq=False)
+class Alarm:
+    """When the deadlines of all connections are checked next; see `whet.runtime.deadlines`."""
+
+    at: float = math.inf
+    """In seconds of `time.monotonic`. Until then the thread that checks waits for `changed`."""
+    changed: threading.Condition = field(factory=threading.Condition)
 
 
 class Connection:
     """One worker process. Its start begins at once, in the background."""
 
-    def __init__(self, name: str, log: Path, process: HostProcess, deadline_watch: Deadlines, traffic: Traffic) -> None:
-        self.name, self.process, self._log, self._deadline_watch = name, process, log, deadline_watch
+    def __init__(self, name: str, log: Path, process: HostProcess, alarm: Alarm, traffic: Traffic) -> None:
+        self.name, self.process, self._log, self._alarm = name, process, log, alarm
         log.touch()
         self._log_begin = log.stat().st_size
         self._calls: dict[int, Call] = {}
-        self._slots: set[int] = set()
+        self.slots: set[int] = set()
+        """The spawns whose workers live in the process."""
         self._line = process.line(traffic, self._take, self.doubt, self._hear)
         self._lock = threading.Lock()
         self._gone = threading.Event()
+        """Set when no call can come any more: the process has ended, or was never started."""
         self._exited = False
         self._cause = ""
         """Why the process can no longer be used; empty while it can."""
@@ -71,6 +128,11 @@ class Connection:
         self._heard, self._said = 0.0, ("", 0.0)
         self._started = threading.Event()
         watched(f"whet-{name}", self._live, self.fail, lambda: self._gone.is_set())
+
+    @property
+    def gone(self) -> bool:
+        """Return whether the process has ended, or was never started, and every call has failed."""
+        return self._gone.is_set()
 
     @property
     def dead(self) -> bool:
@@ -92,12 +154,12 @@ class Connection:
                 self._line.send(buffers)
         if cause:
             call.done(None, self._ended(call))
-        else:
-            self._deadline_watch.watch(self, call.expires)
+        elif call.expires < self._alarm.at:
+            self._check_earlier()
 
-    def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send a message that is already encoded and has no answer."""
-        self._line.send(buffers)
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message that has no answer."""
+        self._line.send(encode(message))
 
     def expect_heartbeats(self, seconds: float, processes: int = 1) -> None:
         """Ask the process for heartbeats, and kill it after `seconds` without any message from it.
@@ -136,13 +198,8 @@ class Connection:
         with self._lock:
             if self._exited:
                 return
-            self._deaf_until = at = time.monotonic() + _PATIENCE_FOR_AN_END
-            self._deaf_cause = cause
-        self._deadline_watch.watch(self, at)
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send a message that has no answer."""
-        self._line.send(encode(message))
+            self._deaf_until, self._deaf_cause = time.monotonic() + _PATIENCE_FOR_AN_END, cause
+        self._check_earlier()
 
     def drop(self, number: int) -> None:
         """Stop waiting for the answer to a call."""
@@ -154,24 +211,10 @@ class Connection:
         with self._lock:
             return any(role in (None, call.role) for call in self._calls.values())
 
-    def enter(self, slot: int) -> None:
-        """Record that the process hosts workers of a spawn."""
-        with self._lock:
-            self._slots.add(slot)
-
-    def houses_only(self, slot: int) -> bool:
-        """Return whether the process hosts no workers of other spawns."""
-        with self._lock:
-            return self._slots <= {slot}
-
     def exit(self, slot: int) -> bool:
-        """Record that the workers of a spawn are gone, and return whether they were the last of the process.
-
-        After the last, the process is asked to end.
-        """
-        with self._lock:
-            self._slots.discard(slot)
-            last = not self._slots
+        """Record that the workers of a spawn are gone. Ask the process to end, and return True, after the last."""
+        self.slots.discard(slot)
+        last = not self.slots
         if last:
             self.leave()
         return last
@@ -186,21 +229,21 @@ class Connection:
     def end(self, deadline: float) -> None:
         """Wait for the end of the process, and kill it at `deadline`, in the seconds of `time.monotonic`."""
         if not self._gone.wait(max(0.0, deadline - time.monotonic())):
-            self._kill()
+            self.process.kill()
             self._gone.wait(10.0)
 
     def kill(self, reason: WorkerError) -> None:
         """Kill the process because of a failure. Every call under way fails."""
         with self._lock:
             self._cause = self._cause or f"its process was ended because {str(reason).splitlines()[0]}"
-        self._kill()
+        self.process.kill()
 
     def fail(self, words: str) -> None:
         """Fail every call because of a fault of the driver, and kill the process. A restart would not help."""
         self._left = True
         self._bury(words)
         self._started.set()
-        self._kill()
+        self.process.kill()
 
     def next_deadline(self) -> float:
         """Return the earliest time at which a call misses its deadline, or the process has been silent for too long."""
@@ -222,7 +265,7 @@ class Connection:
                 return
             self._deaf_until = math.inf
             self._cause = self._cause or self._deaf_cause
-        self._kill()
+        self.process.kill()
 
     def standstill(self) -> str:
         """Return why the kernel does not schedule the process; empty if it does."""
@@ -247,17 +290,18 @@ class Connection:
             call.done(None, error)
             call.missed(error)
         if silent:
-            self._deadline_watch.forget(self)
-            self._kill()
+            self.process.kill()
+
+    def _check_earlier(self) -> None:
+        """Have the deadlines checked before the time at which that is due."""
+        with self._alarm.changed:
+            self._alarm.changed.notify()
 
     def _silent_at(self) -> float:
         """Return the time at which the process will have been silent for too long."""
         if not self._heard or not self._heartbeat_seconds or self._cause:
             return math.inf
         return self._heard + self._heartbeat_seconds
-
-    def _kill(self) -> None:
-        self.process.kill()
 
     def _stacks(self) -> str:
         """Return the stacks of the busy threads of the process, if it can still write them."""
@@ -306,7 +350,6 @@ class Connection:
         with self._lock:
             self._cause = self._cause or cause
             calls, self._calls = list(self._calls.values()), {}
-        self._deadline_watch.forget(self)
         for call in calls:
             call.done(None, self._ended(call))
         self._gone.set()
@@ -326,7 +369,7 @@ class Connection:
         now = time.monotonic()
         first, self._heard = not self._heard, now
         if first and self._heartbeat_seconds:
-            self._deadline_watch.watch(self, now + self._heartbeat_seconds)
+            self._check_earlier()
         if kind == "alive":
             self._said = value["doing"], now - value["seconds"]
             return
@@ -335,7 +378,7 @@ class Connection:
         if call is None:
             return  # a late answer
         if kind == "part":
-            call.renew()
+            call.expires = now + call.timeout_seconds
             call.part(value)
         elif kind == "done":
             call.done(value, None)

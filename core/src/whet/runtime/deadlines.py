@@ -5,13 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
 
 from whet.errors import in_words
+from whet.runtime.connection import Alarm, Connection
 from whet.runtime.threads import Guard, watched
-
-if TYPE_CHECKING:
-    from whet.runtime.connection import Connection
 
 _PATIENCE_FOR_WORDS = 1.5
 """How long to wait for the logs and stacks of processes that missed a deadline; enough for one on another node."""
@@ -22,39 +19,32 @@ _LONGEST_WAIT_SECONDS = 3600.0
 
 
 class DeadlineWatch:
-    """One thread that watches the deadlines of all calls of a cluster."""
+    """The thread that watches the deadlines. It starts with the first connection."""
 
     def __init__(self, lost: Callable[[str], object] = lambda words: None) -> None:
-        """Watch no deadline yet. If the thread ends unexpectedly, `lost` is called with the reason.
+        """Watch no connection yet. If the thread ends unexpectedly, `lost` is called with the reason.
 
         No deadline is watched then.
         """
         self._lost, self._guard = lost, Guard("whet-deadlines")
+        self.alarm = Alarm()
         self._connections: set[Connection] = set()
-        self._next = math.inf
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def watch(self, connection: "Connection", expires: float) -> None:
-        """Watch a connection, and check its calls at the time `expires` or earlier."""
-        with self._changed:
+    def watch(self, connection: Connection) -> None:
+        """Watch the deadlines of a connection until it is gone."""
+        with self.alarm.changed:
             self._connections.add(connection)
             if self._thread is None:
                 self._thread = watched("whet-deadlines", self._run, self._lost, lambda: self._stopped)
-            elif expires < self._next:
-                self._changed.notify()
-
-    def forget(self, connection: "Connection") -> None:
-        """Stop watching a connection."""
-        with self._changed:
-            self._connections.discard(connection)
+            self.alarm.changed.notify()
 
     def stop(self) -> None:
         """End the thread."""
-        with self._changed:
+        with self.alarm.changed:
             self._stopped = True
-            self._changed.notify()
+            self.alarm.changed.notify()
 
     def _run(self) -> None:
         while not self._stopped:
@@ -63,15 +53,18 @@ class DeadlineWatch:
 
     def _look(self) -> None:
         """Wait for the next deadline, and fail the calls that have missed theirs."""
-        with self._changed:
-            self._next = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
-            wait = self._next - time.monotonic()
+        alarm = self.alarm
+        with alarm.changed:
+            alarm.at = math.inf  # a call that is made from here on waits for the lock, and then wakes this thread
+            self._connections = {connection for connection in self._connections if not connection.gone}
+            alarm.at = min((self._deadline_of(c) for c in list(self._connections)), default=math.inf)
+            wait = alarm.at - time.monotonic()
             if wait > 0 and not self._stopped:
-                self._changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
+                alarm.changed.wait(min(wait, _LONGEST_WAIT_SECONDS))
             if self._stopped:
                 return
             connections = list(self._connections)
-            if (late := time.monotonic() - self._next) > _STOOD_STILL_SECONDS:
+            if (late := time.monotonic() - alarm.at) > _STOOD_STILL_SECONDS:
                 for connection in connections:
                     connection.excuse(late)
         overdue = []
@@ -84,14 +77,14 @@ class DeadlineWatch:
                 self._give_up(connection, error)
         _end_overdue(sorted(overdue, key=lambda c: (len(c.name), c.name)))
 
-    def _deadline_of(self, connection: "Connection") -> float:
+    def _deadline_of(self, connection: Connection) -> float:
         try:
             return connection.next_deadline()
         except Exception as error:
             self._give_up(connection, error)
             return math.inf
 
-    def _give_up(self, connection: "Connection", error: Exception) -> None:
+    def _give_up(self, connection: Connection, error: Exception) -> None:
         """Fail the calls of a connection whose deadlines cannot be watched: a call must not wait without a deadline."""
         self._guard.report(error)
         self._connections.discard(connection)
@@ -100,7 +93,7 @@ class DeadlineWatch:
         threading.Thread(target=connection.fail, args=(words,), name="whet-failing", daemon=True).start()
 
 
-def _end_overdue(connections: "Sequence[Connection]") -> None:
+def _end_overdue(connections: Sequence[Connection]) -> None:
     """Fail the calls that have missed their deadlines, and begin with the processes that stand still.
 
     When ranks wait for each other, the process that stands still is the cause, and users see the first failure.
@@ -115,8 +108,6 @@ def _end_overdue(connections: "Sequence[Connection]") -> None:
 
 def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
     """Call all of `asks` at the same time, and return their answers, which help to explain an error.
-
-    All of them together may take as long as one.
 
     An answer that is not there in time is empty. A failure here never hides the error, or ends the calling thread.
     """

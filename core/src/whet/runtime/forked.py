@@ -24,7 +24,7 @@ from whet.runtime.watchdog import FAMILY
 from whet.runtime.wire import decode, encode
 
 if TYPE_CHECKING:
-    from whet.runtime.launcher import Host
+    from whet.runtime.hosts import Host
 
 _STEP_SECONDS: Final = 0.2
 _FORK_SECONDS: Final = 30.0

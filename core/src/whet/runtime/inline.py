@@ -10,6 +10,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -17,9 +18,10 @@ from attrs import field, frozen
 
 from whet.component import resolve
 from whet.errors import WhetError, WorkerError, in_words
-from whet.interfaces.workers import Heard, WorkerRank
-from whet.runtime.futures import Answers
+from whet.interfaces.workers import Heard, Pending, WorkerRank
 from whet.runtime.wire import decode, encode
+from whet.runtime.worker_process import public_method
+from whet.runtime.workers import Answers
 
 
 @frozen
@@ -48,24 +50,6 @@ class InlineSlice:
         return InlineWorkers(self.role, self.size, build)
 
 
-@frozen
-class Finished:
-    """A call that is over: its result or its error."""
-
-    value: Any = None
-    error: WhetError | None = None
-
-    def result(self) -> Any:
-        """Return the result or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def done(self) -> bool:
-        """Return True: the call is over."""
-        return True
-
-
 class InlineWorkers:
     """The worker objects of one role in this process."""
 
@@ -80,21 +64,15 @@ class InlineWorkers:
         """Call on every rank, one after the other, and return the results in rank order."""
         return self.scatter(method, [args] * self.size, phase=phase, timeout_seconds=timeout_seconds)
 
-    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Finished:
+    def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> Pending:
         """Call on every rank before this returns. An error is raised by `result`."""
-        try:
-            return Finished(self.call(method, *args, phase=phase, timeout_seconds=timeout_seconds))
-        except WhetError as error:
-            return Finished(error=error)
+        return _over(lambda: self.call(method, *args, phase=phase))
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
-    ) -> Finished:
+    ) -> Pending:
         """Call on one rank before this returns."""
-        try:
-            return Finished([self._call(rank, method, _crossed(args), phase or method)])
-        except WhetError as error:
-            return Finished(error=error)
+        return _over(lambda: [self._call(rank, method, _crossed(args), phase or method)])
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
@@ -208,12 +186,14 @@ async def close_stream(stream: AsyncIterator[Any]) -> None:
         await close()
 
 
-def public_method(worker: Any, name: str) -> Callable[..., Any]:
-    """Return a worker's method by name. Raises `AttributeError` for a private name or a name that is no method."""
-    method: Callable[..., Any] | None = None if name.startswith("_") else getattr(worker, name, None)
-    if not callable(method):
-        raise AttributeError(f"{type(worker).__name__} has no public method {name!r}")
-    return method
+def _over(call: Callable[[], list[Any]]) -> "Future[list[Any]]":
+    """Return a call that is over: its results or its error."""
+    over = Future[list[Any]]()
+    try:
+        over.set_result(call())
+    except WhetError as error:
+        over.set_exception(error)
+    return over
 
 
 @contextmanager

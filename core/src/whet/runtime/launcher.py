@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
@@ -24,84 +24,17 @@ from whet.data.spans import Span
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
-from whet.runtime.call import HostProcess, InFlightCall, RpcSettings
-from whet.runtime.connection import Connection
+from whet.runtime.connection import Connection, InFlightCall
 from whet.runtime.deadlines import DeadlineWatch, told_at_once
+from whet.runtime.hosts import Host, HostProcess, Launcher
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
-from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers
+from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, RpcSettings
 
 if TYPE_CHECKING:
     from whet.interfaces.weights import Copy
 
 _NO_PHASES = ("heartbeat", "notice")
-
-
-@frozen
-class Host:
-    """A process to start: its name, and what the roles that live in it need."""
-
-    name: str
-    """`ROLE-RANK` of the role that names its group."""
-    roles: tuple[str, ...]
-    """The roles that share the process."""
-    threads: int
-    """Number of compute threads: the largest of its roles."""
-    gpus: tuple[str, ...]
-    """Indices of the GPUs, which all its roles use; empty: it uses no GPU."""
-    python: str = ""
-    """Path of the interpreter of all its roles; empty: the driver's interpreter, or its launcher's."""
-
-
-class Launcher(Protocol):
-    """Starts the processes of a cluster."""
-
-    def process(self, host: Host, group: Sequence[Host], log: Path) -> HostProcess:
-        """Return a process that is not started yet. `group` has all processes of its roles, this one included.
-
-        The output of the process must go to `log`.
-        """
-        ...
-
-    def fork(self, modules: "Mapping[Host, Sequence[str]]", logs: Path, patience_seconds: float) -> None:
-        """Import modules once for all the processes that may be forked afterwards; see `WorkerFacts.forkable`.
-
-        A process that cannot be forked within `patience_seconds` is started in the normal way. A launcher that does not
-        fork does nothing here.
-        """
-        ...
-
-    def import_folders(self, host: Host) -> dict[str, Any]:
-        """Return the part of the first message to a process that holds the folders from which it imports.
-
-        `path` replaces its `sys.path`; `add` is added to it.
-        """
-        ...
-
-    def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Return a new URL at which the ranks of one spawn meet. Rank 0 lives in the first of `processes`."""
-        ...
-
-    def address(self) -> str:
-        """Return the address at which processes reach this machine. Servers on this machine listen there."""
-        ...
-
-    def preparations(self) -> list[Span]:
-        """Return spans for the work in the background that processes had to wait for, as far as it is done."""
-        ...
-
-    def copy_memory(
-        self, memory: str, size: int, node: str, hosts: Sequence[Host], have: Collection[str], seconds: float
-    ) -> "Mapping[str, Copy]":
-        """Copy a memory of a process on `node` to every other node of these processes, but those that `have` it.
-
-        Return the copies by node. `seconds`: the limit for the whole. A launcher for one machine does nothing.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release everything that was reserved, after all processes have ended."""
-        ...
 
 
 class Cluster:
@@ -126,7 +59,8 @@ class Cluster:
         self._launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
-        self.settings = RpcSettings(itertools.count(1), self.deadline, grace_seconds)
+        phases = {name: seconds for name, seconds in attrs.asdict(self._deadlines).items() if name not in _NO_PHASES}
+        self.settings = RpcSettings(itertools.count(1), phases, grace_seconds)
         self.deadline_watch, self.traffic = DeadlineWatch(self._lose), Traffic(self._lose)
         self._broken = ""
         """Why no process can be used: a thread of the driver was lost. Empty: none was."""
@@ -181,18 +115,14 @@ class Cluster:
                 log = self._log_file(name)
                 host = self._host(name)
                 process = self._launcher.process(host, self._group(name), log)
-                found = Connection(name, log, process, self.deadline_watch, self.traffic)
+                found = Connection(name, log, process, self.deadline_watch.alarm, self.traffic)
+                self.deadline_watch.watch(found)
                 core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
                 found.tell({**core, **self._launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
                     found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
                 self._connections[name] = found
             return found
-
-    def deadline(self, phase: str) -> float:
-        """Return the seconds that a phase may take: its configured deadline, or the longest one if it has none."""
-        seconds: dict[str, float] = attrs.asdict(self._deadlines, filter=lambda field, _: field.name not in _NO_PHASES)
-        return seconds.get(phase, max(seconds.values()))
 
     def address(self) -> str:
         """Return the address at which workers reach this machine."""

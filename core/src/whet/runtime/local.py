@@ -14,11 +14,12 @@ from typing import Any, Final
 from whet.config.sections import DeadlinesSection
 from whet.data.spans import Span
 from whet.errors import ConfigError
-from whet.runtime.call import HostProcess
+from whet.runtime.channel import Line
 from whet.runtime.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
-from whet.runtime.launcher import Cluster, Host
+from whet.runtime.hosts import Host, HostProcess
+from whet.runtime.launcher import Cluster
 from whet.runtime.process import Child, extra_folders, import_folders, on_loopback, worker_environment
-from whet.runtime.traffic import Line, Traffic
+from whet.runtime.traffic import Traffic
 from whet.runtime.watchdog import watchdog
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ other lists are not packed (`packed=False`), and the number of values has a limi
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, Final
@@ -88,39 +87,6 @@ def encode(value: Any, *, packed: bool = True) -> list[Buffer]:
         raise WireError(f"{where} is {what}; {_WANTED}") from None
     except (RecursionError, TypeError, ValueError) as error:
         raise WireError(f"a value cannot cross: {error}") from error
-
-
-def encode_calls(head: Mapping[str, Any], calls: Sequence[tuple[Any, ...]]) -> "list[list[Buffer] | WireError]":
-    """Return for each call the buffers of `{**head, "args": arguments}`, or the error why they cannot be sent.
-
-    Where every call has one argument, a list of records of one kind such as requests, the columns of all records are
-    made once for all calls.
-    """
-    shares = [arguments[0] for arguments in calls if len(arguments) == 1 and type(arguments[0]) is list]
-    kinds = {type(value) for share in shares for value in share} if len(shares) == len(calls) else set()
-    name = _record_name(kinds.pop()) if len(kinds) == 1 else None
-    if name is not None:
-        with suppress(_UnsendableError, RecursionError, TypeError, ValueError):  # then each is encoded alone
-            return list(_encode_rows(head, name, shares))
-    return [_encoded({**head, "args": arguments}) for arguments in calls]
-
-
-def _encode_rows(head: Mapping[str, Any], name: str, shares: Sequence[list[Any]]) -> Iterator[list[Buffer]]:
-    values = [value for share in shares for value in share]
-    columns = [_column([getattr(value, field) for value in values]) for field in _record(name)[1]]
-    begin = 0
-    for share in shares:
-        writer, end = _Writer(), begin + len(share)
-        rows = {TAG: "rows", "of": name, "columns": [write(writer, begin, end) for write in columns]}
-        yield writer.message({**writer.mapping(head), "args": {TAG: "tuple", "of": [rows]}})
-        begin = end
-
-
-def _encoded(value: Any) -> "list[Buffer] | WireError":
-    try:
-        return encode(value)
-    except WireError as error:
-        return error
 
 
 def decode(buffers: Sequence[Buffer], *, records: bool = True, packed: bool = True) -> Any:
@@ -216,7 +182,7 @@ class _Writer:
             self._repeats -= len(values)
             return {TAG: "repeat", "of": self.tree(first), "count": len(values)}
         if kind is np.ndarray:
-            if _fit_together(values):
+            if all(value.ndim == 1 and value.dtype == first.dtype for value in values):
                 return {TAG: "ragged", "at": self.append(np.concatenate(values)), "lengths": list(map(len, values))}
         elif kind is tuple:
             if first and all(len(value) == len(first) for value in values):
@@ -243,25 +209,6 @@ class _Writer:
 def _backed(columns: Sequence[Any]) -> bool:
     """Return whether a column is written value by value, so that the rows' size in bytes grows with their number."""
     return any(type(column) is list or column[TAG] == "ragged" for column in columns)
-
-
-def _fit_together(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether the arrays can be sent as one buffer with lengths: flat arrays of one dtype."""
-    return all(array.ndim == 1 and array.dtype == arrays[0].dtype for array in arrays)
-
-
-def _column(values: list[Any]) -> Callable[[_Writer, int, int], Any]:
-    """Return a function that writes the values from `begin` to `end` of a column of records."""
-    kinds = set(map(type, values))
-    if kinds <= _PLAIN:
-        return lambda writer, begin, end: values[begin:end]
-    if kinds == {np.ndarray} and _fit_together(values):
-        flat, lengths = np.concatenate(values), list(map(len, values))
-        at = [0, *accumulate(lengths)]
-        return lambda writer, begin, end: {
-            TAG: "ragged", "at": writer.append(flat[at[begin] : at[end]]), "lengths": lengths[begin:end]
-        }  # fmt: skip
-    return lambda writer, begin, end: writer.items(values[begin:end])
 
 
 _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {

@@ -28,7 +28,6 @@ from typing import Any, NoReturn, TypeVar
 from whet.component import resolve
 from whet.errors import in_words
 from whet.runtime.channel import receive, send
-from whet.runtime.inline import public_method
 from whet.runtime.interpreters import refuse_another_core
 from whet.runtime.threads import Guard, watched
 from whet.runtime.watchdog import die_with, leave_signals_to_driver
@@ -257,6 +256,14 @@ class WorkerProcess:
                 send(self._connection, buffers)
         except OSError:
             _end_all()
+
+
+def public_method(worker: Any, name: str) -> Callable[..., Any]:
+    """Return a worker's method by name. Raises `AttributeError` for a private name or a name that is no method."""
+    method: Callable[..., Any] | None = None if name.startswith("_") else getattr(worker, name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(worker).__name__} has no public method {name!r}")
+    return method
 
 
 def import_from(path: list[str], add: list[str]) -> None:

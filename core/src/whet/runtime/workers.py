@@ -7,24 +7,141 @@ death of a process or a missed deadline on one rank ends a call of all ranks at 
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from whet.errors import WorkerError
+from attrs import frozen
+
+from whet.errors import WorkerError, WorkerLost
 from whet.interfaces.workers import Heard
-from whet.runtime.call import Call, HostProcess, RpcSettings
 from whet.runtime.channel import frame
-from whet.runtime.connection import Connection
-from whet.runtime.futures import Answers, GatheredFuture
-from whet.runtime.streams import Mailbox, Streams, one_stream
+from whet.runtime.connection import Call, Connection
+from whet.runtime.hosts import HostProcess
+from whet.runtime.streams import Mailbox, one_stream, streams
 from whet.runtime.wire import encode
 
 BUSY_GRACE_SECONDS = 0.3
 """Seconds that `close` allows the workers while a call is under way: its caller does not want to wait for the call."""
+
+
+_PATIENCE_FOR_A_DEATH = 1.0
+
+
+@frozen
+class RpcSettings:
+    """What all calls of a cluster have in common."""
+
+    numbers: Iterator[int]
+    """Numbers for the messages, each used once."""
+    deadlines: Mapping[str, float]
+    """The seconds that a phase may take. A phase that is not in it may take the longest of them."""
+    grace_seconds: float
+    """How long closing waits before it kills the processes."""
+
+    def deadline(self, phase: str) -> float:
+        """Return the seconds that a phase may take."""
+        return self.deadlines[phase] if phase in self.deadlines else max(self.deadlines.values())
+
+
+class Answers:
+    """A call under way on several ranks, whose results are independent of each other."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self._missing = set(ranks)
+        self._awaited: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._errors: dict[int, WorkerError] = {}
+        self._heeding: dict[int, list[Callable[[WorkerError | None], None]]] = {}
+        self._changed = threading.Condition()
+
+    def finish(self, rank: int, result: Any, error: WorkerError | None) -> None:
+        """Take a rank's result or its error. Only the first counts."""
+        with self._changed:
+            if rank not in self._missing:
+                return
+            if error is None:
+                self._results[rank] = result
+            else:
+                self._errors[rank] = error
+            self._missing.discard(rank)
+            if self._errors or not self._missing or rank in self._awaited:
+                self._changed.notify_all()
+            heeding = self._heeding.pop(rank, ())
+        for call in heeding:
+            call(error)
+
+    def when(self, rank: int, call: Callable[[WorkerError | None], None]) -> bool:
+        """Register `call` for the time when a rank has answered or failed, and return True.
+
+        False: the rank has answered or failed already, or was not asked. `call` gets the error or None. The threads
+        that serve all calls call it, so it may not wait.
+        """
+        with self._changed:
+            if rank in self._missing:
+                self._heeding.setdefault(rank, []).append(call)
+                return True
+            return False
+
+    def result(self, rank: int) -> Any:
+        """Wait for the result of a rank and return it. Raises `WorkerError`."""
+        if rank in self._missing:
+            with self._changed:
+                self._awaited.add(rank)
+                self._changed.wait_for(lambda: rank not in self._missing)
+                self._awaited.discard(rank)
+        if rank in self._errors:
+            raise self._errors[rank]
+        return self._results[rank]
+
+    def error(self, kind: type[WorkerError] = WorkerError, patience_seconds: float = 0.0) -> WorkerError | None:
+        """Return the first error of a kind, for which this waits while ranks have not answered. None: there is none."""
+
+        def found() -> WorkerError | None:
+            return next((error for error in self._errors.values() if isinstance(error, kind)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not self._missing, patience_seconds)
+            return found()
+
+    def wait(self) -> None:
+        """Wait until all ranks have answered, or one has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._errors or not self._missing)
+
+    def done(self) -> bool:
+        """Return whether `result` would return or raise at once for every rank."""
+        return not self._missing
+
+
+class GatheredFuture:
+    """A call under way on several ranks: done when all have answered or one has failed."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks, self._answers = ranks, Answers(ranks)
+        self.finish = self._answers.finish
+
+    def result(self) -> list[Any]:
+        """Wait for the results and return them in the order of the ranks. Raises `WorkerError`.
+
+        When a rank dies, the ranks that talk to it raise, often before its death is known here. So after an error this
+        waits a moment for a death, and raises that instead: the dead rank is the cause.
+        """
+        self._answers.wait()
+        raised = self._answers.error()
+        if raised is None:
+            return [self._answers.result(rank) for rank in self._ranks]
+        if isinstance(raised, WorkerLost) or not (death := self._answers.error(WorkerLost, _PATIENCE_FOR_A_DEATH)):
+            raise raised
+        raise death from raised
+
+    def done(self) -> bool:
+        """Return whether `result` would return or raise without waiting for answers."""
+        return self._answers.done() or self._answers.error() is not None
 
 
 class ConnectedWorkers:
@@ -44,7 +161,7 @@ class ConnectedWorkers:
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
         self._closed = False
         for connection in self._connections:
-            connection.enter(slot)
+            connection.slots.add(slot)
 
     @property
     def processes(self) -> list[HostProcess]:
@@ -59,7 +176,7 @@ class ConnectedWorkers:
     @property
     def alone(self) -> bool:
         """Whether no other role has workers in these processes, so that one process can be restarted."""
-        return all(connection.houses_only(self._slot) for connection in self._connections)
+        return all(connection.slots <= {self._slot} for connection in self._connections)
 
     def restart(self, rank: int) -> None:
         """End the process of one rank, start a new process, and build the worker again in it."""
@@ -71,7 +188,7 @@ class ConnectedWorkers:
         lost.end(time.monotonic())
         lost.exit(self._slot)
         self._connections[rank] = self._connect[rank]()
-        self._connections[rank].enter(self._slot)
+        self._connections[rank].slots.add(self._slot)
         self._ask([rank], [self._building[rank]], "start", None).result()
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
@@ -115,16 +232,17 @@ class ConnectedWorkers:
 
     def stream(self, rank: int, method: str, *args: Any, phase: str = "") -> AsyncGenerator[Any, None]:
         """Yield the items of an async-generator method of one rank, from the process that the rank has now."""
-        return one_stream(self._streams({rank: args}, method, phase))
+        return one_stream(self._streams({rank: args}, method, phase or method))
 
     def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncGenerator[Heard, None]:
         """Yield the items of an async-generator method of several ranks. Each rank gets its own list as argument."""
-        return self._streams({rank: (share,) for rank, share in shares.items()}, method, phase)
+        return self._streams({rank: (share,) for rank, share in shares.items()}, method, phase or method)
 
     def _streams(self, asked: Mapping[int, tuple[Any, ...]], method: str, phase: str) -> AsyncGenerator[Heard, None]:
+        seconds, number = self._settings.deadline(phase), next(self._settings.numbers)
+        messages = {rank: {**self._message(method, args), "do": "stream"} for rank, args in asked.items()}
         connections = {rank: self._connections[rank] for rank in asked}
-        asking = Streams(self.role, self._slot, method, asked, phase or method, connections, self._settings)
-        return asking.listen(self._mailboxes)
+        return streams(self.role, phase, seconds, number, messages, connections, self._mailboxes)
 
     def close(self) -> None:
         """Close the workers, then end their processes where no other role has workers in them."""
@@ -133,7 +251,8 @@ class ConnectedWorkers:
         self._closed = True
         busy = any(connection.busy(self.role) for connection in self._connections)
         grace = BUSY_GRACE_SECONDS if busy else self._settings.grace_seconds
-        deadline, closing, number = time.monotonic() + grace, GatheredFuture(self.size), next(self._settings.numbers)
+        deadline, number = time.monotonic() + grace, next(self._settings.numbers)
+        closing = GatheredFuture(range(self.size))
         buffers = encode({"do": "close", "number": number, "slot": self._slot})
         for rank, connection in enumerate(self._connections):
             connection.ask(number, buffers, Call(self.role, rank, "close", grace, partial(closing.finish, rank)))
@@ -153,10 +272,14 @@ class ConnectedWorkers:
         number, phase, seconds = self._terms_of(phase, timeout_seconds)
         framed = [frame(encode({"number": number, **message})) for message in messages]
         asked = [self._connections[rank] for rank in ranks]
-        gathering, missed = GatheredFuture(len(ranks)), partial(_missed, asked)
+
+        def missed(error: WorkerError) -> None:  # the other ranks may be stuck as well, so no process is used again
+            for connection in asked:
+                connection.kill(error)
+
+        gathering = GatheredFuture(ranks)
         for place, (rank, connection) in enumerate(zip(ranks, asked, strict=True)):
-            done = partial(gathering.finish, place)
-            call = Call(self.role, rank, phase, seconds, done, missed=missed)
+            call = Call(self.role, rank, phase, seconds, partial(gathering.finish, rank), missed=missed)
             connection.ask(number, framed[place % len(framed)], call)
         return gathering
 
@@ -166,12 +289,3 @@ class ConnectedWorkers:
             raise WorkerError(self.role, None, phase, "the workers are closed")
         seconds = self._settings.deadline(phase) if timeout_seconds is None else timeout_seconds
         return next(self._settings.numbers), phase, seconds
-
-
-def _missed(asked: Sequence[Connection], error: WorkerError) -> None:
-    """Kill the processes of all ranks of a call that missed its deadline: they may be stuck, so none is used again.
-
-    The call's own connections are used, because a rank may have a new process by now.
-    """
-    for connection in asked:
-        connection.kill(error)

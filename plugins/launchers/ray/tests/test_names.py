@@ -1,6 +1,6 @@
 """Names under which Ray lists a run: with run, role and rank, and never the same twice."""
 
-from whet.runtime.launcher import Host
+from whet.runtime.hosts import Host
 from whet_ray.places import Names
 
 

@@ -12,8 +12,8 @@ import pytest
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError
 from whet.interfaces.workers import Heard
-from whet.runtime.futures import Answers
 from whet.runtime.inline import InlineSlice, merged
+from whet.runtime.workers import Answers
 from whet_generation.dispatcher import RequestDispatcher
 
 

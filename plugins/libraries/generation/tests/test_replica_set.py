@@ -13,8 +13,8 @@ from whet.data.records import Completion, Request, Sampling
 from whet.errors import ClusterLost, RequestLost, WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Heard
-from whet.runtime.futures import Answers
 from whet.runtime.inline import merged
+from whet.runtime.workers import Answers
 from whet_generation.dispatcher import MOST_LOSSES, RequestDispatcher
 from whet_generation.replica_set import ReplicaSet
 

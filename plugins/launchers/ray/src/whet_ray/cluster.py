@@ -21,8 +21,8 @@ from whet.config.sections import DeadlinesSection
 from whet.data.spans import Span
 from whet.errors import WhetError
 from whet.interfaces.weights import Copy
-from whet.runtime.call import HostProcess
-from whet.runtime.launcher import Cluster, Host
+from whet.runtime.hosts import Host, HostProcess
+from whet.runtime.launcher import Cluster
 from whet.runtime.local import LocalLauncher
 from whet.runtime.process import extra_folders, foreign_folders
 from whet.runtime.traffic import Traffic

@@ -27,8 +27,8 @@ from typing import Any, Final
 import numpy as np
 
 from whet.errors import in_words
-from whet.runtime.channel import Framed, Incoming, frame
-from whet.runtime.traffic import Traffic, fault_of
+from whet.runtime.channel import Framed, Incoming, fault_of, frame
+from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer
 from whet_ray.node_agent import LARGE, NUMBER
 
@@ -47,7 +47,7 @@ class RayLine:
         heard: Callable[[], None],
         report: Callable[[str, Any], None],
     ) -> None:
-        """Make a line that is not open yet. `take`, `broken` and `heard` are those of `whet.runtime.traffic.Line`.
+        """Make a line that is not open yet. `take`, `broken` and `heard` are those of `whet.runtime.channel.Line`.
 
         `report` is called with all else that the agent sends: `output` and its bytes, `ended` and how the process
         ended, or `lost` and Ray's error. All four run on threads that serve all lines, so they must never wait.

@@ -13,7 +13,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from whet.errors import WhetError
-from whet.runtime.launcher import Host
+from whet.runtime.hosts import Host
 from whet_ray.node_agent import CONTROL_THREADS, THREADS, NodeAgent
 from whet_ray.session import PROCESS, Node, RaySession
 
