@@ -111,22 +111,18 @@ def told_at_once(asks: Sequence[Callable[[], str]]) -> list[str]:
 
     An answer that is not there in time is empty. A failure here never hides the error, or ends the calling thread.
     """
-    answers = [_asked(ask) for ask in asks]
+    answers = [Future[str]() for _ in asks]
+
+    def tell(ask: Callable[[], str], answer: "Future[str]") -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # for example of a launcher, a full disk, or a process that is gone by now
+            answer.set_result(f"(nothing more is known: {in_words(error)})")
+
+    for ask, answer in zip(asks, answers, strict=True):
+        try:
+            threading.Thread(target=tell, args=(ask, answer), name="whet-asking", daemon=True).start()
+        except RuntimeError as error:  # no further thread can be started
+            answer.set_result(f"(nothing more is known: {in_words(error)})")
     wait(answers, _PATIENCE_FOR_WORDS)
     return [answer.result() if answer.done() else "" for answer in answers]
-
-
-def _asked(ask: Callable[[], str]) -> "Future[str]":
-    answer: Future[str] = Future()
-    try:
-        threading.Thread(target=lambda: answer.set_result(_told(ask)), name="whet-asking", daemon=True).start()
-    except RuntimeError as error:  # no further thread can be started
-        answer.set_result(f"(nothing more is known: {in_words(error)})")
-    return answer
-
-
-def _told(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except Exception as error:  # for example of a launcher, a full disk, or a process that is gone by now
-        return f"(nothing more is known: {in_words(error)})"

@@ -26,7 +26,7 @@ from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
 from whet.runtime.connection import Connection, InFlightCall
 from whet.runtime.deadlines import DeadlineWatch, told_at_once
-from whet.runtime.hosts import Host, HostProcess, Launcher
+from whet.runtime.hosts import Host, Launcher
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import encode
 from whet.runtime.workers import BUSY_GRACE_SECONDS, ConnectedWorkers, RpcSettings
@@ -56,7 +56,7 @@ class Cluster:
         processes. `python` has the path of the interpreter of each role that does not run in the driver's interpreter.
         `grace_seconds` is how long `close` waits before it kills the processes.
         """
-        self._launcher, self._logs = launcher, Path(log_folder)
+        self.launcher, self._logs = launcher, Path(log_folder)
         self._share, self._python = [tuple(roles) for roles in share], dict(python or {})
         self._deadlines = deadlines or DeadlinesSection()
         phases = {name: seconds for name, seconds in attrs.asdict(self._deadlines).items() if name not in _NO_PHASES}
@@ -80,7 +80,8 @@ class Cluster:
         devices = (device,) * size if isinstance(device, str) else tuple(device)
         if size < 1 or len(devices) != size:
             raise ConfigError(f"the slice of {role} has {size} ranks and {len(devices)} devices; give each rank one")
-        made = ProcessSlice(self, role, size, threads, devices, tuple(self._process_name(role, r) for r in range(size)))
+        names = tuple(f"{self._sharing(role)[0]}-{rank}" for rank in range(size))
+        made = ProcessSlice(self, role, size, threads, devices, names)
         self._slices[role] = made
         self._groups.clear()
         for name in made.host_groups:
@@ -98,7 +99,8 @@ class Cluster:
             host: [module for role in host.roles for module in modules.get(role, ())]
             for host in hosts.values() if set(host.roles) <= set(forkable) and not host.gpus and not host.python
         }  # fmt: skip
-        self._launcher.fork(wanted, self._made_logs(), self._deadlines.start / 2)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self.launcher.fork(wanted, self._logs, self._deadlines.start / 2)
         for role, own in modules.items():
             for name in self._slices[role].host_groups:
                 self.connection(name).tell({"do": "import", "modules": list(own)})
@@ -114,11 +116,11 @@ class Cluster:
             if found is None or found.dead:
                 log = self._log_file(name)
                 host = self._host(name)
-                process = self._launcher.process(host, self._group(name), log)
+                process = self.launcher.process(host, self._group(name), log)
                 found = Connection(name, log, process, self.deadline_watch.alarm, self.traffic)
                 self.deadline_watch.watch(found)
                 core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
-                found.tell({**core, **self._launcher.import_folders(host)})
+                found.tell({**core, **self.launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
                     found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
                 self._connections[name] = found
@@ -126,22 +128,18 @@ class Cluster:
 
     def address(self) -> str:
         """Return the address at which workers reach this machine."""
-        return self._launcher.address()
-
-    def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Return a new URL at which the ranks of one spawn meet."""
-        return self._launcher.rendezvous(role, slot, processes)
+        return self.launcher.address()
 
     def copy_memory(
         self, memory: str, size: int, node: str, have: Collection[str], seconds: float, role: str = "generator"
     ) -> "Mapping[str, Copy]":
         """Copy a memory of a process to the nodes of a role; see `Launcher.copy_memory`."""
         hosts = [self._host(name) for name in self._slices[role].host_groups]
-        return self._launcher.copy_memory(memory, size, node, hosts, have, seconds)
+        return self.launcher.copy_memory(memory, size, node, hosts, have, seconds)
 
     def preparations(self) -> list[Span]:
         """Return spans for the work in the background that processes had to wait for, as far as it is done."""
-        return self._launcher.preparations()
+        return self.launcher.preparations()
 
     def under_way(self) -> list[InFlightCall]:
         """Return the calls that processes have not answered, the oldest first."""
@@ -171,7 +169,7 @@ class Cluster:
             connection.end(deadline)
         self.deadline_watch.stop()
         self.traffic.stop()
-        self._launcher.close()
+        self.launcher.close()
 
     def _lose(self, words: str) -> None:
         """Fail all current and later calls: without the lost thread they would wait for ever."""
@@ -188,9 +186,6 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _process_name(self, role: str, rank: int) -> str:
-        return f"{self._sharing(role)[0]}-{rank}"
 
     def _sharing(self, role: str) -> tuple[str, ...]:
         return next((roles for roles in self._share if role in roles), (role,))
@@ -227,12 +222,9 @@ class Cluster:
             self._groups[first] = [self._host(name) for name in names]
         return self._groups[first]
 
-    def _made_logs(self) -> Path:
-        self._logs.mkdir(parents=True, exist_ok=True)
-        return self._logs
-
     def _log_file(self, name: str) -> Path:
-        log = self._made_logs() / f"{name}.log"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{name}.log"
         role, _, rank = name.rpartition("-")
         for other in self._sharing(role)[1:]:
             link = self._logs / f"{other}-{rank}.log"
@@ -276,6 +268,6 @@ class ProcessSlice:
 
     def _rendezvous(self, slot: int, workers: ConnectedWorkers) -> str:
         try:
-            return self.cluster.rendezvous(self.role, slot, workers.processes)
+            return self.cluster.launcher.rendezvous(self.role, slot, workers.processes)
         except WhetError as error:
             raise WorkerError(self.role, 0, "start", f"there is no place where its ranks can meet: {error}") from error

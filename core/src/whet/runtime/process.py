@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -120,7 +119,7 @@ class Child(Offspring):
         command = [python or sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), name]
         with theirs:
             try:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -133,27 +132,7 @@ class Child(Offspring):
             except BaseException:
                 self.socket.close()
                 raise
-        super().__init__(self._process.pid, mark)
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """The pipe to read from, or None where no pipe was asked for."""
-        return self._process.stdout
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """The pipe to read from, or None where no pipe was asked for."""
-        return self._process.stderr
-
-    def ended(self, patience_seconds: float) -> bool:
-        """Wait for a limited time until the process ends, and return whether it has ended. Kill nothing."""
-        deadline = time.monotonic() + patience_seconds
-        with suppress(ChildProcessError):
-            while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.002)
-        return True
+        super().__init__(self.process.pid, mark)
 
     def _linger(self) -> bool:
         with suppress(ChildProcessError):  # other code has waited for the process already
@@ -161,7 +140,7 @@ class Child(Offspring):
         return True
 
     def _reap(self) -> int:
-        return self._process.wait()
+        return self.process.wait()
 
 
 def new_mark() -> str:
@@ -200,13 +179,6 @@ def on_loopback(own: Mapping[str, str]) -> dict[str, str]:
 def import_folders() -> list[str]:
     """Return the folders from which this process imports, so that another process can import the same modules."""
     return [os.path.abspath(folder) for folder in sys.path]
-
-
-def foreign_folders() -> list[str]:
-    """Return the folders from which this process imports that are outside its interpreter's own folders."""
-    own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
-    inside = tuple(prefix + os.sep for prefix in own)
-    return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]
 
 
 def extra_folders() -> list[str]:

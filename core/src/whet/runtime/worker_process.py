@@ -50,8 +50,12 @@ class ComputeThread(Executor):
 
         A job must not wait for another job: `result` raises `RuntimeError` on the thread itself instead of hanging.
         """
+        return self.do(getattr(fn, "__name__", "work").strip("_"), lambda: fn(*args, **kwargs))
+
+    def do(self, name: str, function: Callable[[], T]) -> "Future[T]":
+        """Run a function as `submit` does, under a name that `doing` reports."""
         future: Future[T] = _ComputeFuture(self)
-        self._jobs.put((future, lambda: fn(*args, **kwargs), getattr(fn, "__name__", "work").strip("_")))
+        self._jobs.put((future, function, name))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -161,12 +165,12 @@ class WorkerProcess:
             case "cancel":
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
-                self._compute.submit(_named("start", self._answer), number, lambda: self._build(message))
+                self._compute.do("start", lambda: self._answer(number, lambda: self._build(message)))
             case "close":
                 self._loop.call_soon_threadsafe(self._cancel_slot, message["slot"])
-                self._compute.submit(_named("close", self._answer), number, lambda: self._close(message["slot"]))
+                self._compute.do("close", lambda: self._answer(number, lambda: self._close(message["slot"])))
             case "import":
-                self._compute.submit(_named("import", import_ahead), message["modules"])
+                self._compute.do("import", lambda: import_ahead(message["modules"]))
             case "beat":
                 watched("whet-heart", partial(self._beat, message["every"]), give_up)
             case "exit":
@@ -183,7 +187,7 @@ class WorkerProcess:
         if inspect.iscoroutinefunction(function):
             self._loop.call_soon_threadsafe(self._begin, number, slot, self._run(number, function, args))
         else:
-            self._compute.submit(_named(method, self._answer), number, lambda: function(*args))
+            self._compute.do(method, lambda: self._answer(number, lambda: function(*args)))
 
     def _beat(self, every: float) -> None:
         """Report at intervals that this process is alive, whatever its workers do."""
@@ -273,16 +277,6 @@ def import_from(path: list[str], add: list[str]) -> None:
     """
     sys.path[:] = path or sys.path
     sys.path += [folder for folder in add if folder not in sys.path and os.path.isdir(folder)]
-
-
-def _named(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that does the same under another name. `ComputeThread.doing` reports this name."""
-
-    def named(*args: Any) -> None:
-        function(*args)
-
-    named.__name__ = name
-    return named
 
 
 def import_ahead(modules: list[str]) -> None:

@@ -7,7 +7,9 @@ machine. A node agent is the actor that starts a worker process on its node, see
 the connection, see `ray_line`: it fails at once when the agent or its node is lost.
 """
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +26,7 @@ from whet.interfaces.weights import Copy
 from whet.runtime.hosts import Host, HostProcess
 from whet.runtime.launcher import Cluster
 from whet.runtime.local import LocalLauncher
-from whet.runtime.process import extra_folders, foreign_folders
+from whet.runtime.process import extra_folders, import_folders
 from whet.runtime.traffic import Traffic
 from whet_ray.carrier import Carriers
 from whet_ray.life import Life
@@ -104,7 +106,7 @@ class RayLauncher:
         A process of the driver's interpreter gets all folders of the driver that are outside that interpreter. A
         process of another interpreter imports nothing that is installed for the driver's.
         """
-        return {"path": [], "add": extra_folders() if host.python else foreign_folders()}
+        return {"path": [], "add": extra_folders() if host.python else _foreign_folders()}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
         """Return the rendezvous of ranks: a new file where all nodes are this machine, else a port of rank 0's node."""
@@ -378,3 +380,10 @@ def _ray_cause(error: BaseException) -> str:
         return sentence.strip().rstrip(".")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def _foreign_folders() -> list[str]:
+    """Return the folders from which this process imports that are outside its interpreter's own folders."""
+    own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    inside = tuple(prefix + os.sep for prefix in own)
+    return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]

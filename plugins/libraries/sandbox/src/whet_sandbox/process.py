@@ -5,6 +5,7 @@ import select
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,9 +67,9 @@ class GraderProcess:
     def receive(self, timeout_seconds: float) -> Any:
         """Wait for an answer and return it. Read the stderr of the process meanwhile, because a full pipe blocks it."""
         assert self._child is not None
-        assert self._child.stderr is not None
+        assert self._child.process.stderr is not None
         deadline = time.monotonic() + timeout_seconds
-        connection, words = self._child.socket, self._child.stderr.fileno()
+        connection, words = self._child.socket, self._child.process.stderr.fileno()
         waiting = select.poll()
         waiting.register(connection, select.POLLIN)
         waiting.register(words, select.POLLIN)
@@ -90,14 +91,14 @@ class GraderProcess:
         if child is None:
             return "its process could not be started"
         child.socket.close()
-        child.ended(patience_seconds)
+        _await_end(child.pid, patience_seconds)
         child.signal()
         self.code = child.wait()
         end = describe_end(self.code)
-        if child.stderr is not None:
-            os.set_blocking(child.stderr.fileno(), False)
-            self._words += child.stderr.read() or b""
-            child.stderr.close()
+        if (output := child.process.stderr) is not None:
+            os.set_blocking(output.fileno(), False)
+            self._words += output.read() or b""
+            output.close()
         words = printable(self._words)
         return f"{end}\nIts last words:\n{words}" if words else end
 
@@ -113,3 +114,13 @@ class GraderProcess:
         child = self._child
         if child is not None:
             child.signal()
+
+
+def _await_end(pid: int, patience_seconds: float) -> None:
+    """Wait for a limited time until a child has ended, without taking its exit code."""
+    deadline = time.monotonic() + patience_seconds
+    with suppress(ChildProcessError):
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.002)
