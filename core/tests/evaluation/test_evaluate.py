@@ -11,9 +11,9 @@ from whet.errors import ConfigError, WhetError, WorkerError
 from whet.evaluation.evaluate import evaluate
 from whet.evaluation.result import EnvironmentResult
 from whet.interfaces.environment import Model, SingleTurn
+from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.routing import Route
 from whet.rollout.scoring import Passing, Scoring
-from whet.runtime.event_loop import EpisodeLoop
 from whet_testing.fakes import ByteChat, FakeGenerator
 
 ENDS = ("", "/ci_low", "/ci_high")

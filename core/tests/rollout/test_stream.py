@@ -18,9 +18,9 @@ from whet.data.batch import Batch
 from whet.data.records import Completion, Group, Request, Task
 from whet.errors import CheckpointError, DataError, WhetError, WorkerError
 from whet.interfaces.environment import Model, SingleTurn
+from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.routing import Route
 from whet.rollout.stream import RolloutStream
-from whet.runtime.event_loop import EpisodeLoop
 from whet_testing.contracts.workers import wait_until
 from whet_testing.fakes import ByteChat, FakeGenerator
 

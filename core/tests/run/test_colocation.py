@@ -14,9 +14,9 @@ from whet.data.records import Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import WhetError
 from whet.interfaces.weights import TransferSpec
+from whet.rollout.event_loop import EpisodeLoop
 from whet.run.colocation import Turns
 from whet.run.handles import BackendHandle, GeneratorHandle
-from whet.runtime.event_loop import EpisodeLoop
 from whet_testing.batches import random_batch
 from whet_testing.fakes import FakeBackend, FakeGenerator
 

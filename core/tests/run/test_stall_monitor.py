@@ -9,10 +9,10 @@ import pytest
 
 from whet.data.spans import Spans
 from whet.interfaces.weights import TransferSpec
+from whet.rollout.event_loop import EpisodeLoop
 from whet.run.probe import Proof
 from whet.run.stall_monitor import StallMonitor
 from whet.run.weight_sync import WeightSync
-from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
 from whet_testing.fakes import FakeBackend, FakeGenerator
 from whet_testing.scripted_worker import TARGET

@@ -13,8 +13,8 @@ import pytest
 
 from whet.config.sections import DeadlinesSection
 from whet.errors import WhetError, WorkerError, WorkerLost
+from whet.rollout.event_loop import EpisodeLoop
 from whet.runtime.deadlines import DeadlineWatch
-from whet.runtime.event_loop import EpisodeLoop
 from whet.runtime.local import LocalCluster
 from whet.runtime.threads import MOST_IN_A_ROW, Guard, watched
 

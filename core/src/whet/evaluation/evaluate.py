@@ -12,9 +12,9 @@ from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import Endpoints
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.event_loop import EpisodeLoop, gather_or_cancel
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route
-from whet.runtime.event_loop import EpisodeLoop, gather_or_cancel
 
 if TYPE_CHECKING:
     from whet.interfaces.generator import Generator

@@ -23,6 +23,7 @@ from typing import Any
 from whet.component import CORE_VERSION, KINDS
 from whet.data.model_info import check_weights
 from whet.errors import ConfigError, WhetError
+from whet.plan import machine
 from whet.plan.checks import Check, Checker, Status, within
 from whet.plan.layers import placed
 from whet.plan.memory import HOST, size, whose
@@ -31,7 +32,6 @@ from whet.plan.rank_placement import gpu_problems
 from whet.plugins import launchers
 from whet.plugins.data_files import reader
 from whet.plugins.registry import Registry, load_plugins
-from whet.runtime import machine
 from whet.runtime.interpreters import OLDEST_PYTHON, Interpreter, surroundings, versions
 
 SECONDS = 60.0

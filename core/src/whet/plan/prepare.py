@@ -16,6 +16,7 @@ from whet.errors import ConfigError, DataError
 from whet.plan.evaluation import evaluation_notes
 from whet.plan.layers import placed, placing
 from whet.plan.load import Loaded, load_config
+from whet.plan.machine import gpu_count, gpu_memory, total_memory, usable_cores
 from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan
@@ -23,7 +24,6 @@ from whet.plan.roles import Roles, make_roles
 from whet.plugins.data_files import missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
-from whet.runtime.machine import gpu_count, gpu_memory, total_memory, usable_cores
 from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from whet.errors import EpisodeError, InfrastructureError, Undecided, WhetError,
 from whet.interfaces.chat import Chat
 from whet.interfaces.environment import checked_rewards, stated_answer
 from whet.interfaces.undecided import note, noted
+from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.fail_fast import BrokenEnvironment, FailFast, is_infrastructure, ungrouped
 from whet.rollout.recorded import Assignment, RecordedModel, Sequences
-from whet.runtime.event_loop import gather_or_cancel
 
 
 class EpisodeFailed(WhetError):  # noqa: N818 - the field's word is "failed episode"

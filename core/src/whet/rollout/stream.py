@@ -35,13 +35,13 @@ from whet.interfaces.endpoint import Endpoints
 from whet.plugins.endpoints import InstalledEndpoints
 from whet.rollout.collate import collate, rollout_metrics
 from whet.rollout.episode import EpisodeFailed, Player, with_stop_tokens
+from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.fail_fast import BrokenEnvironment
 from whet.rollout.gate import Gate
 from whet.rollout.journal import Consumed
 from whet.rollout.recorded import Assignment
 from whet.rollout.routing import Route, choose, shuffled
 from whet.rollout.staleness import Pacing, Slot
-from whet.runtime.event_loop import EpisodeLoop
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection

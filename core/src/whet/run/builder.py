@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from whet.evaluation.result import EvaluationResult
     from whet.interfaces.backend import Backend
     from whet.interfaces.workers import WorkerGroup
+    from whet.rollout.event_loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
     from whet.run.probe import Probe
     from whet.run.steps import Sinks
-    from whet.runtime.event_loop import EpisodeLoop
 
 
 @frozen(eq=False)
@@ -201,7 +201,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
 
 def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: WeightSync | None) -> Models:
     """Start the workers of all roles; those that take turns sleep until theirs comes."""
-    from whet.runtime.event_loop import EpisodeLoop
+    from whet.rollout.event_loop import EpisodeLoop
 
     loop, spans, slices = EpisodeLoop(), attempt.spans, begun.slices
     begun.stalls.episodes = loop.where

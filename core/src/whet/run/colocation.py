@@ -24,7 +24,7 @@ from whet.run.handles import Around, AroundRequest
 if TYPE_CHECKING:
     from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator
-    from whet.runtime.event_loop import EpisodeLoop
+    from whet.rollout.event_loop import EpisodeLoop
 
 TRAINING: Final = 0
 GENERATION: Final = 1

@@ -175,7 +175,7 @@ class Probe:
         )  # fmt: skip
 
     async def _ask(self, proof: Proof) -> list[list[Completion] | None]:
-        from whet.runtime.event_loop import gather_or_cancel
+        from whet.rollout.event_loop import gather_or_cancel
 
         async def one(replica: int) -> list[Completion] | None:
             try:

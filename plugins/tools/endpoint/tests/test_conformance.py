@@ -16,11 +16,11 @@ from whet.errors import WhetError
 from whet.interfaces.endpoint import Endpoints
 from whet.plugins.endpoints import HOOK, missing_endpoints
 from whet.plugins.registry import load_plugins
+from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.gate import Gate
 from whet.rollout.recorded import Assignment, RecordedModel
 from whet.rollout.routing import Route
 from whet.run.run_folder import RunFolder
-from whet.runtime.event_loop import EpisodeLoop
 from whet_testing.contracts.component import ComponentContract
 from whet_testing.fakes import ByteChat, FakeGenerator, FakeModel
 from whet_testing.playing import make_player

@@ -15,9 +15,9 @@ from attrs import evolve
 from whet.config.sections import EndpointSection, RolloutSection
 from whet.data.files import read_rows
 from whet.errors import WorkerLost
+from whet.rollout.event_loop import EpisodeLoop
 from whet.rollout.gate import Gate
 from whet.run.run_folder import RunFolder
-from whet.runtime.event_loop import EpisodeLoop
 from whet_endpoint.endpoints import OpenAIEndpoints
 from whet_testing.fakes import ByteChat, FakeGenerator
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from whet.errors import WhetError
-from whet.runtime.machine import available_memory
+from whet.plan.machine import available_memory
 
 NODE: Final = "WHET_NODE"
 """Environment variable: Ray's id of the node of a worker process. Not set where all processes are on one machine."""

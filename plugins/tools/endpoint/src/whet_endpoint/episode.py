@@ -29,8 +29,8 @@ from whet.errors import DataError
 from whet.interfaces.chat import Chat
 from whet.interfaces.endpoint import RecordedSequence
 from whet.interfaces.environment import Address
+from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.recorded import NoRoom
-from whet.runtime.event_loop import gather_or_cancel
 from whet_endpoint import responses
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener

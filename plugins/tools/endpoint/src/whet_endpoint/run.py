@@ -22,8 +22,8 @@ from whet.interfaces.endpoint import Loop, RunFiles
 from whet.interfaces.environment import Address
 from whet.interfaces.generator import Generator
 from whet.rollout.complete import complete
+from whet.rollout.event_loop import gather_or_cancel
 from whet.rollout.recorded import checked_completion
-from whet.runtime.event_loop import gather_or_cancel
 from whet_endpoint import responses
 from whet_endpoint.errors import ApiError
 from whet_endpoint.listener import Listener

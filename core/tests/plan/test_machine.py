@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from whet.plan.machine import available_memory, cpu_quota, gpu_count, memory_limit, total_memory, usable_cores
 from whet.plan.prepare import machine
-from whet.runtime.machine import available_memory, cpu_quota, gpu_count, memory_limit, total_memory, usable_cores
 
 
 def lay(root: Path, files: dict[str, str]) -> Path:
