@@ -212,7 +212,7 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
     finally:
         attempt.closers.append(loop.close)
     if slices.cluster is not None:
-        spans.add(slices.cluster.preparations())
+        spans.add(slices.cluster.launcher.preparations())
     backend = BackendHandle(built["backend"], *turns.around("backend"), timed(spans))
     generator = GeneratorHandle(
         built["generator"], *turns.requests(), busy(spans), receiving=turns.took_weights

@@ -121,7 +121,7 @@ def make_weight_sync(
         way.transport, str(scratch.resolve() / "weights"), "", 0, senders=way.senders, receivers=way.receivers,
         timeout_seconds=section.deadlines.weight_sync, kept=recovery.enabled and recovery.replicas > 0,
     )  # fmt: skip
-    address = cluster.address if cluster else lambda: "127.0.0.1"
+    address = cluster.launcher.address if cluster else lambda: "127.0.0.1"
     copy_memory = cluster.copy_memory if cluster else lambda *order: {}
     driver: TransportDriver = points[way.transport].load()(spec, address, copy_memory)
     closers.append(driver.close)

@@ -1,7 +1,7 @@
 """The owner's end of processes that a fork server makes; see `whet.runtime.forkserver`.
 
-A launcher starts `ForkServers`, which import modules. For each process for which `ForkServers.of` returns a server, the
-launcher makes a `Forked` in place of a `Child`.
+A launcher starts a `ForkServer`, which imports modules, and makes a `Forked` in place of a `Child` for each process
+that imports them.
 """
 
 import os
@@ -13,18 +13,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from whet.data.spans import Span
 from whet.errors import WhetError
 from whet.runtime.channel import receive, send
 from whet.runtime.process import Child, Offspring, describe_end, new_mark
 from whet.runtime.threads import watched
 from whet.runtime.watchdog import FAMILY
 from whet.runtime.wire import decode, encode
-
-if TYPE_CHECKING:
-    from whet.runtime.hosts import Host
 
 _STEP_SECONDS: Final = 0.2
 _FORK_SECONDS: Final = 30.0
@@ -128,7 +124,7 @@ class ForkServer:
         """How long an owner that wants a process waits for the server to be ready."""
         self.began, self.imported = time.time(), 0.0
         """When the start began and when the imports were done, in seconds since the epoch; 0.0: not done yet."""
-        self._title, self._environment, self._log = title, environment, log
+        self._title, self._environment, self._log = title, {**environment, **_ALONE}, log
         self._child: Child | None = None
         self._closed = False
         self._control, self._theirs = socket.socketpair()
@@ -173,58 +169,6 @@ class ForkServer:
                 self.imported = float(_said(self._control)["imported"])
             self._child.wait()
             self._control.close()
-
-
-class ForkServers:
-    """The fork servers of a launcher: one for all processes with the same number of threads."""
-
-    def __init__(self, environment: Callable[[int], Mapping[str, str]], least: int) -> None:
-        """Take a function that returns the variables of a process by its number of threads.
-
-        Fewer than `least` processes with the same number of threads get no server.
-        """
-        self._environment, self._least = environment, least
-        self._servers: dict[str, ForkServer] = {}
-        """The server of each process, by the name of the process."""
-
-    def start(
-        self,
-        modules: "Mapping[Host, Sequence[str]]",
-        folders: Mapping[str, Any],
-        logs: Path,
-        patience_seconds: float,
-    ) -> None:
-        """Start the servers for these processes, without waiting. `modules` has what each process imports."""
-        if not hasattr(os, "pidfd_open"):
-            return
-        for threads in sorted({host.threads for host in modules}):
-            alike = [host for host in modules if host.threads == threads]
-            if len(alike) < self._least:
-                continue
-            wanted = list(dict.fromkeys(module for host in alike for module in modules[host]))
-            # Padding, so that the arguments of a forked process, with its longer names, fit into those of the server.
-            title = "fork-server".ljust(max(len(host.name) for host in alike) + len("worker_process"))
-            environment = {**self._environment(threads), **_ALONE}
-            log = logs / f"fork-server-{threads}.log"
-            server = ForkServer(title, wanted, folders, environment, log, patience_seconds)
-            self._servers |= dict.fromkeys((host.name for host in alike), server)
-
-    def of(self, name: str) -> ForkServer | None:
-        """Return the server for a process; None: it has none."""
-        return self._servers.get(name)
-
-    def spans(self) -> list[Span]:
-        """Return a span for the imports of each server that has done them."""
-        return [Span("run", "import", s.began, s.imported - s.began) for s in self._all() if s.imported]
-
-    def close(self) -> None:
-        """End all servers."""
-        for server in self._all():
-            server.close()
-        self._servers.clear()
-
-    def _all(self) -> list[ForkServer]:
-        return list(dict.fromkeys(self._servers.values()))
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,6 @@ from attrs import frozen
 
 from whet.component import CORE_VERSION
 from whet.config.sections import DeadlinesSection
-from whet.data.spans import Span
 from whet.errors import ConfigError, WhetError, WorkerError
 from whet.interfaces.workers import WorkerRank
 from whet.runtime import WIRE_FORMAT
@@ -126,20 +125,12 @@ class Cluster:
                 self._connections[name] = found
             return found
 
-    def address(self) -> str:
-        """Return the address at which workers reach this machine."""
-        return self.launcher.address()
-
     def copy_memory(
         self, memory: str, size: int, node: str, have: Collection[str], seconds: float, role: str = "generator"
     ) -> "Mapping[str, Copy]":
         """Copy a memory of a process to the nodes of a role; see `Launcher.copy_memory`."""
         hosts = [self._host(name) for name in self._slices[role].host_groups]
         return self.launcher.copy_memory(memory, size, node, hosts, have, seconds)
-
-    def preparations(self) -> list[Span]:
-        """Return spans for the work in the background that processes had to wait for, as far as it is done."""
-        return self.launcher.preparations()
 
     def under_way(self) -> list[InFlightCall]:
         """Return the calls that processes have not answered, the oldest first."""

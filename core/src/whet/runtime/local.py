@@ -15,7 +15,7 @@ from whet.config.sections import DeadlinesSection
 from whet.data.spans import Span
 from whet.errors import ConfigError
 from whet.runtime.channel import Line
-from whet.runtime.forked import Forked, ForkServer, ForkServers, NoForkServer, fixed
+from whet.runtime.forked import Forked, ForkServer, NoForkServer, fixed
 from whet.runtime.hosts import Host, HostProcess
 from whet.runtime.launcher import Cluster
 from whet.runtime.process import Child, extra_folders, import_folders, on_loopback, worker_environment
@@ -51,7 +51,8 @@ class LocalLauncher:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
-        self._fork_servers = ForkServers(self._variables, LEAST_FORKED)
+        self._servers: dict[str, ForkServer] = {}
+        """The fork server of each process that has one, by the name of the process."""
         self._scratch: Path | None = None
         self._lock = threading.Lock()
 
@@ -64,12 +65,23 @@ class LocalLauncher:
                     f"{host.name} wants GPU {beyond} of those in CUDA_VISIBLE_DEVICES={','.join(visible)}"
                 )
             gpus = tuple(visible[int(gpu)] for gpu in gpus)
-        server = self._fork_servers.of(host.name)
-        return LocalProcess(host.name, self._variables(host.threads, ",".join(gpus)), log, host.python, server)
+        variables = self._variables(host.threads, ",".join(gpus))
+        return LocalProcess(host.name, variables, log, host.python, self._servers.get(host.name))
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
         """Start a fork server wherever several processes have the same number of threads."""
-        self._fork_servers.start(modules, {"path": import_folders(), "add": []}, logs, patience_seconds)
+        if not hasattr(os, "pidfd_open"):
+            return
+        for threads in sorted({host.threads for host in modules}):
+            alike = [host for host in modules if host.threads == threads]
+            if len(alike) < LEAST_FORKED:
+                continue
+            wanted = list(dict.fromkeys(module for host in alike for module in modules[host]))
+            # Padding, so that the arguments of a forked process, with its longer names, fit into those of the server.
+            title = "fork-server".ljust(max(len(host.name) for host in alike) + len("worker_process"))
+            folders, log = {"path": import_folders(), "add": []}, logs / f"fork-server-{threads}.log"
+            server = ForkServer(title, wanted, folders, self._variables(threads), log, patience_seconds)
+            self._servers |= dict.fromkeys((host.name for host in alike), server)
 
     def import_folders(self, host: Host) -> dict[str, Any]:
         """Return the folders from which a process imports: the same as the driver.
@@ -98,11 +110,13 @@ class LocalLauncher:
 
     def preparations(self) -> list[Span]:
         """Return spans for the imports of the fork servers."""
-        return self._fork_servers.spans()
+        servers = dict.fromkeys(self._servers.values())
+        return [Span("run", "import", s.began, s.imported - s.began) for s in servers if s.imported]
 
     def close(self) -> None:
         """End the fork servers, and remove temporary files."""
-        self._fork_servers.close()
+        for server in set(self._servers.values()):
+            server.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             watchdog().release("folder", str(self._scratch))

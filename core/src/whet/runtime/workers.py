@@ -1,9 +1,10 @@
-"""The driver's handle of the worker objects of one spawn. It uses connections to their processes.
+"""The driver's handle of the worker objects of one spawn, and the calls that are under way on them.
 
-    ConnectedWorkers ── call, scatter, stream ──> one `Connection` for each rank, shared with other roles
+    ConnectedWorkers ── Call, frame(encode(message)) ──> Connection, of each rank ── Line ──> WorkerProcess ──> method
+    GatheredFuture   <── Call.done(result, error) ───── Connection <── Line, on the thread of the traffic ──────┘
 
-The handle sends numbered messages to `worker_process`, and drops an answer whose call has ended. An exception, the
-death of a process or a missed deadline on one rank ends a call of all ranks at once, with a `WorkerError`.
+Messages are numbered. Roles that share a process share its `Connection`. An exception, the death of a process or a
+missed deadline on one rank ends a call of all ranks at once, with a `WorkerError`.
 """
 
 import asyncio
