@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from whet.interfaces.workers import Give
     from whet.plan.placement import Way
     from whet.plan.roles import Roles
-    from whet.rollout.event_loop import EpisodeLoop
     from whet.run.probe import Proof
     from whet.runtime.launcher import Cluster
 
