@@ -293,7 +293,7 @@ class Connection:
             self.process.kill()
 
     def _check_earlier(self) -> None:
-        """Have the deadlines checked before the time at which that is due."""
+        """Wake the thread that checks the deadlines before its time."""
         with self._alarm.changed:
             self._alarm.changed.notify()
 

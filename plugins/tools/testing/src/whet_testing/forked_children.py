@@ -142,8 +142,7 @@ def _keep(kept: list[int], outputs: list[int]) -> None:
 
 def _forget() -> None:
     """Set back what this process had and a new one has not."""
-    worker = import_module("whet.runtime.worker_process")
-    worker._compute, worker._hosting = None, False
+    vars(import_module("whet.runtime.worker_process")).update(_compute=None, _hosting=False)
     import_module("whet.runtime.watchdog")._watchdogs.clear()
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()

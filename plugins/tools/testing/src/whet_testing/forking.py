@@ -203,10 +203,10 @@ def _serve(owner: socket.socket) -> dict[str, Any] | None:
             if not word:
                 return None
             if not (pid := os.fork()):
-                for end in (owner, *(line for _, line in running.values())):
-                    end.close()
-                for end in (files[0], *running):
-                    os.close(end)
+                for line in (owner, *(line for _, line in running.values())):
+                    line.close()
+                for descriptor in (files[0], *running):
+                    os.close(descriptor)
                 for place, file in enumerate(files[1:]):
                     os.dup2(file, place)
                     os.close(file)
