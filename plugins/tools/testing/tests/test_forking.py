@@ -1,0 +1,99 @@
+"""Programs and workers that are forks keep what belongs to a process."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from whet.runtime.local import LocalCluster
+from whet_testing.forked_children import forked_children
+from whet_testing.forking import Programs
+from whet_testing.scripted_worker import TARGET
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    with Programs(["attrs"]) as started:
+        yield started
+
+
+def test_a_program_has_its_arguments_folder_variables_output_and_code(programs: Programs, tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['HELLO']); sys.stderr.write('no'); sys.exit(3)"
+    done = programs.run(code, ["a", "b"], folder=tmp_path, variables={"HELLO": "you"})
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"['a', 'b'] {tmp_path} you\n", "no")
+
+
+def test_programs_run_beside_each_other_and_end_as_they_do(programs: Programs) -> None:
+    waiting = programs.start("import sys; print('here', flush=True); sys.stdin.read(); import time; time.sleep(60)", [])
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline() == b"here\n"
+    ended = programs.start("print('over')", [])
+    assert ended.communicate(timeout=60) == ("over\n", None)
+    assert ended.returncode == 0
+    assert waiting.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.0)
+    waiting.kill()
+    assert waiting.wait(60) == waiting.poll() == -signal.SIGKILL
+    waiting.kill()  # nothing is left to kill
+    waiting.communicate(timeout=60)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_is_forked_is_a_process_with_a_session_and_a_log_of_its_own(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        with forked_children(), LocalCluster(tmp_path / "logs") as cluster:
+            workers = cluster.slice("actor").spawn(TARGET, {"offset": 3})
+            assert workers.call("add", 4) == [7]
+            pid = workers.call("state")[0]["pid"]
+            assert pid != os.getpid()
+            assert os.getsid(pid) == pid
+            assert os.getpgid(pid) == pid
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            assert b"whet.runtime.worker_process" in command
+            opened = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+            assert os.readlink(f"/proc/self/fd/{writer}") not in opened, "it keeps a pipe of its parent open"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_worker_that_is_forked_dies_with_the_process_that_forked_it(tmp_path: Path, programs: Programs) -> None:
+    code = """
+import signal, sys, os
+from pathlib import Path
+from whet.runtime.local import LocalCluster
+from whet_testing.forked_children import forked_children
+from whet_testing.scripted_worker import TARGET
+with forked_children(), LocalCluster(Path(sys.argv[1])) as cluster:
+    workers = cluster.slice("actor").spawn(TARGET, {})
+    print(workers.call("state")[0]["pid"], flush=True)
+    signal.pause()
+"""
+    driver = programs.start(code, [str(tmp_path)])
+    assert driver.stdout is not None
+    worker = os.pidfd_open(int(driver.stdout.readline()))
+    try:
+        driver.kill()
+        driver.communicate(timeout=60)
+        ended = select.poll()
+        ended.register(worker, select.POLLIN)
+        assert ended.poll(60_000)
+    finally:
+        os.close(worker)
+
+
+def test_another_program_is_started_and_not_forked(tmp_path: Path) -> None:
+    from whet.runtime import process
+
+    with forked_children():
+        done = process.subprocess.Popen([sys.executable, "-c", "print(1)"], stdout=subprocess.PIPE)
+        assert isinstance(done, subprocess.Popen)
+        assert done.communicate()[0] == b"1\n"
