@@ -187,22 +187,20 @@ class Cluster:
         here = [(p, rank) for p in self._slices.values() if self._sharing(p.role)[0] == first and rank < p.size]
         devices = {part.role: part.devices[rank] for part, rank in here}
         gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
-        if len(gpus) > 1:
-            listed = ", ".join(f"{role} {device}" for role, device in devices.items())
-            raise ConfigError(f"roles that share a process must share its GPU, found {listed}; change cluster.colocate")
-        pythons = {role: self._python.get(role, "") for role in devices}
-        if len(set(pythons.values())) > 1:
-            listed = ", ".join(f"{role} {python or 'the driver'}" for role, python in pythons.items())
-            raise ConfigError(
-                f"roles that share a process must share its Python, found {listed}; change cluster.colocate"
-            )
+        pythons = {role: self._python.get(role) or "the driver" for role in devices}
+        for what, found, each in (("GPU", gpus, devices), ("Python", set(pythons.values()), pythons)):
+            if len(found) > 1:
+                listed = ", ".join(f"{role} {one}" for role, one in each.items())
+                raise ConfigError(
+                    f"roles that share a process must share its {what}, found {listed}; change cluster.colocate"
+                )
         threads = max((part.threads for part, _ in here), default=1)
         return Host(
             name,
             tuple(devices),
             threads,
             tuple(i for listed in gpus for i in listed.split(",")),
-            next(iter(pythons.values()), ""),
+            next((self._python.get(role, "") for role in devices), ""),
         )
 
     def _group(self, name: str) -> list[Host]:

@@ -160,8 +160,9 @@ class WorkerProcess:
             case "call":
                 self._call(number, message["slot"], message["method"], message["args"])
             case "stream":
-                steps = self._stream(number, message["slot"], message["method"], message["args"])
-                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], steps)
+                steps = partial(self._stream, number, message["slot"], message["method"])
+                running = self._run(number, steps, message["args"])
+                self._loop.call_soon_threadsafe(self._begin, number, message["slot"], running)
             case "cancel":
                 self._loop.call_soon_threadsafe(self._cancel, number)
             case "build":
@@ -235,14 +236,10 @@ class WorkerProcess:
         except BaseException as error:
             self._fail(number, error)
 
-    async def _stream(self, number: int, slot: int, method: str, args: tuple[Any, ...]) -> None:
-        try:
-            async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
-                async for item in items:
-                    self._say(number, "part", item)
-            self._say(number, "done", None)
-        except BaseException as error:
-            self._fail(number, error)
+    async def _stream(self, number: int, slot: int, method: str, *args: Any) -> None:
+        async with aclosing(public_method(self._workers[slot], method)(*args)) as items:
+            async for item in items:
+                self._say(number, "part", item)
 
     def _fail(self, number: int, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):  # by the driver, or because the workers close
