@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import frozen
 from tokenizers import Encoding
 
-from whet.data.calls import CallFormat, call_format
 from whet.data.messages import Conversation, Message, Tools
 from whet.data.pieces import text_of
 from whet.data.records import BoolArray, IntArray
@@ -81,20 +80,15 @@ class ChatTokenizer:
         except DataError as error:
             raise DataError(f"{self.folder if self._own else 'model.chat_template'}: {error}") from error
 
-    @cached_property
-    def call_format(self) -> CallFormat:
-        """Return how the model writes tool calls. Raises `DataError` if its chat template does not support tools."""
-        found = call_format(lambda talk, tools: self.template.render(talk, tools=tools))
-        return evolve(found, special=found.marker not in self.decode(self.encode(found.marker)))
-
     def with_tools(self, tools: Tools) -> "ChatTokenizer":
-        """Return a copy whose conversations have these tools. Raises `DataError` if the chat template does not support
-        tools.
-        """
+        """Return a copy whose conversations have these tools. A chat template that knows no tools leaves them out."""
         other = copy.copy(self)
-        other.__dict__.update({"call_format": self.call_format} if tools else {})
         other._tools = tools
         return other
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation, without the header of a next turn."""
+        return self.template.render(conversation, tools=self._tools)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -137,7 +131,7 @@ class ChatTokenizer:
 
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens [L] that the model is to continue. They end with the header of its turn."""
-        return self.encode(self._render(conversation))
+        return self.encode(self._prompt_text(conversation))
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the model's last completion, so that it can respond to `messages`.
@@ -147,15 +141,15 @@ class ChatTokenizer:
         """
         if not history or history[-1].role != "assistant":
             raise ValueError("a history to continue ends in a message of the assistant")
-        asked = self._render(history[:-1])
-        whole = self._render((*history, *messages))
+        asked = self._prompt_text(history[:-1])
+        whole = self._prompt_text((*history, *messages))
         end = _end_of(history[-1].text, whole, len(asked)) if whole.startswith(asked) else None
         if end is None:
             raise _rewritten(asked + history[-1].text, whole)
         rest = whole[end:]
         return self._encode_after(*self._without_stop(rest)) if stopped else self._encode_after(rest)
 
-    def _render(self, conversation: Conversation) -> str:
+    def _prompt_text(self, conversation: Conversation) -> str:
         """Return the text that the model is to continue."""
         return self.template.render(conversation, generation_prompt=True, tools=self._tools)
 

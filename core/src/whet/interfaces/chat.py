@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Tools
 from whet.data.records import IntArray
 
@@ -23,7 +22,6 @@ class Chat(Protocol):
 
     def pieces(self, tokens: IntArray) -> list[str]: ...  # noqa: D102
 
-    @property
-    def call_format(self) -> CallFormat: ...  # noqa: D102
+    def render(self, conversation: Conversation) -> str: ...  # noqa: D102
 
     def with_tools(self, tools: Tools) -> "Chat": ...  # noqa: D102

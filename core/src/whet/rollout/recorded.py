@@ -93,9 +93,7 @@ class RecordedModel:
         self, shared: Sequences, assignment: Assignment, sample: int, attempt: int,
         sequences: "list[RecordedModel] | None" = None, tools: Tools = (),
     ) -> None:  # fmt: skip
-        """Begin a sequence without history. Raises `DataError` if there are tools and the chat template does not
-        support any.
-        """
+        """Begin a sequence without history."""
         self._tools, self._chat = tools, shared.chat.with_tools(tools) if tools else shared.chat
         self._shared, self._assignment, self._sample_attempt = shared, assignment, (sample, attempt)
         self.sequences: list[RecordedModel] = [] if sequences is None else sequences

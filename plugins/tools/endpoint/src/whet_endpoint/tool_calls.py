@@ -7,6 +7,7 @@ from attrs import evolve
 from whet.data.records import Completion, IntArray
 from whet.errors import DataError
 from whet.interfaces.chat import Chat
+from whet_endpoint.call_format import call_format_of
 from whet_endpoint.errors import ApiError
 from whet_endpoint.requests import ApiRequest, shown
 from whet_endpoint.responses import Choice
@@ -19,7 +20,7 @@ def check_tools(request: ApiRequest, chat: Chat) -> None:
     if not request.tools and not any(message.calls for message in request.prompt):
         return
     try:
-        chat.call_format  # noqa: B018 - the property raises
+        call_format_of(chat)
     except DataError as error:
         raise ApiError(400, str(error), "tools" if request.tools else "messages") from error
 
@@ -29,7 +30,7 @@ def read_choice(request: ApiRequest, chat: Chat, prompt: IntArray, completion: C
     text = shown(chat.decode(completion.tokens), request.stops)
     if not request.reads_calls:
         return Choice(prompt, completion, text)
-    call_format = chat.call_format
+    call_format = call_format_of(chat)
     raw = shown(chat.decode(completion.tokens, skip_special=not call_format.special), request.stops)
     before, calls = call_format.read(raw)
     if not calls:

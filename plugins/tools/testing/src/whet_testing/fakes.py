@@ -18,7 +18,6 @@ from attrs import evolve, frozen
 from whet.component import Spec
 from whet.data import metrics, randomness
 from whet.data.batch import Batch
-from whet.data.calls import CallFormat
 from whet.data.messages import Conversation, Message, Tools, conversation
 from whet.data.records import Completion, IntArray, Reply, Request, Sampling, Stop, Turn
 from whet.errors import CheckpointError, WhetError
@@ -180,7 +179,6 @@ class ByteChat(ByteCodec):
     A tool call has the format of Qwen, `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
 
-    call_format = CallFormat("", "<tool_call>", None, "name", "arguments")
     _tools: Tools = ()
 
     def with_tools(self, tools: Tools) -> "ByteChat":
@@ -189,14 +187,18 @@ class ByteChat(ByteCodec):
         other._tools = tools
         return other
 
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation, tools first."""
+        return "".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation)
+
     def prompt(self, conversation: Conversation) -> IntArray:
         """Return the tokens of the prompt that the model continues."""
-        return self.encode("".join(f"tool: {tool}\n" for tool in self._tools) + _lines(conversation))
+        return self.encode(f"{self.render(conversation)}assistant: ")
 
     def continuation(self, history: Conversation, stopped: bool, messages: Conversation) -> IntArray:
         """Return the tokens to append after the last completion of the model."""
         end = np.asarray([] if stopped else self.stop_tokens, np.int64)
-        return np.concatenate([end, self.encode("\n" + _lines(messages))])
+        return np.concatenate([end, self.encode(f"\n{_lines(messages)}assistant: ")])
 
     def pieces(self, tokens: IntArray) -> list[str]:
         """Return the text of each token."""
@@ -204,7 +206,7 @@ class ByteChat(ByteCodec):
 
 
 def _lines(conversation: Conversation) -> str:
-    return "".join(f"{message.role}: {message.text}{_called(message)}\n" for message in conversation) + "assistant: "
+    return "".join(f"{message.role}: {message.text}{_called(message)}\n" for message in conversation)
 
 
 def _called(message: Message) -> str:

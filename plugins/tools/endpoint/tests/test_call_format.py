@@ -5,10 +5,10 @@ from datetime import datetime
 
 import pytest
 
-from whet.data.calls import CallFormat, call_format
 from whet.data.messages import Call, Message
 from whet.data.templates import ChatTemplate
 from whet.errors import DataError
+from whet_endpoint.call_format import CallFormat, call_format
 
 HEAD = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

@@ -14,11 +14,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from whet.data.messages import Call, Conversation, Message, Tools
 from whet.errors import DataError
+from whet.interfaces.chat import Chat
 
 NAME, KEY, VALUE, ANSWER = "whet_probe", "whetstone", "w1", "whet-answer"
 TOOL = json.dumps(
@@ -96,6 +98,17 @@ class CallFormat:
         if not isinstance(value, dict):
             raise ValueError("a call is no object")
         return _made(value.get(self.name), value.get(self.arguments))
+
+
+_FOUND: WeakKeyDictionary[Chat, CallFormat] = WeakKeyDictionary()
+
+
+def call_format_of(chat: Chat) -> CallFormat:
+    """Return how the model of a chat tokenizer writes tool calls. Raises `DataError` as `call_format` does."""
+    if chat not in _FOUND:
+        found = call_format(lambda talk, tools: chat.with_tools(tools).render(talk))
+        _FOUND[chat] = evolve(found, special=found.marker not in chat.decode(chat.encode(found.marker)))
+    return _FOUND[chat]
 
 
 def call_format(render: Render) -> CallFormat:
