@@ -1,4 +1,4 @@
-"""The commands of `whet`: core's own, and those that distributions name in the entry-point group `whet.commands`.
+"""The commands of `whet`: core's own, and commands that distributions name in the entry-point group `whet.commands`.
 
     [project.entry-points."whet.commands"]
     shine = "whet_shine.cli:shine"     # the name of a command, and a click command
@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 
 
 class Commands(Utf8, click.Group):
-    """The list of commands: those that were added, which are core's own, and those of installed distributions."""
+    """The list of commands: core's own, which were added, and the commands of installed distributions."""
 
     @functools.cached_property
     def offers(self) -> Mapping[str, Sequence[Offer]]:
@@ -65,7 +65,7 @@ class Commands(Utf8, click.Group):
         return load(self.offers[name][0]) if name in self.offers else self.commands.get(name)
 
     def contested(self, name: str) -> str | None:
-        """Return who offers the same command and what to do about it; None: at most one offers it."""
+        """Return which distributions offer the same command, and what to uninstall. None: at most one offers it."""
         own, others = name in self.commands, [offer.owner for offer in self.offers.get(name, ())]
         if len(others) + own < 2:
             return None

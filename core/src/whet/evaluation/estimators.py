@@ -19,9 +19,7 @@ NORMAL_95 = 1.959963984540054
 
 @frozen
 class Estimate:
-    """A mean over tasks, and its 95 % interval. A single task has no interval, because it tells nothing about
-    others.
-    """
+    """A mean over tasks, and its 95 % interval. A single task has no interval, because other tasks may differ."""
 
     value: float
     low: float | None

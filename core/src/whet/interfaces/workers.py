@@ -1,4 +1,4 @@
-"""A slice is the share of the cluster that one role has. `spawn` starts worker objects on it.
+"""A `WorkerGroup` is the place of one role in the cluster. `spawn` starts worker objects there.
 
 Driver-side handles of backends and generators see only what is here. Launchers implement it: `whet.runtime.inline` in
 this process, `whet.runtime.local` as worker processes, and plugins on clusters of several machines.

@@ -131,7 +131,7 @@ def _torch(seconds: float, plan: Prepared | None = None) -> Iterator[Check]:
 
 
 def _asked_torch(name: str, python: Sequence[str], environment: Mapping[str, str], seconds: float) -> Check:
-    """Import torch in a process of its own, and say what it sees."""
+    """Import torch in a process of its own, and return what it reports."""
     command = [*python, "-c", PROBE]
     try:
         done = subprocess.run(
@@ -154,7 +154,7 @@ def _interpreter(role: str, found: Interpreter, seconds: float) -> Iterator[Chec
 
 
 def _packages(plan: Prepared) -> Iterator[Check]:
-    """Look for what workers stand on in this Python; in others that was checked with the config."""
+    """Look for the packages of workers in this Python. Other Pythons were checked with the config."""
     for role, package in packages_here(plan.config.cluster, plan.roles):
         name = f"{package.name} of {role}"
         held = package.version(versions(package.distributions)) or "of no known version"
@@ -347,7 +347,7 @@ def _data(plan: Prepared) -> Iterator[Check]:
 
 
 def _judged(name: str, bad: bool, found: str, change: str, status: Status = "warn") -> Check:
-    """Return a check that tells what to change where `found` is bad, and is ok otherwise."""
+    """Return a check with the change to make if `found` is bad. It is ok otherwise."""
     return Check(name, status, found, change) if bad else Check(name, "ok", found)
 
 

@@ -49,7 +49,7 @@ class Room:
 def rooms(
     cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], turns: Sequence[Sequence[str]], machine: Machine
 ) -> list[Room]:  # fmt: skip
-    """Return what every host and GPU must hold at the least. Empty where it is not known who lives where."""
+    """Return what every host and GPU must hold at the least. Empty if the place of the ranks is not known."""
     placed = place_ranks(cluster, table, roles, machine)
     found = list[Room]()
     for number, node in enumerate(machine.nodes):
@@ -96,7 +96,7 @@ def memory_problems(cluster: ClusterSection, found: Iterable[Room], machine: Mac
 
 
 def fullest(found: Iterable[Room]) -> dict[str, Room]:
-    """Return the room of each kind, `GPU` and `host`, of which the most is taken."""
+    """Return the fullest room of each kind, `GPU` and `host`."""
     by_kind: dict[str, Room] = {}
     for room in found:
         kind = "host" if room.place == HOST else "GPU"
@@ -111,7 +111,7 @@ def size(number: float) -> str:
 
 
 def whose(room: Room, machine: Machine) -> str:
-    """Return in words whose memory it is."""
+    """Return the machine, or its GPU, that has this memory, as text."""
     where = "the given machine" if machine.given else "this machine"
     if machine.others:
         where = f"machine {room.node + 1} of {len(machine.nodes)}"
@@ -157,7 +157,7 @@ class _Held:
         return Room(place, node, has, sum(worst.values()), tuple(largest), changes)
 
     def _working(self) -> list[tuple[str, MemoryTerm]]:
-        """Return what is held at one time, of those that take turns the larger side."""
+        """Return the terms that are held at one time. Of roles that take turns, only the larger side counts."""
         working = [one for one in self.terms if one[1].when == "working"]
         changing = {role for side in self.turns for role in side}
         always = [one for one in working if one[0] not in changing or one[1].place == "host"]

@@ -94,36 +94,36 @@ class _ScriptedSequence:
     model: FakeModel
     script: Callable[[Conversation], str]
     stop: Stop
-    marks: list[tuple[IntArray, Conversation]]
+    histories: list[tuple[IntArray, Conversation]]
     """Tokens and messages of the sequence: at the start, and after each response."""
     tools: Tools = ()
 
     @property
     def messages(self) -> Conversation:
-        return self.marks[-1][1]
+        return self.histories[-1][1]
 
     @property
     def turns(self) -> int:
-        return len(self.marks) - 1
+        return len(self.histories) - 1
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
-        return self.marks[turns]
+        return self.histories[turns]
 
     def fork_after(self, turns: int) -> "_ScriptedSequence":
-        return evolve(self, marks=[self.marks[turns]])
+        return evolve(self, histories=[self.histories[turns]])
 
     def fresh(self, tools: Tools = ()) -> "_ScriptedSequence":
-        return evolve(self, marks=[(_NO_TOKENS, ())], tools=tools)
+        return evolve(self, histories=[(_NO_TOKENS, ())], tools=tools)
 
     async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
-        chat, (before, said) = ByteChat().with_tools(self.tools), self.marks[-1]
+        chat, (before, said) = ByteChat().with_tools(self.tools), self.histories[-1]
         asked = (*said, *messages)
         if tokens is None:
             tokens = chat.continuation(said, True, messages) if len(before) else chat.prompt(asked)
         text = self.script(asked)
         prompt, made = np.concatenate([before, tokens]), np.append(chat.encode(text), chat.stop_tokens)
         whole = (*asked, Message("assistant", text))
-        self.marks.append((np.concatenate([prompt, made]), whole))
+        self.histories.append((np.concatenate([prompt, made]), whole))
         self.model.messages = list(whole)
         logprobs = np.zeros(len(made), np.float32)
         return Turn(prompt, Completion("scripted", made, logprobs, self.stop, ((0, 0),)), text)
