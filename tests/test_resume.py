@@ -217,6 +217,15 @@ def test_a_finished_run_that_lacks_its_model_writes_it(tmp_path, uninterrupted, 
     same(tmp_path / "run", uninterrupted)
 
 
+def test_a_run_that_an_earlier_version_wrote_is_exported(tmp_path, uninterrupted, start_whet):
+    run, out = shutil.copytree(uninterrupted, tmp_path / "run"), tmp_path / "model"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["refit"], config["cluster"]["share"] = config.pop("weight_sync"), config["cluster"].pop("colocate")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    finish(start_whet("export", run, out, folder=tmp_path))
+    assert (out / "model.safetensors").read_bytes() == (run / "model/model.safetensors").read_bytes()
+
+
 def test_a_second_ctrl_c_ends_a_run_that_did_not_fail(tmp_path, tiny_model_folder, capsys):
     config = write_config(tmp_path, tiny_model_folder)
     with pytest.raises(KeyboardInterrupt), whet.open(config, "loggers=[console]", "cluster.workers=inline"):

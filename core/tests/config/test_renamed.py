@@ -85,5 +85,5 @@ def test_what_whet_wrote_itself_is_structured_with_the_names_of_today() -> None:
     before = {"meal": "malus", "number": 2, "core": {"colour": "rot"}, "items": [{"colour": "rot"}]}
     made = structure(before, Section, None, renew=True)
     assert made == Section("apple", 2, Inner(colour="red"), [Inner(colour="red")])
-    with pytest.raises(ConfigError, match="meal: was renamed; write fruit: pear"):
-        structure({"fruit": "apple", "meal": "pear"}, Section, None, renew=True)
+    overridden = {**before, "fruit": "pear", "inner": {"meal": "yes"}}
+    assert structure(overridden, Section, None, renew=True) == Section("pear", 2, Inner("yes", "red"), made.items)
