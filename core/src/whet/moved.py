@@ -33,7 +33,6 @@ MOVED = {
     "spans": "data.spans",
     "steps": "interfaces.algorithm",
     "undecided": "interfaces.undecided",
-    "weights.probe": "run.probe",
 }
 """Module of today, by the path of before; both without the leading `whet.`."""
 

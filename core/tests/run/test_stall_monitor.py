@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from whet.data.spans import Spans
-from whet.interfaces.weights import TransferSpec
+from whet.interfaces.weights import Proof, TransferSpec
 from whet.rollout.event_loop import EpisodeLoop
-from whet.run.probe import Proof
 from whet.run.stall_monitor import StallMonitor
 from whet.run.weight_sync import WeightSync
 from whet.runtime.local import LocalCluster

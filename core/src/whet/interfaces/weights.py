@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from attrs import field, frozen
 
 if TYPE_CHECKING:
+    from whet.data.metrics import Metric
     from whet.data.records import Completion, Request
 
 STREAMED = ("cuda-ipc", "broadcast")
@@ -89,7 +90,7 @@ class TransportDriver(Protocol):
 
 
 class Proof(Protocol):
-    """Proves that a replica has the weights of a version; see `whet.run.probe`."""
+    """Proves that a replica has the weights of a version; see `Probe`."""
 
     def requests(self, replica: int) -> "list[Request]":
         """Return the requests that the replica has to answer."""
@@ -100,4 +101,32 @@ class Proof(Protocol):
 
         Raises `WeightSyncError` if the replica does not have the weights.
         """
+        ...
+
+
+class Probe(Protocol):
+    """Checks after weight syncs that each replica of the generator computes with the trainer's weights.
+
+    A distribution names it by an entry point. It is called as in `whet.run.weight_sync.make_probe`:
+
+        [project.entry-points."whet.probes"]
+        logprobs = "its_package.probe:Probe"
+    """
+
+    overdue: bool
+    """Whether a replica came back to weights that were not checked."""
+
+    def due(self, version: int) -> bool:
+        """Return whether this weight sync, the next of this run attempt, must be checked."""
+        ...
+
+    def __call__(self, version: int) -> Proof | None:
+        """Check all replicas that are present, while the trainer still holds the weights that it sent.
+
+        Return the proof that restarted replicas must pass, or None if no replica is present. Raises `WeightSyncError`.
+        """
+        ...
+
+    def metrics(self) -> "dict[str, Metric]":
+        """Return the metrics of the checks since the last call."""
         ...

@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
     from whet.evaluation.result import EvaluationResult
     from whet.interfaces.backend import Backend
+    from whet.interfaces.weights import Probe
     from whet.interfaces.workers import WorkerGroup
     from whet.rollout.event_loop import EpisodeLoop
     from whet.rollout.recorder import Recorder
     from whet.rollout.routing import Route
     from whet.rollout.stream import RolloutStream
-    from whet.run.probe import Probe
     from whet.run.steps import Sinks
 
 
 @frozen(eq=False)
 class Attempt:
-    """What everything shares that is built in one attempt of a run, or in a job beside it."""
+    """The things that all parts of one run attempt, or of a job beside a run, share."""
 
     folder: RunFolder
     observers: Observers
@@ -87,7 +87,7 @@ class Begun:
 
 @frozen(eq=False)
 class Models:
-    """The models of a run, as the driver calls them."""
+    """The models of a run with the handles by which the driver calls them."""
 
     built: Mapping[str, Any]
     """By role, as their components built them."""
@@ -96,7 +96,7 @@ class Models:
     backend: BackendHandle
     generator: GeneratorHandle | None
     trained: "Mapping[str, Backend]"
-    """Those that a checkpoint saves, by the names of their folders in it."""
+    """The models that a checkpoint saves, by the names of their folders in it."""
 
     def within_turn(self, *around: Around) -> BackendHandle:
         """Return a handle of the backend whose calls wait for its turn, and are made inside of `around`."""
@@ -200,7 +200,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
 
 
 def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: WeightSync | None) -> Models:
-    """Start the workers of all roles; those that take turns sleep until theirs comes."""
+    """Start the workers of all roles. Roles that take turns sleep until their turn comes."""
     from whet.rollout.event_loop import EpisodeLoop
 
     loop, spans, slices = EpisodeLoop(), attempt.spans, begun.slices

@@ -19,7 +19,6 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError
 from whet.interfaces.weights import TransferSpec, TransportDriver
-from whet.run.probe import Probe
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from whet.data.model_info import ModelInfo
     from whet.interfaces.backend import Backend
     from whet.interfaces.generator import Generator, OnWeightUpdate
+    from whet.interfaces.weights import Probe, Proof
     from whet.interfaces.workers import Give
     from whet.plan.placement import Way
     from whet.plan.roles import Roles
-    from whet.run.probe import Proof
     from whet.runtime.launcher import Cluster
 
 
@@ -137,9 +136,13 @@ def make_probe(
     """
     if not section.every or "logprobs" not in roles.backend.outputs_given:
         return None
+    points = [*entry_points(group="whet.probes")]
+    if not points:
+        raise PluginError("no installed distribution has a probe; to run without one, set weight_sync.probe.every: 0")
     tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype
-    return Probe(
+    probe: Probe = points[0].load()(
         section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
         temperature=temperature, dtypes=(dtype or model.dtype, model.dtype), replicas=roles["generator"].ranks,
         generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"], run=run,
     )  # fmt: skip
+    return probe

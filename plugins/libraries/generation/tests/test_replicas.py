@@ -5,24 +5,36 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from whet.data.records import Request, Sampling
-from whet.errors import WhetError, WorkerError, WorkerLost
+from whet.data.records import Completion, Request, Sampling
+from whet.errors import WeightSyncError, WhetError, WorkerError, WorkerLost
 from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import Give, Workers
-from whet.run.probe import Proof
 from whet.runtime.local import LocalCluster
 from whet_generation.replicas import Replicas
 
 LINK = TransferSpec("disk", "somewhere", "7-0", 7, timeout_seconds=20.0)
-SCORED = {(i, (seed,)): np.array([-1.0], np.float32) for i, seed in enumerate((11, 12))}
-PROOF = Proof(7, (np.arange(3), np.arange(4)), Sampling(1), (11, 12), 0.1, "both in float32", SCORED)
+
+
+class Proof:
+    """Asks a replica for one token twice, and wants a logprob of -1."""
+
+    def requests(self, replica: int) -> list[Request]:
+        seeds = enumerate((11, 12))
+        return [Request(f"{replica}-{i}", np.arange(3 + i), Sampling(1), seed, replica=replica) for i, seed in seeds]
+
+    def check(self, replica: int, completions: Sequence[Completion]) -> float:
+        gap = float(np.mean([abs(completion.logprobs[0] + 1.0) for completion in completions]))
+        if gap > 0.1:
+            words = f"its logprobs of {len(completions)} tokens are {gap:.3g} nats off on average"
+            raise WeightSyncError(f"after the weight sync of version 7 replica {replica} of the generator {words}")
+        return gap
 
 
 class Losing:
@@ -60,7 +72,7 @@ class Replacing:
 
     def sync(self, give: Give) -> None:
         assert self.over.wait(20.0)
-        give(LINK, PROOF)
+        give(LINK, Proof())
         self.back.set()
 
 

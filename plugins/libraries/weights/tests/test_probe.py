@@ -12,9 +12,9 @@ from whet.data.records import Completion, Request, Sampling
 from whet.data.spans import Spans
 from whet.errors import RequestLost, WeightSyncError
 from whet.interfaces.weights import TransferSpec
-from whet.run.probe import Probe, Proof, bound_of
 from whet.run.weight_sync import WeightSync
 from whet_testing.fakes import Done, FakeBackend
+from whet_weights.probe import Probe, Proof, bound_of
 
 SCORED = {(0, (5, 6, 7)): [-1.0, -2.0, -3.0], (1, (8, 9)): [-0.5, -0.25], (0, (5, 1)): [-1.0, -7.0]}
 PROOF = Proof(
