@@ -105,16 +105,12 @@ def _field_doc(prefix: str, cls: type, field: "attrs.Attribute[Any]") -> FieldDo
     nested = inner is not None and inner[1] == "" and field.default is not None
     return FieldDoc(
         f"{prefix}{'use' if field.metadata.get('inline') else field.alias}",
-        _type(field),
+        type_words(field.type, field.metadata.get("kind")),
         "" if nested and field.default is not attrs.NOTHING else _default(field),
         field_docs(cls).get(field.name, ""),
         field.metadata.get("kind"),
         allowed(field.validator),
     )
-
-
-def _type(field: "attrs.Attribute[Any]") -> str:
-    return type_words(field.type, field.metadata.get("kind"))
 
 
 def allowed(validator: Any) -> str:

@@ -47,7 +47,7 @@ def find_turns(
 
 
 def _sides(roles: Roles) -> tuple[tuple[str, ...], ...]:
-    """Return the roles that work while the policy is trained alone, and those while it generates alone."""
+    """Return the roles that work only in training, and the roles that work only in generation."""
     training = {"backend", *roles.algorithm.roles}
     generation = {"generator", *roles.asked_by("")}
     names = roles.names
@@ -57,7 +57,7 @@ def _sides(roles: Roles) -> tuple[tuple[str, ...], ...]:
 
 
 def _sharing(roles: Roles, group: Sequence[str], sides: Sequence[Sequence[str]]) -> list[str]:
-    """Return the roles of a group of processes that share its GPUs, where there are some of either side."""
+    """Return the roles of a group of processes that share its GPUs, if both sides have such roles."""
     on_gpus = [role for role in group if roles[role].gpus]
     return on_gpus if all(any(role in side for role in on_gpus) for side in sides) else []
 

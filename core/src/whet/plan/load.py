@@ -58,7 +58,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     wrong = list(_load_files(document.get("plugins"), registry))
     for alike in list(_likenesses(document, registry)):
         laid.insert(0, alike)
-        document = laid_over(document, evolve(alike, document=Document(_role_over(alike, document))))
+        role = merged(alike.document.value, document["roles"][alike.under[1]])
+        document = laid_over(document, evolve(alike, document=Document(role)))
     with placing(laid, problems):
         try:
             config = structure(document, Config, registry, also=["extends"], renew=_is_written(path))
@@ -107,12 +108,6 @@ def _shareable(backend: Any, registry: Registry) -> Any:
         return backend
     own = {field.alias for field in fields(offer.component.config) if field.metadata.get("policy")}
     return {key: value for key, value in backend.items() if key not in own}
-
-
-def _role_over(alike: Layer, document: dict[str, Any]) -> Any:
-    """Return a role laid over what it takes over."""
-    section, name = alike.under
-    return merged(alike.document.value, document[section][name])
 
 
 def load_files_of(path: str | Path, registry: Registry) -> list[str]:

@@ -86,12 +86,9 @@ def plan_role(cluster: ClusterSection, roles: Roles, name: str, machine: Machine
     devices = _devices(first, role.gpus, role.ranks, role.facts.processes)
     component, python = role.selection.name, cluster.python.get(name, "")
     terms = tuple(role.facts.memory(role.ranks, role.trained)) if role.facts.memory else ()
-    each = sum(term.bytes for term in terms if term.when == "working" and _computing(term, devices[0])) or None
+    here = ("",) if devices[0] == "cpu" else ("", "gpu")
+    each = sum(term.bytes for term in terms if term.when == "working" and term.place in here) or None
     return RolePlan(name, component, role.ranks, threads, devices, "+".join(role.group), terms, each, python)
-
-
-def _computing(term: MemoryTerm, device: str) -> bool:
-    return term.place == "" or (term.place == "gpu" and device != "cpu")
 
 
 def _devices(first: int, gpus: int, ranks: int, each: int) -> tuple[str, ...]:

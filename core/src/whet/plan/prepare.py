@@ -1,4 +1,7 @@
-"""How far anyone can go without resources: a config, what is wrong with it, and its plan."""
+"""Loads and plans a config without resources: no worker, no GPU, no torch.
+
+config file -> Loaded -> models, facts, roles -> Plan, interpreters, data files -> Prepared, or every problem at once
+"""
 
 import os
 import sys
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Prepared:
-    """A config with its plan; nothing has been claimed."""
+    """A config with its plan. Nothing is started, and the run folder is not locked."""
 
     loaded: Loaded
     model: ModelInfo
@@ -80,7 +83,7 @@ def prepare(
     began: float | None = None,
     target: Machine | None = None,
 ) -> Prepared:
-    """Go as far as anyone can without resources: structure, problems, plan. Imports no torch.
+    """Load a config and plan its run. Raises `ConfigError` with all problems. Imports no torch.
 
     The plan is for the machine `target`, which need not be here, or else for this one.
 

@@ -1,4 +1,4 @@
-"""Says of every value of a loaded config where it comes from, what it means, and what it may be."""
+"""Describes every value of a loaded config: where it comes from, what it means, and what it may be."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ def settings(loaded: Loaded) -> list[Setting]:
 def explain(loaded: Loaded, key: str) -> list[Setting]:
     """Return the key, or all keys below it. Raises `ConfigError` with the nearest key where there is none.
 
-    An item of a list is meant by its position or by its name: `environments.0.use`, `environments.NAME.use`.
+    An item of a list is named by its position or by its name: `environments.0.use`, `environments.NAME.use`.
     """
     found = settings(loaded)
     key = _numbered(key, {setting.key: setting.value for setting in found})

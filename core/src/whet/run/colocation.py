@@ -1,11 +1,11 @@
-"""Whose turn it is: where roles share memory, those that train and those that generate take turns in it.
+"""Turns of colocated roles: where roles share memory, training and generation take turns in it.
 
     take, evaluate, probe       generation's turn    the backend sleeps; the generator is awake, and requests pass
     train, score, save, ...     training's turn      no request passes, the generator sleeps; the backend is awake
-    a weight sync                 training's turn      the generator takes back what weights need, the rest at its turn
+    a weight sync               training's turn      the generator takes back what weights need, the rest at its turn
 
-Turns are asked for by the one thread that drives a run. Whoever comes from elsewhere waits for its turn: a request at
-a gate, an environment that asks a further model on the thread that it asks from. A turn ends when they are answered.
+The thread that drives a run begins each turn. A request waits for its turn at a gate. An environment that asks a
+further model waits on its own thread. A turn ends after all requests and calls under way are answered.
 """
 
 import threading
@@ -32,10 +32,10 @@ GENERATION: Final = 1
 
 @define(eq=False)
 class Turns:
-    """Lets colocated roles take turns during one run attempt. Without sides no role sleeps."""
+    """The turns of colocated roles during one run attempt. Without sides no role sleeps."""
 
     sides: Sequence[Sequence[str]]
-    """Roles that have their turn together: those of training, those of generation."""
+    """Roles that have their turn together: the roles of training, the roles of generation."""
     spans: Spans
     loop: "EpisodeLoop"
     """The loop on which requests are made."""
@@ -43,7 +43,7 @@ class Turns:
     """Requests pass it."""
     _handles: "dict[str, Backend | Generator]" = field(factory=dict, init=False)
     _states: "dict[str, Literal['awake', 'weights', 'asleep']]" = field(factory=dict, init=False)
-    """`weights`: a generator that took new ones while it slept, and no more."""
+    """`weights`: a generator that received new weights while it slept, and has taken back nothing else."""
     _turn: int | None = field(default=None, init=False)
     _driver: int = field(factory=threading.get_ident, init=False)
     """The thread that drives the run."""

@@ -170,7 +170,7 @@ class TimedRollouts:
         self, stream: "RolloutStream", spans: Spans, interruptible: Callable[[], Any],
         taken: Callable[["Batch"], None], turn: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Wrap a stream. `taken` gets each batch before the caller does. `turn` waits for the generator's turn."""
+        """Wrap a stream. `taken` is called with each batch that `take` returns, `turn` before each wait."""
         self._stream, self._spans, self._interruptible, self._taken = stream, spans, interruptible, taken
         self._turn = turn
 

@@ -149,7 +149,7 @@ def exported(run: RunFolder, step: int | None, config: "Config | None" = None) -
 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """Make a folder to write into, and give it its place once it is whole; after an error nothing is left."""
+    """Make a folder to write into, and move it to its place when it is whole. After an error nothing is left."""
     there = out.is_dir()
     partial = out / ".partial" if there else out.with_name(f"{out.name}.partial")
     with disk_errors(partial):
@@ -204,7 +204,7 @@ _RETRIES = 4
 
 @contextmanager
 def _workplace(job: str) -> Iterator[RunFolder]:
-    """Make a folder for a job alone. After an error, which names them, the logs of its workers stay there."""
+    """Make a folder for a job alone. After an error the logs of its workers, which the error names, stay there."""
     folder = RunFolder(tempfile.mkdtemp(prefix=f"whet-{job}-"))
     try:
         yield folder

@@ -25,7 +25,7 @@ class CoreHooks:
 
 
 class Observers:
-    """Passes numbers and words on to loggers and hooks."""
+    """The loggers and hooks of a run. Sends them metrics and the state of the run."""
 
     def __init__(self, manager: pluggy.PluginManager, folder: RunFolder) -> None:
         if not manager.has_plugin("whet"):

@@ -1,9 +1,9 @@
-"""What a run survives: worker processes that die or hang, as often as its budgets allow, and never in silence.
+"""Restarts after worker processes die or hang, as often as the budgets of a run allow. Each restart is reported.
 
     a replica of a generator   restarted by itself, its requests go to others   cluster.recovery.replicas
     any other worker           the whole run, from its last checkpoint          cluster.recovery.restarts
 
-What a worker raises is a bug or a wrong config and would be raised again: it ends the run at once.
+An exception that a worker raises ends the run at once: it is a bug or a wrong config, and would be raised again.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Says who waits for whom when the driver has waited for long: a line on stderr, and stacks in `logs/waits.log`.
+"""Reports long waits of the driver: a line on stderr with who waits for whom, and stacks in `logs/waits.log`.
 
 rollout.take since 63 s: generator-1 generate since 62 s (its process computes decode since 61 s, heard of 1 s ago)
 
-A wait is a phase of the driver's spans. It is told once it has lasted `cluster.deadlines.notice` and twice as long as
-the longest of its kind before, and again each time it has doubled. Nothing is ended: that is what deadlines are for.
+A wait is a phase of the driver's spans. It is reported when it has lasted `cluster.deadlines.notice` and twice as long
+as the longest of its kind before, and again each time that its length has doubled. Nothing is ended: deadlines do that.
 """
 
 import sys
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from whet.runtime.launcher import Cluster
 
 LOOKS = 8
-"""How often a wait is looked at before it is told."""
+"""How often a wait is looked at before it is reported."""
 SLOWEST_LOOK_SECONDS = 5.0
 BACKGROUND = frozenset({("generator", "generate")})
-"""Phases that nobody waits for by themselves."""
+"""Phases that go on in the background. The driver does not wait for them."""
 DEEPEST_STACK = 12
 
 
@@ -33,12 +33,12 @@ class StallMonitor:
     """One thread that looks now and then, while it is open."""
 
     def __init__(self, spans: Spans, log: Path, notice_seconds: float, cluster: "Cluster | None" = None) -> None:
-        """`notice_seconds` 0: nothing is ever told. `cluster`: the workers, if they are processes."""
+        """`notice_seconds` 0: nothing is reported. `cluster`: the workers, if they are processes."""
         self._spans, self._log, self._notice, self._cluster = spans, log, notice_seconds, cluster
         self.episodes: Callable[[], list[str]] = list
-        """Returns where the episodes under way are."""
+        """Returns the states of the episodes under way."""
         self._told: dict[tuple[str, str, float], float] = {}
-        """Of waits under way, by role, phase and begin: the seconds after which they are told next."""
+        """Seconds after which a wait under way is reported next, by role, phase and begin."""
         self._over = threading.Event()
         self._thread = watched("whet-stall-monitor", self._watch, over=self._over.is_set) if notice_seconds else None
 

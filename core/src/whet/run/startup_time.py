@@ -32,7 +32,7 @@ class Startup:
     _over: bool = field(default=False, init=False)
 
     def metrics(self, spans: Iterable[Span], step_seconds: float, first: bool) -> dict[str, float]:
-        """Take what a record is made of. Gives the metrics with the first step, and nothing before and after."""
+        """Take the spans of a record. Return the metrics with the first step, and none before and after it."""
         if self._over:
             return {}
         step_began = time.time() - step_seconds
@@ -47,18 +47,15 @@ class Startup:
 
 
 def _shares(spans: Sequence[Span]) -> dict[str, float]:
-    """Share the time that spans cover out among their phases."""
-    ends = [(span.begin, span.begin + span.seconds, _name(span)) for span in spans]
+    """Return how the time that spans cover is shared out among their phases."""
+    names = [span.phase if span.role == "run" else f"{span.role}.{span.phase}" for span in spans]
+    ends = [(span.begin, span.begin + span.seconds, name) for span, name in zip(spans, names, strict=True)]
     shares = dict.fromkeys((name for _, _, name in ends), 0.0)
     for left, right in pairwise(sorted({moment for begin, end, _ in ends for moment in (begin, end)})):
         under_way = [(end, name) for begin, end, name in ends if begin <= left and end >= right]
         if under_way:
             shares[min(under_way)[1]] += right - left
     return shares
-
-
-def _name(span: Span) -> str:
-    return span.phase if span.role == "run" else f"{span.role}.{span.phase}"
 
 
 def process_began() -> float:

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, frozen
 
@@ -60,36 +60,28 @@ class Step:
 
 @frozen
 class Sinks:
-    """What a finished step is told to. Each is called in this order."""
+    """The functions that the end of a step calls, in this order."""
 
     records: Callable[[int, "Batch"], Mapping[str, Any]]
-    """Write the rollouts of a step; what the journal is to say of them."""
+    """Write the rollouts of a step, and return their entry of the journal."""
     evaluate: Callable[[int], Mapping[str, Metric]]
     """Evaluate after a step."""
     log: Callable[[int, Mapping[str, float]], None]
-    """Loggers and hooks."""
+    """Send metrics to loggers and hooks."""
     save: Callable[[int, Mapping[str, Any], bool], None]
     """(step, what the algorithm carries, whether a signal ends the run): write a checkpoint."""
     gather: Callable[[], Mapping[str, Metric]]
-    """Metrics that others collected meanwhile, e.g. the rollout stream."""
+    """Return metrics that others collected meanwhile, e.g. the rollout stream."""
 
 
 class Steps:
     """Iterates over the steps that are left."""
 
     def __init__(
-        self,
-        run: RunFolder,
-        section: "RunSection",
-        done: int,
-        evaluate_every: int,
-        spans: Spans,
-        sinks: Sinks,
-        startup: Startup | None = None,
-        total: int = 0,
-        state: Mapping[str, Any] | None = None,
+        self, run: RunFolder, section: "RunSection", done: int, evaluate_every: int, spans: Spans, sinks: Sinks,
+        startup: Startup | None = None, total: int = 0, state: Mapping[str, Any] | None = None,
         interrupts: Interrupts | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`total`: steps to take in all; 0: those of the section."""
         self.total = total or section.steps or 0
         """Steps of the run in all."""
@@ -106,7 +98,8 @@ class Steps:
         self._evaluate_every, self._startup, self._first = evaluate_every, startup, done + 1
         self._saved = done
         self._interrupts = interrupts or Interrupts()
-        self._interruptible, self._saving, self._evaluating = False, False, False
+        self._doing: Literal["", "waiting", "evaluating", "saving"] = ""
+        """What is under way: a wait that a signal ends, an evaluation, a save."""
         self._current: int | None = None  # the step that was begun and is not finished
         self._began = time.perf_counter()
         self._before: dict[str, Metric] = {}
@@ -146,23 +139,25 @@ class Steps:
         merged = merging.merge([metrics, self._sinks.gather()])
         consumed = self._sinks.records(number, batch)
         if step.due(self._evaluate_every):
-            merged = merging.merge([merged, self._evaluate(number)])
+            with self._while("evaluating"):
+                merged = merging.merge([merged, self._sinks.evaluate(number)])
         self._record(number, merged, batch.tokens)
         self.done, self.saved_state, self._current = number, copy.deepcopy(self.state), None
         self._run.journal("step", step=number, **consumed)
         if step.due(section.save_every):
             self._save()
 
-    def _evaluate(self, number: int) -> Mapping[str, Metric]:
-        self._evaluating = True
+    @contextmanager
+    def _while(self, doing: Literal["waiting", "evaluating", "saving"]) -> Iterator[None]:
+        before, self._doing = self._doing, doing
         try:
-            return self._sinks.evaluate(number)
+            yield
         finally:
-            self._evaluating = False
+            self._doing = before
 
     def _record(self, number: int, metrics: Mapping[str, Metric], tokens: int = 0) -> None:
         """Write a step's metrics and spans to the run folder, and tell loggers and hooks."""
-        spans = self._spans.drain()
+        spans, rows = self._spans.drain(), list[dict[str, Any]]()
         seconds: dict[str, float] = {"seconds/step": time.perf_counter() - self._began}
         for span in spans:
             if number > self._first or span.phase not in BEFORE:
@@ -172,40 +167,26 @@ class Steps:
             seconds |= self._startup.metrics(spans, seconds["seconds/step"], number == self._first)
         numbers = merging.plain({**metrics, **({"tokens": merging.total(tokens)} if tokens else {})})
         numbers |= {name: round(value, 6) for name, value in seconds.items()}
-        rows = [
-            {
-                "step": number,
-                "role": s.role,
-                "phase": s.phase,
-                "begin": round(s.begin, 6),
-                "seconds": round(s.seconds, 6),
-            }
-            for s in spans
-        ]
+        for s in spans:
+            times = {"begin": round(s.begin, 6), "seconds": round(s.seconds, 6)}
+            rows.append({"step": number, "role": s.role, "phase": s.phase, **times})
         self._run.append("spans.jsonl", rows)
         self._run.append("metrics.jsonl", [{"step": number, "time": round(time.time(), 3), **numbers}])
         self._sinks.log(number, numbers)
 
     def _save(self) -> None:
-        self._saving = True
-        try:
-            with self._spans.phase("run", "save"):
-                self._run.sync()
-                self._sinks.save(self.done, self.saved_state, self.stopped_by is not None)
-        finally:
-            self._saving = False
+        with self._while("saving"), self._spans.phase("run", "save"):
+            self._run.sync()
+            self._sinks.save(self.done, self.saved_state, self.stopped_by is not None)
         self._saved = self.done
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """End what happens inside at once on a signal; for waits during which the weights do not change."""
-        self._interruptible = True
-        try:
+        with self._while("waiting"):
             if self.stopped_by is not None:
                 raise Interrupted
             yield
-        finally:
-            self._interruptible = False
 
     def _stop(self, number: int) -> None:
         again, self.stopped_by = self.stopped_by is not None, number
@@ -213,17 +194,17 @@ class Steps:
             self._interrupts.at_once()
         if not again:
             acknowledge(number, self._what_follows())
-        if self._interruptible and not self._saving:
+        if self._doing == "waiting":
             raise Interrupted
 
     def _what_follows(self) -> str:
         """Return the words for what happens after a signal, and after a second Ctrl-C."""
         again = "; Ctrl-C again ends at once, without saving"
-        if self._saving:
+        if self._doing == "saving":
             return f"saving step {self.done}, then ending{again}"
-        if self._evaluating:
+        if self._doing == "evaluating":
             return f"finishing the evaluation after step {self._current}, then saving{again}"
-        if self._current is not None and not self._interruptible:
+        if self._current is not None and self._doing != "waiting":
             return f"finishing step {self._current}, then saving{again}"
         if self._saved != self.done:
             return f"saving step {self.done}, then ending{again}"
