@@ -51,12 +51,8 @@ def type_words(wanted: Any, kind: Kind | None = None) -> str:
         if len(items) == len(arguments) > 1 and len(set(items)) == 1:
             return f"a list of {len(items)} {_plural(items[0])}"
         return f"a list of {' and '.join(_plural(item) for item in items)}"
-    if isinstance(wanted, type):
-        return _class_words(wanted)
-    return "any value"
-
-
-def _class_words(wanted: type) -> str:
+    if not isinstance(wanted, type):
+        return "any value"
     if issubclass(wanted, Enum):
         return f"one of {', '.join(value_words(member.value) for member in wanted)}"
     if attrs.has(wanted) or issubclass(wanted, Mapping):

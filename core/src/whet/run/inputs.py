@@ -1,7 +1,6 @@
 """The inputs of a run: tokenizer, data files and environments. The driver prepares them while workers start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -97,9 +96,9 @@ def read_inputs(
 
 
 def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:
-    """Build an environment, with the scorers of the roles that it asks for where it does."""
+    """Build an environment, with the scorers of the roles that it asks for. Errors name the environment."""
     name = entry.name or entry.component.name
-    with _environment_errors(name, split):
+    try:
         environment = build_selection(entry.component, *roles)
         route = Route(name, environment, split, entry.weight, samples=entry.samples, limit=entry.limit)
         try:
@@ -107,15 +106,8 @@ def build_route(entry: "EnvironmentSection", split: str, *roles: Any) -> Route:
         except BaseException:
             environment.close()
             raise
-    return route
-
-
-@contextmanager
-def _environment_errors(name: str, split: str) -> Iterator[None]:
-    """Raise errors that name the environment, whatever its own code raised."""
-    try:
-        yield
     except WhetError as error:
         raise ConfigError(f"environment {name!r}, split {split!r}: {error}") from error
     except Exception as error:  # an environment's own code
         raise PluginError(f"environment {name!r} cannot be built: {in_words(error)}") from error
+    return route
