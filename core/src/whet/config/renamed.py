@@ -1,4 +1,4 @@
-"""Keys and values of a config that have new names: whoever writes an old one is told the new one.
+"""Keys and values of a config that have new names: an error for an old name states the new name.
 
 A field states its old names in its metadata, so that the config classes of plugins can do the same:
 

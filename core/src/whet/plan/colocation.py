@@ -12,7 +12,7 @@ _NEVER_AWAKE = "endpoint.serve is on, and an algorithm without rollouts hardly e
 def find_turns(
     offload: str, max_staleness: int, serves: bool, roles: Roles
 ) -> tuple[tuple[tuple[str, ...], ...], list[str], list[Problem]]:
-    """Return the roles that take turns, those that train and those that generate, with notes and problems.
+    """Return the roles that take turns, in training and in generation, with notes and problems.
 
     The arguments are `cluster.offload`, `rollout.max_staleness` and `endpoint.serve`. What prevents turns is a problem
     where `offload` is `always`, else a note.

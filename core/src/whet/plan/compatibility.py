@@ -1,4 +1,4 @@
-"""What fits what, derived from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
+"""Checks whether parts fit each other, from facts: algorithm, loss, advantages, filters, models, inputs, cluster."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -115,7 +115,7 @@ def _epochs(
 
 
 def _needs(algorithm: str, given: Collection[str], roles: Roles) -> Iterator[Problem]:
-    """Match the further models that are asked for with those that are given."""
+    """Find further models that are missing, and models that no component asks for."""
     needs = roles.needs
     for name, need in needs.items():
         if name not in given:

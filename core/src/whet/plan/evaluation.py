@@ -1,4 +1,4 @@
-"""What of an evaluation's sections belongs together: an environment's own key comes before that of `evaluation`."""
+"""Planning of evaluations: an environment's own key comes before the key of the section `evaluation`."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,14 +107,14 @@ def _no_votes(i: int, entry: "EnvironmentSection") -> Problem:
 
 
 def passes(section: "EvaluationSection") -> "Scoring":
-    """Return what passes in training: what `evaluation.passing` says."""
+    """Return the criterion of a pass in training, which is `evaluation.passing`."""
     from whet.rollout.scoring import Passing, Scoring
 
     return Scoring(passing=Passing(section.passing.reward, section.passing.at_least))
 
 
 def scoring(section: "EvaluationSection", i: int, environment: "Environment") -> "Scoring":
-    """Return what is worked out of the environment at a position of `evaluation.environments`.
+    """Return the figures to compute for the environment at a position of `evaluation.environments`.
 
     Raises `ConfigError` where votes are wanted of an environment that does not say what an answer is.
     """

@@ -92,7 +92,7 @@ def _remedy(wanted: Sequence[str]) -> str:
 
 
 def _likenesses(document: dict[str, Any], registry: Registry) -> Iterator[Layer]:
-    """Return what roles take over from the section `backend`, as layers below all others."""
+    """Return the keys that roles take over from the section `backend`, as layers below all others."""
     roles, backend = document.get("roles"), document.get("backend")
     for name, role in roles.items() if isinstance(roles, dict) else ():
         if isinstance(role, dict) and role.get("like") == "backend" and backend is not None:

@@ -14,7 +14,7 @@ from whet.plugins.launchers import address
 
 @frozen
 class Machine:
-    """What there is to plan with: one machine, or the first of several."""
+    """The machine to plan for: one machine, or the first of several."""
 
     cores: int
     """0: not known."""

@@ -36,7 +36,7 @@ class Plan:
     feeds_on: str
     """`rollouts` or `data`."""
     turns: tuple[tuple[str, ...], ...]
-    """Roles that give their memory back while the others work: those that train, those that generate; empty: none."""
+    """Roles that release their memory while the others work: the roles of training, of generation; empty: none."""
     max_context: int
     """Longest sequence, in tokens; 0: no limit is known."""
     imports: tuple[str, ...] = ()

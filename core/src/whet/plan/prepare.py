@@ -181,7 +181,7 @@ def find_interpreters(
 ) -> tuple[dict[str, Interpreter], list[Problem]]:  # fmt: skip
     """Return the Pythons of roles that do not run in the driver's, and why their workers could not run there.
 
-    On a cluster of other machines those that are not here are left to the nodes.
+    On a cluster of other machines, Pythons that are not here are left to the nodes.
     """
     found, problems = dict[str, Interpreter](), list[Problem]()
     apart = roles.names if cluster.workers == "process" else ()
@@ -222,7 +222,7 @@ def packages_here(cluster: "ClusterSection", roles: Roles) -> Iterator[tuple[str
 
 
 def _packages(roles: Roles, interpreters: Mapping[str, Interpreter]) -> Iterator[str]:
-    """Return what a role's own Python has of what its workers stand on."""
+    """Return the versions of the packages that workers need, from the Pythons of their roles."""
     for role, found in interpreters.items():
         for package in roles[role].facts.packages:
             yield f"{role}: {package.name} {package.version(found.versions)} of {found.executable}".replace("  ", " ")
@@ -240,7 +240,7 @@ def _outside(run_folder: str, selections: Mapping[str, Selection]) -> Iterator[s
 
 
 def _not_here(cluster: "ClusterSection", roles: Roles) -> Iterator[str]:
-    """Return what workers stand on that this Python does not have."""
+    """Return the packages that workers need and this Python does not have."""
     for role, package in packages_here(cluster, roles):
         if not package.is_here:
             yield f"{role}: {sys.executable} has no {package.name}, which its workers stand on; {package.install}"
@@ -268,13 +268,13 @@ def look_at_data(
 
 
 def field_names(algorithm: Selection) -> Mapping[str, str]:
-    """Return what an algorithm calls the columns of a record, by their usual names."""
+    """Return the names that an algorithm has for the columns of a record, by their usual names."""
     found = getattr(algorithm.config, "fields", None)
     return found if isinstance(found, Mapping) else {}
 
 
 def encode_of(algorithm: Selection, facts: AlgorithmFacts, model: ModelInfo) -> "Encode | None":
-    """Return what turns the records of a run into sequences; None where its algorithm does not state it."""
+    """Return the function that turns records into sequences; None where the algorithm does not state it."""
     encode: Encode | None = resolve(facts.encode)(algorithm.config, model) if facts.encode else None
     return encode
 

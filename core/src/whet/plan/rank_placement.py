@@ -42,7 +42,7 @@ def place_ranks(
 
 
 def gpu_problems(cluster: ClusterSection, table: Roles, roles: Sequence[RolePlan], machine: Machine) -> list[Problem]:
-    """Return what is asked for of GPUs, cores and resources and is not there, as far as the machines are known."""
+    """Return the GPUs, cores and resources that the machines lack, as far as the machines are known."""
     wanted = sum(max(table[role].gpus for role in group) for group in table.groups)
     who, nodes = ("the given machine", [machine]) if machine.given else ("this machine", [machine])
     if joins(cluster):
@@ -70,7 +70,7 @@ def _indices(device: str) -> Iterable[int]:
 
 @frozen
 class _Bundle:
-    """What one process takes."""
+    """The cores, GPUs and resources that one process takes."""
 
     roles: tuple[RolePlan, ...]
     rank: int
@@ -87,7 +87,7 @@ class _Bundle:
 
 @define
 class _Free:
-    """What is left of a machine."""
+    """The free cores, GPUs and resources of a machine."""
 
     gpus: list[int]
     cores: float
@@ -111,7 +111,7 @@ class _Free:
 def _spread_out(
     cluster: ClusterSection, roles: Sequence[RolePlan], machine: Machine
 ) -> tuple[list[RankPlacement], list[str]]:
-    """Deal processes out to machines about as a launcher does; the second list names those that have found none."""
+    """Place processes on machines about as a launcher does. The second list names processes without a machine."""
     free = [
         _Free(list(range(node.gpus)), node.cores or math.inf, dict(node.resources)) for node in machine.nodes
     ]  # fmt: skip

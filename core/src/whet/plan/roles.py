@@ -146,7 +146,7 @@ def make_roles(config: Config, facts: Mapping[str, Facts]) -> Roles:
 
 
 def _needs(facts: Mapping[str, Facts]) -> dict[str, RoleNeed]:
-    """Return what is wanted of each further model, by all components that ask for it."""
+    """Return the needs of each further model, of all components that ask for it together."""
     needs: dict[str, RoleNeed] = {}
     asking = [found for found in facts.values() if isinstance(found, AlgorithmFacts | EnvironmentFacts)]
     for found in asking:

@@ -75,7 +75,7 @@ class Attempt:
 
 @frozen(eq=False)
 class Begun:
-    """What a run has before any model is started."""
+    """The parts of a run that exist before any model is started."""
 
     slices: Slices
     stalls: StallMonitor
@@ -288,7 +288,7 @@ def make_evaluator(
     prepared: Prepared, routes: "Sequence[Route]", generator: Any, chat: "ChatTokenizer",
     status: Callable[[str], None], endpoints: InstalledEndpoints, loop: "EpisodeLoop | None" = None,
 ) -> "Callable[[], EvaluationResult]":  # fmt: skip
-    """Return what plays all tasks of these environments, on the same tasks each time, and returns the result."""
+    """Return a function that plays all tasks of these environments, always the same ones, and returns the result."""
     from whet.evaluation.evaluate import evaluate
 
     section, rollout = prepared.config.evaluation, prepared.config.rollout
@@ -306,7 +306,7 @@ def make_evaluator(
 def _evaluation(
     play: "Callable[[], EvaluationResult]", attempt: Attempt, turns: Turns, stream: "RolloutStream | None", total: int
 ) -> Callable[[int], Metrics]:
-    """Return what evaluates after a step and writes the result to the run folder."""
+    """Return a function that evaluates after a step and writes the result to the run folder."""
 
     def evaluate(step: int) -> Metrics:
         if stream is not None and step >= total:
@@ -327,7 +327,7 @@ def _evaluation(
 def _recorder(
     section: "RecordSection", outputs: Collection[str], backend: BackendHandle, chat: "ChatTokenizer"
 ) -> "Recorder":
-    """Return what records sequences token by token; with the trainer's logprobs if it can compute them."""
+    """Return the recorder of sequences, token by token, with the trainer's logprobs if it can compute them."""
     from whet.rollout.recorder import Recorder
 
     def score(batch: "Batch") -> Any:
@@ -341,7 +341,7 @@ def _sinks(
     evaluate: Callable[[int], Metrics], probe: "Probe | None", keep: int, records_per_step: int | None,
     hang_up: Callable[[], object],
 ) -> "Sinks":  # fmt: skip
-    """Return what the end of a step calls. `hang_up` closes the endpoint of the run."""
+    """Return the functions that the end of a step calls. `hang_up` closes the endpoint of the run."""
     from whet.run.steps import Sinks
 
     position = {"rollouts": stream.state() if stream else {}}

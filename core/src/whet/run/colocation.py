@@ -74,7 +74,7 @@ class Turns:
         self._begin(GENERATION)
 
     def around(self, role: str) -> tuple[Around, ...]:
-        """Return what waits for the turn of a role and lasts as long as its call; empty where it takes no turns."""
+        """Return a context manager that holds the turn of a role during a call; empty where the role takes no turns."""
         side = self._side(role)
         if side is None:
             return ()

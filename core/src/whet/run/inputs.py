@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Inputs:
-    """What a run reads."""
+    """The tokenizer, data files and environments of a run."""
 
     chat: "ChatTokenizer"
     """The tokenizer of the policy, with its chat template."""
@@ -42,7 +42,7 @@ def read_inputs(
     prepared: Prepared, began: datetime, roles: "Mapping[str, Backend]", spans: "Spans", status: Callable[[str], None],
     closers: list[Callable[[], None]], *, training: bool = True, evaluation: bool = True,
 ) -> Inputs:  # fmt: skip
-    """Open the inputs of a run: those of training, of evaluation, or of both.
+    """Open the inputs of a run: of training, of evaluation, or of both.
 
     `began` is when the run began, for chat templates. `roles` will hold the further models that environments ask, when
     these have been started.

@@ -28,7 +28,7 @@ class Replicas:
         self.losses, self.grant, self._resync = recovery.losses, recovery.grant, resync
 
     def sync(self, give: "Give") -> None:
-        """Send the weights of the last sync to a new replica. Before the first sync it keeps those that it loaded."""
+        """Send the weights of the last sync to a new replica. Before the first sync it keeps its own."""
         if self._resync is None:
             give(None)
         else:
@@ -74,7 +74,7 @@ class Recovery:
         return self._grant(self._replicas, error, "replica restarted", "it is restarted by itself")
 
     def replacing(self, resync: "Callable[[Give], None] | None" = None) -> Replicas | None:
-        """Return what replaces lost replicas, which get their weights by `resync`; None: recovery is off."""
+        """Return an object that replaces lost replicas. They get their weights by `resync`. None: recovery is off."""
         return Replicas(self, resync) if self.enabled else None
 
     def grant_run(self, error: WorkerLost, after_step: int) -> bool:

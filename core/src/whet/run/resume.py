@@ -63,7 +63,7 @@ class Opened:
     total: int
     """Steps of the run in all."""
     fingerprint: Mapping[str, Any]
-    """What must stay the same for a run to go on; saved with each checkpoint."""
+    """The fingerprint of the run, which must stay the same. It is saved with each checkpoint."""
 
     @property
     def done(self) -> int:
@@ -188,7 +188,7 @@ def run_fingerprint(
 
 
 def _held(path: Any) -> Any:
-    """Return what identifies a path, or each path of a mapping. The location of files may change.
+    """Return the identity of the files at a path, or at each path of a mapping. The location of files may change.
 
     For a folder: the fingerprint of its model. For a file: None, because its content is hashed as data or tasks. A name
     on the hub is returned as it is.

@@ -1,4 +1,4 @@
-"""Start roles: at the same time, but those that share processes or a device one after the other."""
+"""Starts roles: at the same time, except that roles which share processes or a device start one after the other."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence

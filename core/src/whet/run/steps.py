@@ -99,7 +99,7 @@ class Steps:
         self._saved = done
         self._interrupts = interrupts or Interrupts()
         self._doing: Literal["", "waiting", "evaluating", "saving"] = ""
-        """What is under way: a wait that a signal ends, an evaluation, a save."""
+        """The present activity: a wait that a signal ends, an evaluation, or a save."""
         self._current: int | None = None  # the step that was begun and is not finished
         self._began = time.perf_counter()
         self._before: dict[str, Metric] = {}
