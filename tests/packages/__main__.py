@@ -79,7 +79,7 @@ def core_alone(folder: Path, wheels: Path) -> None:
     expect(f"pip install 'whet[{BUNDLE}]'", whet(folder, "check", recipe, code=1))
     expect("pip install whet-dpo", whet(folder, "schema", "dpo", code=1))
     expect("pip install whet-dpo", whet(folder, "plugins", "why", "dpo", code=1))
-    expect("pip install whet-dpo", whet(folder, "recipe", "learn-dpo", code=1))
+    expect("pip install whet-start", whet(folder, "recipe", "learn-dpo", code=2))
 
 
 def first_run(folder: Path, steps: str) -> None:
@@ -89,6 +89,7 @@ def first_run(folder: Path, steps: str) -> None:
     if missing := [name for name in made if not (folder / "work" / "runs/quickstart-0" / name).is_file()]:
         sys.exit(f"the demo has not made {', '.join(missing)}")
     expect("quickstart-grpo", whet(folder, "recipe"))
+    expect("pip install whet-dpo", whet(folder, "recipe", "learn-dpo", code=1))
     whet(folder, "recipe", "quickstart-grpo", shown=True)
     small = ["model.path=runs/quickstart-0/sft/model", "run.folder=runs/mine", "run.steps=2"]
     small += ["evaluation.environments.0.limit=16"]
