@@ -1,4 +1,4 @@
-"""What a plugin declares about its components: `Component`, and the `Facts` that planning reads."""
+"""The declarations of a plugin about its components: `Component`, and the `Facts` that planning reads."""
 
 import hashlib
 import importlib
@@ -14,7 +14,7 @@ from attrs import field, frozen
 from whet.errors import PluginError
 
 CORE_VERSION = "0.1.0"
-"""Version of the distribution `whet`; `whet.__version__` is the same."""
+"""Version of the distribution `whet`, and value of `whet.__version__`."""
 
 Kind = Literal["backends", "generators", "losses", "environments", "loggers", "algorithms", "advantages", "filters"]
 KINDS: tuple[Kind, ...] = (
@@ -26,196 +26,204 @@ _FILE = "file:"
 
 @frozen
 class Component:
-    """A component that a plugin offers. Making one imports nothing heavy."""
+    """A component that a plugin offers. Creating a `Component` imports no heavy package."""
 
     name: str
-    """The word after `use:`; lower-case with dashes."""
+    """The name after `use:`, in lower case with dashes."""
     config: type
-    """The attrs class of its section of the config. A string beneath each field documents it."""
+    """The attrs class of the component's section in the config. The string below a field documents the field."""
     target: str
-    """`package.module:Class`, imported only in the process that runs it, and called with the config first. Single-file
-    plugins write `f"{__name__}:Class"`, which becomes `file:/path/to/file.py:Class`."""
+    """`package.module:Class`. The class is imported only in the process that runs it. Its first argument is the config.
+    A single-file plugin writes `f"{__name__}:Class"`, which becomes `file:/path/to/file.py:Class`."""
     facts: str = ""
-    """`package.module:function`, called with (config, model) without torch. It returns the record of its kind in
-    `FACTS`. Empty: no facts."""
+    """`package.module:function`, called as `function(config, model)`, without torch. It returns an instance of the
+    class that `FACTS` lists for the component's kind. Empty: the component declares no facts."""
 
 
 @frozen
 class RoleNeed:
-    """What an algorithm or environment needs of a further model."""
+    """The requirements of an algorithm or environment on a further model."""
 
     outputs: frozenset[str] = frozenset()
     """Model outputs that the model must compute, e.g. `values`."""
     trained: bool = False
-    """Whether the model is trained, and so saved with the run. If not, it stays as it was loaded."""
+    """Whether the model is trained, and thus saved with the run. If not, its weights do not change."""
     conversations: bool = False
-    """Whether the model reads whole conversations of episodes. None of them may be longer than its positions."""
+    """Whether the model reads whole conversations of episodes. No conversation may then have more tokens than the
+    model has positions."""
 
 
 @frozen
 class Package:
-    """A package that workers need and no plugin installs, e.g. an engine. It is looked for in the workers' Python."""
+    """A package that workers need and that no plugin installs, e.g. an engine. The workers' Python must have it."""
 
     name: str
-    """Its name for people."""
+    """The package's name, for a human reader."""
     module: str
-    """Its top-level module."""
+    """The package's top-level module."""
     distributions: tuple[str, ...]
-    """Distributions that offer it."""
+    """The distributions that contain the package."""
     install: str
-    """The command or the change that makes it available."""
+    """The command or the change that installs the package."""
 
     @property
     def is_here(self) -> bool:
-        """Return whether this interpreter can import it. Nothing is imported."""
+        """Return whether this interpreter can import the package. Nothing is imported."""
         return importlib.util.find_spec(self.module) is not None
 
     def version(self, versions: Mapping[str, str]) -> str:
-        """Return its version from a mapping of distributions to versions. Empty: none of its distributions is in it."""
+        """Return the package's version. `versions` maps distributions to versions.
+
+        Return an empty string if none of the package's distributions is in `versions`.
+        """
         return next((versions[name] for name in self.distributions if name in versions), "")
 
 
 @frozen
 class MemoryTerm:
-    """A part of the memory of one rank, as far as it is known before the run."""
+    """One part of a rank's memory, as far as it is known before the run."""
 
     what: str
-    """Its name, e.g. `gradients`, and how many ranks share it."""
+    """The name of this part, e.g. `gradients`, and the number of ranks that share it."""
     bytes: int
-    """Bytes on this rank; over all its GPUs, if it has several."""
+    """Number of bytes on this rank. If the rank has several GPUs: the sum over its GPUs."""
     when: Literal["working", "loading"] = "working"
-    """`loading`: held for a while as the rank starts, and never together with the terms of `working`."""
+    """`loading`: the memory is used only while the rank starts, never together with the `working` terms."""
     place: Literal["", "host", "gpu"] = ""
-    """Empty: where the rank computes. `host`: in the host's memory, even if the rank has a GPU. `gpu`: only if it has a
-    GPU."""
+    """Empty: on the device where the rank computes. `host`: in the host's memory, even if the rank has a GPU. `gpu`: on
+    the GPU; if the rank has no GPU, this term does not count."""
     kept_asleep: bool = True
-    """Whether it moves to the host's memory while a role with GPUs sleeps. If not, it is freed."""
+    """Whether the memory moves to the host's memory while a role with GPUs sleeps. If not, it is freed."""
     gpu_share: float = 0.0
-    """On a GPU: the share of its memory that the whole role takes. This term is what the other terms leave of that
-    share."""
+    """On a GPU: the share of the GPU's memory that the whole role takes. Then the size of this term is the rest of the
+    share, after all other terms."""
     change: str = ""
-    """The change that reduces it, e.g. `lower generator.cache_gib`."""
+    """The change that reduces this memory, e.g. `lower generator.cache_gib`."""
 
 
 @frozen(kw_only=True)
 class Facts:
-    """What planning knows about a component of any kind. Compatibility is derived from facts, never listed by name.
+    """Facts about a component of any kind. Planning derives compatibility from facts, never from a list of names.
 
-    Each kind has a record of its own below, except loggers.
+    Each kind except loggers has its own class below.
     """
 
     notes: tuple[str, ...] = ()
-    """Anything that `whet check` should print, one sentence each."""
+    """Sentences that `whet check` prints, one sentence in each string."""
 
 
 @frozen(kw_only=True)
 class AlgorithmFacts(Facts):
-    """What planning knows about an algorithm."""
+    """Facts about an algorithm."""
 
     inputs: frozenset[str] = frozenset()
-    """Its inputs, of `rollouts` and `data`."""
+    """The algorithm's inputs: a subset of `rollouts` and `data`."""
     roles: Mapping[str, RoleNeed] = field(factory=dict)
     """Further models that it uses, by their names under `roles`."""
     outputs_needed: frozenset[str] = frozenset()
-    """Model outputs that it scores by itself, beyond `logprobs`; see `whet.interfaces.backend`."""
+    """Model outputs that the algorithm itself scores, except `logprobs`; see `whet.interfaces.backend`."""
     weights_needed: frozenset[str] = frozenset()
-    """Sets of weights that it scores with beside the policy's, e.g. `reference`."""
+    """Sets of weights with which the algorithm scores, except `policy`, e.g. `reference`."""
     columns_written: frozenset[str] = frozenset()
-    """Batch columns that it adds."""
+    """Batch columns that the algorithm adds."""
     columns_essential: frozenset[str] = frozenset()
-    """Columns that carry what it computes from its data. A loss that reads none of them would ignore it."""
+    """Batch columns with the results that the algorithm computes from its data. A loss that reads none of
+    these columns would ignore the results."""
     token_advantages: bool = False
     """Whether each token gets an advantage of its own [N], rather than each sequence [B]."""
     group_size: int | None = None
-    """Trains on rollouts: number of samples of one task that it compares with each other."""
+    """If it trains on rollouts: the number of samples of one task that the algorithm compares with each other."""
     groups_per_step: int | None = None
-    """Trains on rollouts: number of groups of one step."""
+    """If it trains on rollouts: the number of groups in one step."""
     data_format: str = ""
-    """Trains on `data`: the kind of records that it reads, e.g. `conversations` or `pairs`."""
+    """If it trains on `data`: the kind of records that it reads, e.g. `conversations` or `pairs`."""
     record_fields: tuple[tuple[str, ...], ...] = ()
-    """Trains on `data`: a record must have all fields of one tuple, by their names in the data; `whet check` looks for
-    them. Empty: it does not look."""
+    """If it trains on `data`: tuples of field names, as in the data files. A record must have all fields of one tuple.
+    `whet check` checks this. Empty: it checks no fields."""
     encode: str = ""
-    """Trains on `data`: `package.module:function`, called as `function(config, model)`, which returns the `Encode` (see
-    `whet.interfaces.data`) that turns a record into sequences. `run.epochs` and commands that show data need it."""
+    """If it trains on `data`: `package.module:function`, called as `function(config, model)`. It returns the `Encode`
+    (see `whet.interfaces.data`) that turns a record into sequences. `run.epochs` and commands that show data need the
+    function."""
     records_per_step: int | None = None
-    """Trains on `data`: number of records of one step. `run.epochs` needs it."""
+    """If it trains on `data`: the number of records in one step. `run.epochs` needs this number."""
 
 
 @frozen(kw_only=True)
 class LossFacts(Facts):
-    """What planning knows about a loss."""
+    """Facts about a loss."""
 
     outputs_needed: frozenset[str] = frozenset()
-    """Model outputs that it reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
+    """Model outputs that the loss reads, e.g. `logprobs`, `entropy`; see `whet.interfaces.backend`."""
     role: str = "backend"
-    """The role whose outputs it reads."""
+    """The role whose outputs the loss reads."""
     columns_read: frozenset[str] = frozenset()
-    """Batch columns that it reads beyond the columns that are always there."""
+    """Batch columns that the loss reads, except the columns that every batch has."""
     token_advantages: bool = False
-    """Whether it accepts an advantage for each token [N], rather than for each sequence [B]."""
+    """Whether the loss accepts an advantage for each token [N], rather than for each sequence [B]."""
 
 
 @frozen(kw_only=True)
 class WorkerFacts(Facts):
-    """What planning knows about a backend or a generator: a component with worker processes."""
+    """Facts about a backend or a generator: a component with worker processes."""
 
     ranks: int = 1
-    """Number of worker processes wanted."""
+    """Number of worker processes that the component needs."""
     processes: int = 1
-    """Number of processes over which each rank spreads its model, e.g. by tensor parallelism. Each receives weights,
-    and has a GPU if there are any."""
+    """Number of processes over which each rank splits its model, e.g. by tensor parallelism. Each process receives
+    weights. If there are GPUs, each process has one."""
     transports: tuple[str, ...] = ()
-    """Supported transports of a weight sync, best first, of `shared`, `cuda-ipc`, `broadcast`, `shared-memory`,
-    `disk`."""
+    """Supported transports of a weight sync, the best first. Possible are `shared`, `cuda-ipc`, `broadcast`,
+    `shared-memory` and `disk`."""
     memory: Callable[[int, bool], Iterable[MemoryTerm]] | None = None
-    """Called with the role's number of ranks and whether it is trained, it returns what one rank holds in memory. None:
+    """(number of ranks of the role, whether the role is trained) -> the parts of one rank's memory. None: the memory is
     unknown."""
     sleeps: tuple[str, ...] = ()
-    """Devices on which `sleep` releases memory, of `cpu` and `cuda`."""
+    """Devices on which `sleep` releases memory: a choice of `cpu` and `cuda`."""
     imports: tuple[str, ...] = ()
-    """Modules that its workers will need. They are imported early, during other preparations."""
+    """Modules that the workers will need. They are imported early, at the same time as other preparations."""
     forkable: bool = False
-    """Whether a worker's process may be forked from one that has imported `imports`, its own and those of other such
-    roles. These modules start no thread, open no device, and change nothing for others."""
+    """Whether a worker may be forked from a process that has imported `imports`, of its role and of other forkable
+    roles. True promises that these modules start no thread, open no device, and change nothing for other roles."""
     packages: tuple[Package, ...] = ()
-    """Packages that its workers need beside those that its plugin installs."""
+    """Packages that the workers need and that the plugin does not install."""
 
 
 @frozen(kw_only=True)
 class BackendFacts(WorkerFacts):
-    """What planning knows about a backend."""
+    """Facts about a backend."""
 
     outputs_given: frozenset[str] = frozenset()
-    """Model outputs that it can compute."""
+    """Model outputs that the backend can compute."""
     weights_given: frozenset[str] = frozenset({"policy"})
-    """Sets of weights that it holds. Its setting `reference` decides whether `reference` is one."""
+    """Sets of weights that the backend holds. Its setting `reference` decides whether it holds `reference`."""
 
 
 @frozen(kw_only=True)
 class GeneratorFacts(WorkerFacts):
-    """What planning knows about a generator."""
+    """Facts about a generator."""
 
     on_weight_update: tuple[str, ...] = ("drain",)
-    """What can happen to running requests when new weights arrive, of `drain`, `continue`, `abort`."""
+    """Supported values of `rollout.on_weight_update`, which decides what happens to running requests when new weights
+    arrive: a choice of `drain`, `continue` and `abort`."""
     dtype: str = ""
-    """The dtype of its computation, e.g. `bfloat16`, or a name of its own for anything coarser. Empty: the dtype of the
-    model."""
+    """The dtype in which the generator computes, e.g. `bfloat16`. For a coarser number format, the generator chooses a
+    name. Empty: the dtype of the model."""
 
 
 @frozen(kw_only=True)
 class EnvironmentFacts(Facts):
-    """What planning knows about an environment."""
+    """Facts about an environment."""
 
     roles: Mapping[str, RoleNeed] = field(factory=dict)
     """Further models that it uses, by their names under `roles`."""
     states_answers: bool | None = None
-    """Whether it has a `final_answer`, which majority votes need. None: known only after it is built."""
+    """Whether the environment has a `final_answer`, which majority votes need. None: this is known only after the
+    environment is built."""
 
 
 @frozen(kw_only=True)
 class FilterFacts(Facts):
-    """What planning knows about a filter."""
+    """Facts about a filter."""
 
     least_group_size: int = 1
     """The smallest number of samples of one task that can be compared."""
@@ -223,13 +231,13 @@ class FilterFacts(Facts):
 
 @frozen(kw_only=True)
 class AdvantagesFacts(FilterFacts):
-    """What planning knows about an advantage estimator."""
+    """Facts about an advantage estimator."""
 
     token_advantages: bool = False
     """Whether each token gets an advantage of its own [N], rather than each sequence [B]."""
     greedy_sample: bool = False
-    """Whether each group needs one more response, at temperature 0, whose reward is the column `greedy_reward` [B]. It
-    is not trained on and counts nowhere else."""
+    """Whether each group needs one more response, at temperature 0. The reward of this response is the column
+    `greedy_reward` [B]. The response is not trained on and not counted in anything else."""
 
 
 FACTS: Mapping[Kind, type[Facts]] = {
@@ -242,15 +250,15 @@ FACTS: Mapping[Kind, type[Facts]] = {
     "advantages": AdvantagesFacts,
     "filters": FilterFacts,
 }
-"""The record of each kind."""
+"""The class of facts of each kind."""
 
 
 @frozen
 class Problem:
-    """A mistake in a config: where it is, and what to change."""
+    """A mistake in a config: its place, and the change that corrects it."""
 
     path: str
-    """Dotted path into the config, e.g. `rollout.max_tokens`. Empty: the whole config."""
+    """Dotted path of a key in the config, e.g. `rollout.max_tokens`. Empty: the whole config."""
     message: str
 
     def __str__(self) -> str:
@@ -259,24 +267,24 @@ class Problem:
 
 @frozen
 class Selection:
-    """A component chosen by `use:`, together with its structured config."""
+    """A component that `use:` chose, together with its structured config."""
 
     kind: Kind
     component: Component
     config: object
     """An instance of `component.config`."""
     distribution: str = ""
-    """The distribution or file that offers it."""
+    """The distribution or file that offers the component."""
 
     @property
     def name(self) -> str:
-        """Return the word after `use:`."""
+        """Return the name after `use:`."""
         return self.component.name
 
 
 @frozen
 class Spec:
-    """A component in the form in which it is sent to a worker: import paths and builtins, no code and no pickle."""
+    """A component in a form that can be sent to a worker: import paths and builtins, no code and no pickle."""
 
     target: str
     config_type: str = ""
@@ -285,8 +293,9 @@ class Spec:
 
 
 def resolve(target: str) -> Any:
-    """Import `package.module:Name` or `file:/path/to/file.py:Name` and return it. Raises `PluginError` with the
-    reason.
+    """Import `package.module:Name` or `file:/path/to/file.py:Name`, and return the object.
+
+    Raise `PluginError` with the reason if the import fails.
     """
     module, _, name = target.rpartition(":")
     try:
@@ -299,7 +308,7 @@ def resolve(target: str) -> Any:
 
 
 def loaded(target: str) -> Any:
-    """Return what `resolve` would, if its module is imported already, else None. Nothing is imported."""
+    """Return the object that `resolve` returns, if its module is already imported, else None. Nothing is imported."""
     module, _, name = target.rpartition(":")
     found = sys.modules.get(file_module(module[len(_FILE) :]) if module.startswith(_FILE) else module)
     for part in name.split("."):
@@ -308,7 +317,7 @@ def loaded(target: str) -> Any:
 
 
 def import_path(named: Any) -> str:
-    """Return the target with which `resolve` finds this class or function, in this or another process."""
+    """Return the target of a class or function. In any process, `resolve` returns the class or function from it."""
     module, name = named.__module__, named.__qualname__
     if "<locals>" in name:
         raise PluginError(f"{module}.{name} is made inside a function, so no worker can import it; move it out")
@@ -317,14 +326,17 @@ def import_path(named: Any) -> str:
 
 
 def file_module(path: str | Path) -> str:
-    """Return the name of the module that a single-file plugin is loaded as. It is the same in every process."""
+    """Return the module name under which a single-file plugin is loaded. The name is the same in every process."""
     file = Path(path).resolve()
     stem = "".join(letter if letter.isalnum() else "_" for letter in file.stem)
     return f"whet_file_{stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """Import a single file under its `file_module` name, once per process. Raises what the file raises."""
+    """Import a single file under its `file_module` name, once per process, and return the module.
+
+    An exception that the file raises is not caught.
+    """
     file, name = Path(path).resolve(), file_module(path)
     if name in sys.modules:
         return sys.modules[name]

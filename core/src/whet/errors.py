@@ -1,7 +1,7 @@
-"""The few exceptions that whet raises on purpose.
+"""The exceptions that whet raises on purpose.
 
-Each message tells what was found, what was wanted, where, and what to change. The command line prints only the message,
-without a traceback.
+Each message contains what was found, what was expected, where, and what to change. The command line prints only the
+message, without a traceback.
 """
 
 import functools
@@ -15,7 +15,7 @@ class WhetError(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """Return the message of an error of whet, or else the exception's name, message and place."""
+    """Return the message of a `WhetError`. For any other exception, return its name, message and place."""
     if isinstance(error, WhetError):
         return str(error)
     place = place_of(error)
@@ -23,7 +23,10 @@ def in_words(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised. If that is in a library, also return the last place before it that is not."""
+    """Return the place where an error was raised.
+
+    If the place is in a library, also return the last place before it that is outside of libraries.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(("<", *_libraries()))]
     places = [f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in (*frames[-1:], *own[-1:])]
@@ -32,13 +35,13 @@ def place_of(error: BaseException) -> str:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Return the folders of code that users rarely have to change: Python's own, installed packages, whet."""
+    """Return the folders of code that users rarely have to change: Python itself, installed packages, whet."""
     paths = sysconfig.get_paths()
     return (str(Path(__file__).parent), *(paths[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 class ConfigError(WhetError):
-    """The configuration, or a file that it names, is wrong. Has one line per problem."""
+    """The config, or a file that the config names, is wrong. The message has one line for each problem."""
 
     def __init__(self, problems: list[str] | str, remedy: str = "") -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -60,17 +63,17 @@ class CheckpointError(WhetError):
 
 
 class EpisodeError(WhetError):
-    """An environment broke its contract: it raised, or returned a reward that is no finite number."""
+    """An environment broke its contract: it raised an exception, or returned a reward that is not a finite number."""
 
 
 EnvironmentError = EpisodeError
-"""The name of before, for one version. It shadows a builtin."""
+"""The old name of `EpisodeError`, kept for one version. It shadows a builtin."""
 
 
 class InfrastructureError(WhetError):
-    """The infrastructure failed, not the episode: a sandbox, a server, a process. Environments may raise it.
+    """The infrastructure failed, not the episode: a sandbox, a server, a process. Environments may raise this error.
 
-    Such an episode is played again within a limit of its own (`rollout.infrastructure_retries`), and never scored.
+    The episode is never scored. It is played again, within a separate limit: `rollout.infrastructure_retries`.
     """
 
     again = True
@@ -80,27 +83,27 @@ class InfrastructureError(WhetError):
 class Undecided(WhetError):  # noqa: N818 - it says what came of an answer
     """A grader could not decide about a response within its limits of time, memory or depth.
 
-    This is the response's fault, not the grader's. An episode whose environment raises it is finished. Every reward in
-    the environment's `reward_weights` is 0, and every other reward that the environment's episodes have counts as 0. An
-    environment whose worst reward is not 0 should catch it.
+    The cause is the response, not the grader. If the environment raises this exception, the episode is finished. Then
+    every reward in the environment's `reward_weights` is 0. Every other reward that the environment's episodes have
+    counts as 0. If the worst reward of an environment is not 0, the environment should catch this exception.
     """
 
 
 class RequestLost(InfrastructureError):  # noqa: N818 - it says what happened to the request
-    """A request was running on one lost replica after another, and may be what kills them."""
+    """Several replicas were lost, one after another, while they ran the same request. The request may be the cause."""
 
     again = False
 
 
 class WorkerError(WhetError):
-    """A worker failed, died or missed its deadline. Names role, rank, phase and cause."""
+    """A worker failed, died or missed its deadline. The message names the role, rank, phase and cause."""
 
     def __init__(
         self, role: str, rank: int | None, phase: str, cause: str, last_words: str = "", details: str = ""
     ) -> None:
         self.role, self.rank, self.phase, self.cause, self.last_words = role, rank, phase, cause, last_words
         self.details = details
-        """The worker's traceback, if it raised."""
+        """The worker's traceback, if the worker raised an exception."""
         who = role if rank is None else f"{role} rank {rank}"
         tail = f"\nIts last words:\n{last_words}" if last_words else ""
         super().__init__(f"{who} failed in {phase}: {cause}{tail}")
@@ -111,8 +114,9 @@ class WorkerLost(WorkerError):  # noqa: N818 - it says what happened to the work
 
 
 class ClusterLost(WorkerLost):
-    """The cluster that runs all processes is lost, and the processes with it. None can be started before the cluster
-    is.
+    """The cluster that runs all processes is lost, and all its processes are lost too.
+
+    The cluster must be started again before any process can be started.
     """
 
 
@@ -121,8 +125,8 @@ class ClusterGone(WhetError):  # noqa: N818 - it says what happened
 
 
 class WeightSyncError(WhetError):
-    """A transfer of weights was partial, stale or damaged, and was refused."""
+    """A transfer of weights was refused, because it was incomplete, stale or damaged."""
 
 
 RefitError = WeightSyncError
-"""The name of before, for one version."""
+"""The old name of `WeightSyncError`, kept for one version."""

@@ -1,9 +1,9 @@
-"""The contract of an algorithm: a loop that fits on a page, and its parts, which are everything that the loop gets.
+"""The contract of an algorithm: a training loop, and the parts that the loop receives.
 
-    OnlineParts     of an algorithm that trains on rollouts
-    OfflineParts    of an algorithm that trains on data files
+    OnlineParts     for an algorithm that trains on rollouts
+    OfflineParts    for an algorithm that trains on data files
 
-An algorithm never learns which backend, generator or launcher stands behind its parts.
+The loop receives nothing but its parts. An algorithm never learns which backend, generator or launcher implements them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ class Step(Protocol):
 
     @property
     def seed(self) -> int:
-        """Return the seed that this step's randomness is derived from."""
+        """Return the seed of this step. All randomness of the step is derived from this seed."""
         ...
 
     def log(self, metrics: "Mapping[str, Metric]") -> None:
@@ -42,30 +42,31 @@ class Step(Protocol):
         ...
 
     def due(self, every: int) -> bool:
-        """Return whether an action that is due every `every` steps, and after the last step, is due now.
+        """Return whether an action is due after this step.
 
-        With `every` 0 it is due after the last step only.
+        The action is due every `every` steps and after the last step. With `every` 0, it is due after the last step
+        only.
         """
         ...
 
     def finish(self, batch: "Batch") -> None:
-        """End the step: write metrics, evaluate, call loggers and hooks, and save a checkpoint when one is due."""
+        """End the step: write metrics, evaluate, call loggers and hooks, and save a checkpoint if one is due."""
         ...
 
 
 class Steps(Protocol):
-    """Iterates over the remaining steps. Each step that the iterator yields must be finished."""
+    """The remaining steps of a run, as an iterable. The algorithm must finish each step that the iterator yields."""
 
     total: int
     """Number of steps of the whole run."""
     state: dict[str, Any]
-    """State that an algorithm carries from step to step beside weights. Only builtins, which JSON keeps to the last
-    bit. Each checkpoint saves it, and a resumed run finds it here."""
+    """State that an algorithm carries from step to step, apart from weights. All values are builtins that JSON stores
+    exactly. Each checkpoint saves this state, and a resumed run restores it."""
     done: int
-    """Number of steps finished so far, earlier attempts included."""
+    """Number of steps finished so far, including earlier attempts of the run."""
 
     stopped_by: int | None
-    """The signal that ended the loop early; None: no signal did."""
+    """Number of the signal that ended the loop early. None: no signal ended the loop."""
 
     def __iter__(self) -> "Iterator[Step]": ...
 
@@ -78,7 +79,7 @@ class Steps(Protocol):
         ...
 
     def log_start(self, metrics: "Mapping[str, Metric]") -> None:
-        """Add metrics of the model before training. They are the row of step 0."""
+        """Add metrics of the model before training. The metrics file has them in the row of step 0."""
         ...
 
 
@@ -86,36 +87,36 @@ class Rollouts(Protocol):
     """The rollouts of a run."""
 
     def take(self, groups: int) -> "Batch":
-        """Wait for `groups` groups that pass the filters, and return their batch."""
+        """Wait for `groups` groups that pass the filters, and return them as one batch."""
         ...
 
 
 @frozen(kw_only=True)
 class Parts:
-    """What every algorithm gets, ready to use."""
+    """The parts that every algorithm receives, ready to use."""
 
     config: "Config"
     algorithm: "Algorithm[Any]"
     hooks: Any
-    """Calls a hook of all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
+    """Hooks by name. Calling a hook calls it in all plugins, e.g. `parts.hooks.whet_run(algorithm=..., parts=...)`."""
     backend: "Backend"
     roles: "Mapping[str, Backend]"
-    """Further models, by the role names that the algorithm's facts ask for."""
+    """Backends of further models, by role name. The algorithm's facts list these roles."""
     generator: "Generator | None"
     chat: "ChatTokenizer"
     loss: Spec
-    """The algorithm's loss, in the form in which it is sent to the backend's workers."""
+    """The algorithm's loss, in a form that can be sent to the backend's workers."""
     sync_weights: Callable[..., None]
     """`sync_weights(version=n)` sends the backend's weights to the generator."""
     steps: "Steps"
-    """Iterate over it to get the remaining steps."""
+    """The remaining steps: `for step in parts.steps`."""
     evaluate: Callable[[int], "Mapping[str, Metric]"]
     """`evaluate(step)` evaluates on the environments of the config's `evaluation`."""
     seed: int
 
     @property
     def refit(self) -> Callable[..., None]:
-        """Return `sync_weights`: its name of before, for one version."""
+        """Return `sync_weights`. `refit` is the old name, kept for one version."""
         return self.sync_weights
 
     def build(self, selection: Selection) -> Any:
@@ -125,7 +126,7 @@ class Parts:
 
 @frozen(kw_only=True)
 class OnlineParts(Parts):
-    """What an algorithm gets that trains on rollouts."""
+    """The parts of an algorithm that trains on rollouts."""
 
     generator: "Generator"
     rollouts: "Rollouts"
@@ -134,7 +135,7 @@ class OnlineParts(Parts):
 
 @frozen(kw_only=True)
 class OfflineParts(Parts):
-    """What an algorithm gets that trains on data files."""
+    """The parts of an algorithm that trains on data files."""
 
     data: "OfflineData"
 
@@ -144,9 +145,10 @@ Wanted = TypeVar("Wanted", bound=Parts, contravariant=True)
 
 @runtime_checkable
 class Algorithm(Protocol[Wanted]):
-    """The component's target is called as `target(config)`; `run` owns the optimizer steps.
+    """A training loop. The component's target is called as `target(config)`; `run` decides on all optimizer steps.
 
-    `Wanted` is `OnlineParts` where the facts say that it trains on `rollouts`, else `OfflineParts`.
+    `Wanted` is the type of the parts: `OnlineParts` if the algorithm's facts have `rollouts` among the inputs, else
+    `OfflineParts`.
     """
 
     def run(self, parts: Wanted) -> None:

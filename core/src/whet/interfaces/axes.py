@@ -1,15 +1,17 @@
-"""Which ranks of a backend work on the same data: a batch shard is sent once for each data-parallel rank.
+"""The parallel axes of a backend: which ranks work on the same batch shard.
 
-    rank   data  tensor      called with      its result
-    0      0     0           shard 0          is taken
-    1      0     1           None             is dropped
-    2      1     0           shard 1          is taken
-    3      1     1           None             is dropped
+    rank   data  tensor      argument         result
+    0      0     0           shard 0          used
+    1      0     1           None             dropped
+    2      1     0           shard 1          used
+    3      1     1           None             dropped
 
-The driver sends a shard to one rank, its owner: tensor, pipeline and context coordinate 0. The other ranks with the
-same data coordinate get it inside the backend, e.g. by `torch.distributed.broadcast` in their model-parallel group.
-The result of a data-parallel rank is that of its last pipeline stage, tensor and context coordinate 0: this stage
-computes losses and logprobs.
+The driver sends each shard once, to one rank: the owner of the shard. The owner has tensor, pipeline and context
+coordinate 0. The backend itself passes the shard on to the other ranks with the same data coordinate, e.g. by
+`torch.distributed.broadcast` in their model-parallel group.
+
+The driver uses one result for each data coordinate: the result of the rank in the last pipeline stage that has tensor
+and context coordinate 0. The last stage computes losses and logprobs.
 """
 
 from itertools import product
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 @frozen
 class RankCoordinates:
-    """The place of a rank in its backend. Ranks with the same `data` coordinate work on the same batch shard.
+    """The coordinates of one rank. Ranks with the same `data` coordinate work on the same batch shard.
 
-    A rank has no expert coordinate: which experts a rank holds does not change which data it gets.
+    A rank has no expert coordinate, because the batch shard of a rank does not depend on the experts that it holds.
     """
 
     data: int
@@ -55,7 +57,7 @@ class ParallelAxes:
 
     @classmethod
     def reported_by(cls, workers: "Workers") -> "ParallelAxes":
-        """Return what the workers report: each has a method `coordinates() -> RankCoordinates`."""
+        """Return the axes that the workers report. Each worker has a method `coordinates() -> RankCoordinates`."""
         return cls(tuple(workers.call("coordinates", phase="start")))
 
     @property
@@ -66,8 +68,8 @@ class ParallelAxes:
     def scatter(self, workers: "Workers", method: str, *args: Any, phase: str = "") -> list[Any]:
         """Call a method on every rank, wait, and return one result for each data-parallel rank, in order.
 
-        An argument that is `Shards` is split: the owner of a shard gets it, every other rank gets None. All ranks get
-        the other arguments.
+        An argument of type `Shards` is split: the owner of a shard receives the shard, and every other rank receives
+        None. Every other argument is sent to all ranks.
         """
         columns = [self._column(arg) for arg in args]
         found = workers.scatter(method, list(zip(*columns, strict=True)), phase=phase)
@@ -75,7 +77,7 @@ class ParallelAxes:
         return [results[RankCoordinates(data, pipeline=last)] for data in range(self.data)]
 
     def _column(self, arg: Any) -> list[Any]:
-        """Return an argument for each rank."""
+        """Return the value of one argument for each rank."""
         if not isinstance(arg, Shards):
             return [arg] * len(self.ranks)
         if len(arg) != self.data:

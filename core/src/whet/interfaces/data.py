@@ -1,6 +1,6 @@
-"""Data files, as core and algorithms see them: files in, batches out. A position in the data is an integer.
+"""The contract of a data reader: it reads data files and returns batches. A position in the data is an integer.
 
-A distribution offers the reader by an entry point of the group `whet.data`, as `package.module:instance`.
+A distribution offers its reader as an entry point `package.module:instance` of the group `whet.data`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,72 +15,78 @@ if TYPE_CHECKING:
     from whet.data.chat import ChatTokenizer
 
 Encode = Callable[[Mapping[str, Any], "ChatTokenizer"], Sequence[Mapping[str, Any]]]
-"""(record, tokenizer) -> the sequences of one unit. Each has `tokens`, `loss_mask`, `prompt_length`, and possibly
-further columns: arrays as long as its tokens, or single numbers. Raises `DataError` if the record cannot be used."""
+"""(record, tokenizer) -> the sequences of one unit. Each sequence has `tokens`, `loss_mask` and `prompt_length`. It may
+have further columns: an array with one entry for each token, or a single number. The function raises `DataError` if the
+record cannot be used."""
 
 
 @frozen
 class Look:
-    """What the beginning of a data file shows."""
+    """The result of a look at the beginning of a data file."""
 
     problem: str = ""
-    """Why nothing of the file can be used, as far as its beginning shows."""
+    """The reason why the whole file cannot be used. Empty: the beginning shows no such reason."""
     recognised: str = ""
-    """Format, layout and columns, in words. Empty: the file was not looked at, e.g. because it is on a hub."""
+    """Format, layout and columns, in words. Empty: the file was not read, e.g. because it is on a hub."""
     doubt: str = ""
-    """What is wrong with the first record, and where."""
+    """The mistake in the first record, and its place. Empty: none was found."""
 
 
 class PreparedData(Protocol):
-    """Tokenised data. A batch is a function of step and size alone."""
+    """Tokenised data. A batch depends only on the step and the size."""
 
     status: Callable[[str], None]
     """Called with the progress of slow work."""
 
     def __len__(self) -> int:
-        """Return the number of units of an epoch."""
+        """Return the number of units in an epoch."""
         ...
 
     def batch(self, step: int, size: int) -> "Batch":
-        """Return the batch of a step (from 1) of `size` units."""
+        """Return the batch of a step: `size` units. Steps are counted from 1."""
         ...
 
     def epoch(self, step: int, size: int) -> float:
-        """Return the number of passes over the data after a step, e.g. 1.5."""
+        """Return the number of passes over the data that are done after a step, e.g. 1.5."""
         ...
 
     def steps(self, size: int) -> int:
-        """Return the number of batches of `size` units. Raises `ValueError` unless the run states epochs."""
+        """Return the number of batches of `size` units. Raise `ValueError` if the run has no number of epochs."""
         ...
 
     def validation(self, size: int) -> "list[Batch]":
-        """Return all validation data in order, in batches of `size` units. The last may be smaller."""
+        """Return all validation data in order, in batches of `size` units. The last batch may be smaller."""
         ...
 
     def with_columns(self, compute: Callable[[str, Any], Mapping[str, Any]]) -> "PreparedData":
-        """Return the same data with further columns. `compute(name, part)` returns those of `train` and `validation`:
-        each as long as the part's tokens or its sequences.
+        """Return the same data with further columns.
+
+        `compute(name, part)` returns the new columns of one part; `name` is `train` or `validation`. A column has one
+        entry for each token of the part, or one for each sequence.
         """
         ...
 
 
 class OfflineData(Protocol):
-    """The data files of a run, which are read when they are first needed."""
+    """The data files of a run. They are read when they are first needed."""
 
     def go_on(self, step: int, position: Mapping[str, int]) -> None:
-        """Continue after a step, from the position that was saved with it."""
+        """Continue after a step, from the position that was saved with this step."""
         ...
 
     def position(self, step: int, size: int) -> dict[str, int]:
-        """Return the position in the data after a step of `size` units; a checkpoint holds it."""
+        """Return the position in the data after a step of `size` units. A checkpoint saves this position."""
         ...
 
     def fingerprint(self) -> str:
-        """Return a hash of what decides the batches: the files' contents and the options."""
+        """Return a hash of the files' contents and the options. Together these decide the batches."""
         ...
 
     def prepare(self) -> PreparedData:
-        """Read and tokenise all files, once. Raises `DataError` if too many records are malformed, or none is left."""
+        """Read and tokenise all files, and return the data. Later calls do not read the files again.
+
+        Raise `DataError` if too many records are malformed, or if no record is left.
+        """
         ...
 
 
@@ -88,8 +94,9 @@ class DataReader(Protocol):
     """Reads the section `data` of a config."""
 
     def look(self, file: "DataFile", fields: Sequence[Sequence[str]], names: Mapping[str, str]) -> Look:
-        """Look at the beginning of a file. `fields`: see `AlgorithmFacts.record_fields`; `names`: what the algorithm
-        calls the columns, by their usual names.
+        """Read the beginning of a file, and return what was found.
+
+        `fields`: see `AlgorithmFacts.record_fields`. `names`: maps the usual name of a column to the algorithm's name.
         """
         ...
 
@@ -98,12 +105,13 @@ class DataReader(Protocol):
         status: Callable[[str], None], *, encode: Encode | None, names: Mapping[str, str], epochs: float | None,
         timed: Callable[[], AbstractContextManager[None]],
     ) -> OfflineData:  # fmt: skip
-        """Return the data of a run. `max_length` is in tokens, 0: no limit. `epochs`: passes over it; None: no end.
+        """Return the data of a run, without reading any file yet.
 
-        Nothing is read yet. Tokenising tells its progress to `status`, and runs inside of `timed()`.
+        `max_length`: the longest sequence in tokens; 0: no limit. `epochs`: number of passes over the data; None: no
+        end. Tokenisation calls `status` with its progress, and runs inside the context `timed()`.
         """
         ...
 
     def records(self, epochs: float, records: int) -> int:
-        """Return the number of records in `epochs` epochs of `records`."""
+        """Return the number of records in `epochs` epochs, if one epoch has `records` records."""
         ...

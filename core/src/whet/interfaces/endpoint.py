@@ -1,10 +1,10 @@
-"""The contract of an endpoint: an OpenAI-compatible address at which programs ask the model.
+"""The contract of an endpoint: an OpenAI-compatible address to which programs send requests for the model.
 
-    model.endpoint()         Endpoints.open     one episode; each response is recorded and trained on
-    endpoint.serve: true     Endpoints.serve    a whole run; nothing of it is trained on
+    model.endpoint()         Endpoints.open     for one episode; each response is recorded and trained on
+    endpoint.serve: true     Endpoints.serve    for a whole run; no response is trained on
 
-The hook `whet_endpoints` names the class that implements `Endpoints`. It is built as `target(section)`, where `section`
-is the section `endpoint` of the config, on the driver and only when an endpoint is needed.
+The hook `whet_endpoints` names the class that implements `Endpoints`. The class is built on the driver, and only when
+an endpoint is needed. It is called as `target(section)`, where `section` is the section `endpoint` of the config.
 """
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
@@ -34,38 +34,39 @@ class RecordedSequence(Protocol):
 
     @property
     def turns(self) -> int:
-        """Responses of the model in this sequence."""
+        """Number of responses of the model in this sequence."""
         ...
 
     def history(self, turns: int) -> tuple[IntArray, Conversation]:
-        """Return tokens and messages as they were after this many responses."""
+        """Return the tokens and messages of the sequence after its first `turns` responses."""
         ...
 
     def fork_after(self, turns: int) -> Self:
-        """Start another sequence of the episode with the history after this many responses."""
+        """Start another sequence of the episode, and return it. Its history is `history(turns)` of this sequence."""
         ...
 
     def fresh(self, tools: Tools = ()) -> Self:
-        """Start another sequence of the episode without history, whose prompt describes these tools."""
+        """Start another sequence of the episode, and return it. It has no history; its prompt describes the tools."""
         ...
 
     async def turn(self, messages: Conversation, sampling: Sampling, tokens: IntArray | None = None) -> Turn:
-        """Append messages, sample a response and record it.
+        """Append messages, sample a response, record it and return it.
 
-        tokens [appended]: appended in place of what the chat template makes of the messages.
+        tokens [appended]: if given, these tokens are appended in place of the tokens that the chat template makes of
+        the messages.
         """
         ...
 
 
 class Loop(Protocol):
-    """The event loop of all episodes, which runs on a thread of its own."""
+    """The event loop of all episodes. It runs on its own thread."""
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine there and return its result."""
+        """Run a coroutine on the event loop, and return its result."""
         ...
 
     def try_run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
-        """Run a coroutine there, and return False where the loop runs no longer."""
+        """Run a coroutine on the event loop. Return False if the event loop no longer runs."""
         ...
 
 
@@ -95,13 +96,13 @@ class Endpoints(Protocol):
     ) -> AbstractAsyncContextManager[Address]:
         """Open an endpoint for one episode, on the running event loop, until the context ends.
 
-        Each request extends `sequence` or starts another sequence of its episode. A failure of the model cancels the
-        body of the context and is raised there.
+        Each request extends `sequence` or starts another sequence of the same episode. If the model fails, the body of
+        the context is cancelled, and the context raises the error.
 
         :param sequence: the sequence that the episode begins with.
         :param chat: the tokenizer of the model.
-        :param sampling: the only sampling that requests may ask for.
-        :param ignore: parameters of requests that are not read.
+        :param sampling: the sampling parameters of all requests. Requests may not ask for others.
+        :param ignore: the parameters of requests that are ignored.
         """
         ...
 
@@ -109,15 +110,17 @@ class Endpoints(Protocol):
         self, generator: Generator, chat: Chat, rollout: "RolloutSection", *, max_context: int, seed: int,
         gate: AbstractAsyncContextManager[None], folder: RunFiles, loop: Loop,
     ) -> Callable[[], None]:  # fmt: skip
-        """Serve the model of a run from now on, and return the function that ends it; it is safe to call twice.
+        """Serve the model of a run from now on, and return a function that ends the service.
 
-        :param generator: what samples responses.
+        A second call of this function does nothing.
+
+        :param generator: the generator that samples responses.
         :param chat: the tokenizer of the model.
-        :param rollout: the section of the config with the sampling of requests that ask for nothing else.
+        :param rollout: the section `rollout` of the config: the default sampling parameters of requests.
         :param max_context: the longest sequence in tokens, prompt included; 0: no limit.
-        :param seed: the run's.
-        :param gate: a context that every request to the generator enters; an evaluation shuts it.
-        :param folder: where address, responses and events are written.
+        :param seed: the seed of the run.
+        :param gate: a context that every request to the generator enters. An evaluation closes the gate.
+        :param folder: the run folder, to which the address, responses and events are written.
         :param loop: the event loop of the run's episodes.
         """
         ...

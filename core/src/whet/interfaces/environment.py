@@ -1,9 +1,9 @@
-"""The contract of an environment, and the short way to write the common one.
+"""The contract of an environment, and a short way to write an environment with one response per episode.
 
     def build(config):
         return SingleTurn({"train": tasks}, rewards={"correct": grade, "format": (has_box, 0.1)})
 
-A reward of such an environment is a function of the response's text and the task's data. It may carry a weight.
+A reward of a `SingleTurn` is a function of the response's text and the task's data. It may have a weight.
 """
 
 import inspect
@@ -21,16 +21,17 @@ from whet.errors import DataError, EpisodeError, Undecided
 
 @frozen(eq=False)
 class Address:
-    """Where an external agent finds the model of an episode, in the terms of OpenAI's clients."""
+    """The address of an episode's model for an external agent, with the names of OpenAI's clients."""
 
     base_url: str
-    """E.g. `http://127.0.0.1:41234/v1`."""
+    """The URL of the endpoint, e.g. `http://127.0.0.1:41234/v1`."""
     api_key: str = field(repr=False)
     """Identifies the episode. It is not valid after the endpoint is closed."""
     model: str
     """The model name that requests use."""
     conversations: Callable[[], tuple[Conversation, ...]] = field(repr=False)
-    """Returns the conversations so far, the first sequence's first. Each ends with the model's last response."""
+    """Returns the conversations so far, beginning with the conversation of the first sequence. Each conversation ends
+    with the model's last response."""
 
 
 @runtime_checkable
@@ -40,7 +41,7 @@ class Model(Protocol):
     async def reply(self, messages: "str | Message | Sequence[Message]") -> Reply:
         """Append messages to the history, sample a response, and return it.
 
-        History is append-only: tokens that the model produced are never tokenised again.
+        The history is append-only: the model's own tokens are kept, and never tokenised again.
         """
         ...
 
@@ -51,11 +52,11 @@ class Model(Protocol):
     def endpoint(self, *, ignore: Collection[str] = ()) -> AbstractAsyncContextManager[Address]:
         """Open an OpenAI-compatible endpoint for an external agent: `async with model.endpoint() as address:`.
 
-        The agent's requests are recorded as those of `reply` are. Messages that continue a conversation of this
-        endpoint, or this sequence, continue its recorded tokens. Any other messages begin another sequence of the
-        episode. A request whose sampling parameters differ from the run's is refused, except for the parameters in
-        `ignore`. If the model fails, the body is cancelled and the error is raised. Needs
-        `pip install 'whet[endpoint]'`.
+        The agent's requests are recorded in the same way as calls of `reply`. If the messages of a request continue a
+        conversation of this endpoint, or this sequence, the response continues the recorded tokens. Any other messages
+        start another sequence of the episode. A request is refused if its sampling parameters differ from the run's
+        parameters; the parameters in `ignore` are not compared. If the model fails, the body is cancelled and the error
+        is raised. Needs `pip install 'whet[endpoint]'`.
         """
         ...
 
@@ -65,54 +66,55 @@ class Environment(Protocol):
     """Tasks, and episodes that end in named rewards. The component's target is called as `target(config)`."""
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split. For a split that does not exist, raise `DataError` with the names of the splits.
+        """Return the tasks of a split. If the split does not exist, raise `DataError` with the names of the splits.
 
-        A generated sequence computes item i from its seed, so that a position in the data is an integer.
+        If tasks are generated, item i is computed from a seed and i. So a position in the data is an integer.
         """
         ...
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Play one episode, which calls the model, and return its named rewards.
+        """Play one episode with the model, and return its named rewards.
 
-        A response for which a grader raises `Undecided` counts as wrong. The environment may catch the exception; if it
-        does not, every reward is 0.
+        A response for which a grader raises `Undecided` counts as wrong. The environment may catch the exception. If
+        the environment does not catch it, every reward is 0.
         """
         ...
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Return the weight of each named reward in the total. A name that is missing has weight 1."""
+        """Return the weight of each named reward in the total reward. A name without an entry has weight 1."""
         ...
 
     def close(self) -> None:
-        """Release what the environment holds, e.g. grader processes. Safe to call twice."""
+        """Release the resources of the environment, e.g. grader processes. A second call does nothing."""
         ...
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """An optional extension of `Environment`: majority votes of an evaluation (`maj@k`) need it."""
+    """An optional extension of `Environment`. The majority votes of an evaluation (`maj@k`) need it."""
 
     def final_answer(self, messages: Conversation) -> str | None:
-        """Return the final answer of an episode as text, or None if it has none and so casts no vote.
+        """Return the final answer of an episode as text. Return None if the episode has no answer, and thus no vote.
 
-        Equal answers must be equal text. `messages` is the episode's first sequence. It ends with the model's last
-        response, which may be hostile and of any length. Never read the reference answer here. This runs on the thread
-        of all episodes: be quick.
+        Equal answers must be equal text. `messages` is the conversation of the episode's first sequence. It ends with
+        the model's last response, which may be hostile and of any length. The method must not read the reference
+        answer. It runs on the thread of all episodes, so it must be fast.
         """
         ...
 
 
 RewardFunction = Callable[[str, Mapping[str, Any]], "float | Awaitable[float]"]
-"""(text of the response, task.data) -> reward; may be async."""
+"""(text of the response, task.data) -> reward. The function may be async."""
 AnswerFunction = Callable[[str], str | None]
-"""Text of the model's last response -> its final answer, or None if it has none. Equal answers must be equal text."""
+"""(text of the model's last response) -> final answer, or None if there is none. Equal answers must be equal text."""
 
 
 class SingleTurn:
     """An environment with one prompt and one response per episode.
 
-    `answer`, e.g. `last_boxed` or `str.strip`, extracts the final answer for majority votes; see `Answering`.
+    The function `answer` extracts the final answer for majority votes, e.g. `last_boxed` or `str.strip`; see
+    `Answering`.
     """
 
     final_answer: Callable[[Conversation], str | None] | None = None
@@ -142,7 +144,10 @@ class SingleTurn:
         return self._weights
 
     async def run(self, task: Task, model: Model) -> Mapping[str, float]:
-        """Sample one response and grade it with each reward function. A reward that its grader cannot decide is 0."""
+        """Sample one response, grade it with each reward function, and return the rewards.
+
+        If a reward function raises `Undecided`, its reward is 0.
+        """
         answer = await model.reply(task.prompt)
         rewards: dict[str, float] = {}
         for name, function in self._rewards.items():
@@ -163,7 +168,7 @@ def states_answers(environment: Environment) -> bool:
 
 
 def stated_answer(environment: Environment, messages: Conversation) -> str | None:
-    """Return the final answer of an episode, or None where it has none or the environment cannot extract one."""
+    """Return the final answer of an episode. None: the episode has none, or the environment cannot extract one."""
     if not states_answers(environment):
         return None
     answer = cast(Answering, environment).final_answer(messages)
@@ -173,7 +178,7 @@ def stated_answer(environment: Environment, messages: Conversation) -> str | Non
 
 
 def checked_rewards(rewards: object, environment: str) -> dict[str, float]:
-    """Return the result of `run` as a dict, or raise `EpisodeError` if it does not map names to finite numbers."""
+    """Return the rewards from `run` as a dict. Raise `EpisodeError` unless they map names to finite numbers."""
     if not isinstance(rewards, Mapping) or not rewards:
         raise EpisodeError(
             f"environment {environment!r} returned {rewards!r:.120}, wanted a mapping of reward names to numbers"

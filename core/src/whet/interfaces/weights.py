@@ -1,6 +1,6 @@
-"""The records of a weight sync. A `TransferSpec` identifies one transfer; its manifest proves that all of it arrived.
+"""The records of a weight sync. A `TransferSpec` identifies one transfer. Its manifest proves that all weights arrived.
 
-Senders and receivers meet through the driver, which makes one `TransferSpec` per transfer and sends it to both:
+For each transfer, the driver makes one `TransferSpec` and sends it to the senders and the receivers:
 
     driver    spec = TransferSpec(transport, address, session, version, dtype)
     backend   send_weights(spec)    -> TRANSPORT.send(spec, stream of (name, tensor), sender, senders)
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from whet.data.records import Completion, Request
 
 STREAMED = ("cuda-ipc", "broadcast")
-"""Transports that yield tensors on a GPU, one bucket at a time: a receiver has no room to hold all of them. Both ends
-find each other through the driver's exchange."""
+"""Transports that yield tensors on a GPU, one bucket at a time, because a receiver has no memory for all weights at
+once. Senders and receivers find each other through the driver's exchange."""
 
 
 @frozen
 class TransferSpec:
-    """One transfer of weights. It is complete or refused."""
+    """One transfer of weights. An incomplete transfer is refused."""
 
     transport: str
     """`shared` (same process), `cuda-ipc` (same GPU), `broadcast` (same network), `shared-memory` (any nodes of a run),
@@ -32,74 +32,78 @@ class TransferSpec:
     """For `shared-memory` and `disk`, a folder. For `shared`, a key within the process. For the other transports,
     `host:port` of the driver's exchange."""
     session: str
-    """A fresh name for this transfer. Both ends check it."""
+    """A new name for each transfer. Sender and receiver check it."""
     version: int
-    """Version of the weights: the number of the step that made them; 0 for the weights loaded at the start."""
+    """Version of the weights: the number of the step that made them. 0: the weights loaded at the start."""
     dtype: str = ""
-    """The dtype that the receiver wants, e.g. `float32`. Empty: the dtype that the sender holds."""
+    """The dtype that the receiver needs, e.g. `float32`. Empty: the sender's dtype."""
     senders: int = 1
-    """How many workers send. Each weight comes from exactly one of them."""
+    """Number of workers that send. Exactly one of them sends each weight."""
     receivers: int = 1
-    """How many receivers a sender waits for. `broadcast`: all of them. `cuda-ipc`: those on the sender's GPU. `shared`:
-    how many receivers take the weights."""
+    """Number of receivers that a sender waits for. `broadcast`: all receivers. `cuda-ipc`: receivers on the sender's
+    GPU. `shared`: the number of receivers that take the weights."""
     timeout_seconds: float = 300.0
     token: str = field(default="", repr=False)
-    """A secret that both ends must know, in hexadecimal digits. Used by transports that meet through the exchange."""
+    """A secret in hexadecimal digits that sender and receiver must know. Transports that use the exchange need it."""
     kept: bool = True
-    """For `broadcast` and `cuda-ipc`: whether senders keep a copy for receivers that come late."""
+    """For `broadcast` and `cuda-ipc`: whether senders keep a copy of the weights for late receivers."""
 
 
 Link = TransferSpec
-"""The name of before, for one version."""
+"""The old name of `TransferSpec`, kept for one version."""
 
 
 @frozen
 class Copy:
-    """The copy of a memory on a node."""
+    """A copy of a memory on one node."""
 
     name: str = ""
-    """Its name, by which receivers on the node open it."""
+    """The name of the copy. Receivers on the node open the copy by this name."""
     failure: str = ""
-    """Why there is no copy."""
+    """The reason why there is no copy. Empty: there is a copy."""
 
 
 CopyMemory = Callable[[str, int, str, Collection[str], float], Mapping[str, Copy]]
-"""(memory, its size, its node, nodes that have a copy already, seconds) -> copies by node."""
+"""(name of the memory, its size, its node, nodes that have a copy already, seconds) -> copies by node."""
 
 
 class TransportDriver(Protocol):
-    """The driver's part of a transport. A distribution names it by an entry point, and workers have the other parts:
+    """The driver's part of a transport. The workers run the other parts.
+
+    A distribution names the driver's part by an entry point:
 
         [project.entry-points."whet.transports"]
         disk = "its_package.driver:Files"     # called with (spec, address, copy_memory)
 
-    The `spec` has an address in the scratch folder of the run; `address()` is that of the driver's
-    machine.
+    The address of `spec` is in the scratch folder of the run. `address()` returns the address of the driver's machine.
     """
 
     spec: TransferSpec
-    """What all transfers of a run share. It has no session and no version."""
+    """The common fields of all transfers of a run. `session` and `version` are not set."""
 
     def carry(self, spec: TransferSpec) -> None:
-        """Bring what the senders of a transfer sent to where receivers find it. They are done, receivers may wait."""
+        """Bring the weights of one transfer to the place where its receivers read them.
+
+        All senders are done. Receivers may be waiting already.
+        """
         ...
 
     def close(self) -> None:
-        """Release what the driver holds."""
+        """Release the resources of the driver's part."""
         ...
 
 
 class Proof(Protocol):
-    """Proves that a replica has the weights of a version; see `Probe`."""
+    """A proof that a replica has the weights of a version; see `Probe`."""
 
     def requests(self, replica: int) -> "list[Request]":
-        """Return the requests that the replica has to answer."""
+        """Return the requests that the replica must complete."""
         ...
 
     def check(self, replica: int, completions: "Sequence[Completion]") -> float:
         """Return the mean absolute difference of a replica's logprobs from the trainer's, in nats.
 
-        Raises `WeightSyncError` if the replica does not have the weights.
+        Raise `WeightSyncError` if the replica does not have the weights.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""A `WorkerGroup` is the place of one role in the cluster. `spawn` starts worker objects there.
+"""The contract of workers. A `WorkerGroup` is one role's share of the cluster, and `spawn` starts workers there.
 
-Driver-side handles of backends and generators see only what is here. Launchers implement it: `whet.runtime.inline` in
-this process, `whet.runtime.local` as worker processes, and plugins on clusters of several machines.
+Backends and generators use nothing else of the runtime. Launchers implement this contract: `whet.runtime.inline` in
+the driver's process, `whet.runtime.local` with worker processes, and plugins on clusters of several machines.
 """
 
 from collections import Counter
@@ -23,11 +23,11 @@ class Pending(Protocol):
     """A running call."""
 
     def result(self) -> Any:
-        """Wait for the result and return it. Raises `WorkerError` on failure, death or a missed deadline."""
+        """Wait for the result and return it. Raise `WorkerError` if the worker fails, dies or misses its deadline."""
         ...
 
     def done(self) -> bool:
-        """Return whether `result` would return at once."""
+        """Return whether `result` would return without waiting."""
         ...
 
 
@@ -35,59 +35,63 @@ class PendingEach(Protocol):
     """A running call on several ranks. Each rank succeeds or fails by itself."""
 
     def result(self, rank: int) -> Any:
-        """Wait for one rank's result and return it. Raises `WorkerError` on failure, death or a missed deadline."""
+        """Wait for the result of a rank and return it. Raise `WorkerError` if it fails, dies or misses its deadline."""
         ...
 
     def wait(self) -> None:
-        """Wait until every rank has answered, or one has failed."""
+        """Wait until every rank has answered, or one rank has failed."""
         ...
 
     def when(self, rank: int, call: "Callable[[WorkerError | None], None]") -> bool:
-        """Run `call` once when the rank has answered (with None) or failed (with its error). Any thread may run it.
+        """Run `call` once, when the rank has answered or failed. Any thread may run `call`, and `call` must not wait.
 
-        `call` must not wait. Return False where it will not be run, because the rank has answered already or was not
-        called.
+        The argument of `call` is None if the rank has answered, or the rank's error if it has failed. Return False if
+        `call` will not be run, because the rank has answered or failed already, or was not called.
         """
         ...
 
     def done(self) -> bool:
-        """Return whether `result` would return at once for every rank."""
+        """Return whether every rank has its result, so that `result` does not wait for any rank."""
         ...
 
 
 class Heard(NamedTuple):
-    """Items or the end of one of several streams."""
+    """New items of one of several streams, or the end of this stream."""
 
     rank: int
     items: Sequence[Any] = ()
     over: bool = False
-    """Whether this was the last of that stream."""
+    """Whether the stream has ended."""
     error: Exception | None = None
-    """Why the stream failed, if it did; usually a `WorkerError`."""
+    """The error with which the stream failed, usually a `WorkerError`. None: it has not failed."""
 
 
 class Workers(Protocol):
     """The worker objects of one role, one for each rank.
 
-    A worker class is named by import path. It is built as `Class(rank=WorkerRank, **arguments)` and its public methods
-    are called by name. Arguments and results are builtins, core records and NumPy arrays: they cross processes as
-    records and buffers. Sync methods of one worker run one at a time, in order, on one thread. Coroutine methods and
-    async-generator methods run beside them, on one event loop. A worker class with a `close()` has it called at the
-    end.
+    A worker class is named by its import path. A worker is built as `Class(rank=WorkerRank, **arguments)`, and its
+    public methods are called by name. Arguments and results are builtins, core records and NumPy arrays. They cross
+    processes as records and buffers.
 
-    Calls on single ranks (`start_on`, streams) and calls on several ranks may overtake each other, unless the caller
-    waits for the first before it makes the second.
+    The sync methods of one worker run one at a time, in order, on one thread. Coroutine methods and async-generator
+    methods run at the same time, on one event loop. If a worker class has a method `close()`, it is called at the end.
 
-    `phase` names the kind of wait. It appears in errors, and where `timeout_seconds` is None it chooses the deadline: a
-    field of `DeadlinesSection` (`start`, `train`, `generate`, `weight_sync`, `save`). Empty: the method's name. The
-    deadline of a stream applies to each of its items.
+    Calls on single ranks (`start_on`, streams) and calls on several ranks may overtake each other. To keep their order,
+    wait for the first call before the second.
+
+    `phase` names what the caller waits for. The phase appears in errors. If `timeout_seconds` is None, the phase also
+    chooses the deadline: a field of `DeadlinesSection` (`start`, `train`, `generate`, `weight_sync`, `save`). Empty:
+    the phase is the method's name. The deadline of a stream applies to each item of the stream.
     """
 
     size: int
 
     @property
     def alone(self) -> bool:
-        """Return whether no other role lives in these processes, so that one process can be restarted by itself."""
+        """Return whether no other role has workers in these processes.
+
+        Only then can one process be restarted without the others.
+        """
         ...
 
     def call(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> list[Any]:
@@ -95,19 +99,19 @@ class Workers(Protocol):
         ...
 
     def start(self, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None) -> "Pending":
-        """Start a call on every rank. Its result is the list of results in rank order."""
+        """Start a call on every rank. The result of the call is the list of results in rank order."""
         ...
 
     def start_on(
         self, rank: int, method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "Pending":
-        """Start a call on one rank. Its result is a list of one. A missed deadline ends that rank alone."""
+        """Start a call on one rank. Its result is a list with one item. A missed deadline ends only this rank."""
         ...
 
     def start_each(
         self, ranks: Collection[int], method: str, *args: Any, phase: str = "", timeout_seconds: float | None = None
     ) -> "PendingEach":
-        """Start a call on each of these ranks. A missed deadline ends that rank alone."""
+        """Start a call on each of these ranks. A rank that misses its deadline is ended; the other ranks go on."""
         ...
 
     def scatter(
@@ -125,46 +129,48 @@ class Workers(Protocol):
         """Call an async-generator method of one rank and yield its items.
 
         The call goes to the process that the rank has now, when the first item is requested. Closing the iterator
-        cancels it.
+        cancels the call.
         """
         ...
 
     def streams(self, method: str, shares: Mapping[int, list[Any]], *, phase: str = "") -> AsyncIterator[Heard]:
-        """Call an async-generator method of several ranks, as `stream` does. Each rank gets its own list from `shares`.
+        """Call an async-generator method of several ranks, and yield the items of all streams as they arrive.
 
-        Yields the items as they arrive. Each rank succeeds or fails by itself. Ends when all streams have ended.
+        Each rank is called as in `stream`, with its own argument list from `shares`. Each rank succeeds or fails by
+        itself. The iterator ends when all streams have ended.
         """
         ...
 
     def restart(self, rank: int) -> None:
-        """End the process of one rank, start another, and build the worker again with the same arguments.
+        """End the process of one rank, start a new process, and build the worker again with the same arguments.
 
-        Running calls of that rank fail. Possible only where the workers are `alone` and have no collective among them.
+        Running calls of the rank fail. A restart is possible only if the workers are `alone` and use no collectives
+        among themselves.
         """
         ...
 
     def close(self) -> None:
-        """End the workers with every process that they started: ask first, then kill. Safe to call twice."""
+        """End the workers and every process that they started: ask first, then kill. A second call does nothing."""
         ...
 
 
 @frozen
 class WorkerRank:
-    """What a worker knows about its place in the run; passed as the keyword argument `rank`."""
+    """A worker's place in the run. Each worker receives it as the keyword argument `rank`."""
 
     role: str
     rank: int
     size: int
     rendezvous: str = ""
-    """URL for `torch.distributed.init_process_group` where size > 1, e.g. `tcp://127.0.0.1:PORT` or `file://...`."""
+    """URL for `torch.distributed.init_process_group` if size > 1, e.g. `tcp://127.0.0.1:PORT` or `file://...`."""
     threads: int = 1
-    """Number of threads for compute."""
+    """Number of threads for computation."""
     device: str = "cpu"
     """`cpu` or `cuda:INDEX`."""
 
 
 class WorkerGroup(Protocol):
-    """The place of one role in the cluster. Its workers are started there."""
+    """One role's share of the cluster. The workers of the role are started there."""
 
     @property
     def role(self) -> str:
@@ -178,9 +184,9 @@ class WorkerGroup(Protocol):
 
     @property
     def host_groups(self) -> tuple[str, ...]:
-        """Return a name for the process of each rank.
+        """Return the name of the process of each rank.
 
-        Two roles with an equal name share that process, and so can share tensors.
+        If two roles have an equal name, they share this process, and so they can share tensors.
         """
         ...
 
@@ -190,36 +196,38 @@ class WorkerGroup(Protocol):
 
 
 class Give(Protocol):
-    """Gives weights to a replica that was restarted."""
+    """A function that sends weights to a restarted replica."""
 
     def __call__(self, spec: "TransferSpec | None", proof: "Proof | None" = None) -> None:
-        """Send the weights of the transfer to the replica, then check the proof if there is one. None: it already
-        has them.
+        """Send the weights of the transfer to the replica. Then check the proof, if there is one.
+
+        None as `spec`: the replica already has the weights.
         """
         ...
 
 
 class Replacing(Protocol):
-    """Allows a generator to replace replicas that were lost."""
+    """The permission for a generator to replace lost replicas, and the way to send them weights."""
 
     losses: Counter[str]
-    """How many replicas were lost while they ran a request, by request id. Outlives the generator."""
+    """By request id: the number of replicas that were lost while they ran this request. The counts outlive the
+    generator."""
 
     def grant(self, error: "WorkerLost") -> bool:
-        """Return whether a replica may be restarted after this error. Record the decision and show it to the user."""
+        """Return whether a replica may be restarted after this error. Record the decision, and show it to the user."""
         ...
 
     def sync(self, give: Give) -> None:
-        """Call `give` once, with the spec and proof that bring the replica to the current weights.
+        """Wait until the weights can be sent. Then call `give` once, with the spec and proof of the current weights.
 
-        Wait until the weights can be sent. No other weight sync begins meanwhile.
+        No other weight sync begins in the meantime.
         """
         ...
 
 
 @frozen
 class RoleContext:
-    """Everything that a backend or generator gets beside its config."""
+    """Everything that a backend or generator receives in addition to its config."""
 
     slice: WorkerGroup
     model: "ModelInfo"
@@ -229,14 +237,14 @@ class RoleContext:
     scratch: "Path"
     """A folder of this run for temporary files."""
     status: Callable[[str], None] = lambda text: None
-    """Shows what is going on, e.g. "rollouts, 91 of 128 episodes finished"."""
+    """Shows the user the current activity, e.g. "rollouts, 91 of 128 episodes finished"."""
     max_context: int = 0
-    """Longest sequence, in tokens, that will be requested; 0: the model's own limit."""
+    """Length of the longest sequence that will be requested, in tokens. 0: the model's own limit."""
     trained: bool = True
-    """Whether the model is trained here. If not, it needs no optimizer."""
+    """Whether this role trains the model. If not, the model needs no optimizer."""
     replacing: Replacing | None = None
-    """For generators. None: lost replicas are not replaced."""
+    """Only for generators. None: lost replicas are not replaced."""
 
 
 Slice, Site = WorkerGroup, RoleContext
-"""The names of before, for one version."""
+"""The old names of `WorkerGroup` and `RoleContext`, kept for one version."""
