@@ -28,7 +28,7 @@ PREFIX = "reward:"
 
 @frozen(eq=False)
 class Episodes:
-    """The episodes of a batch; each counts once, however many sequences it has."""
+    """The episodes of a batch. An episode counts once, however many sequences it has."""
 
     first: NDArray[Any]
     """The position of one sequence of each episode: [E]."""
@@ -45,7 +45,7 @@ def episodes_of(batch: Batch) -> Episodes:
 
 
 class GroupMean:
-    """Rewards centred in their group, and scaled; see `whet_ops.advantages.group_mean`."""
+    """The reward minus the mean of its group, then scaled. See `whet_ops.advantages.group_mean`."""
 
     def __init__(self, config: GroupMeanConfig) -> None:
         self.config = config
@@ -67,13 +67,13 @@ class GroupMean:
 
 
 class Rloo:
-    """Rewards less the mean of the others of the group.
+    """The reward minus the mean of the group's other rewards.
 
         advantage = reward - mean of the group's other rewards;    whiten: / (deviation over the batch + epsilon)
 
-    Ahmadian et al. 2024 (arXiv:2402.14740). TRL's `normalize_advantages` is `whiten`, but for the mean
-    over the batch, which is 0. A group whose rewards are all equal gets exactly 0; so does a group of one, unless
-    `singleton` says otherwise.
+    Ahmadian et al. 2024 (arXiv:2402.14740). `whiten` is TRL's `normalize_advantages`. TRL also subtracts the mean over
+    the batch, which is 0. If all rewards of a group are equal, its advantages are exactly 0. The advantage of a group
+    of one is also 0, unless `singleton` is `reward`.
     """
 
     def __init__(self, config: RlooConfig) -> None:
@@ -97,17 +97,17 @@ class ReinforcePlusPlus:
         advantage = (A - mean over the batch) / sqrt(max(variance over the batch, epsilon))
 
     Hu et al. 2025, section 3 (arXiv:2501.03262). Mean and variance are over trained tokens, as in OpenRLHF, verl and
-    NeMo RL, or over episodes. Tokens of an episode with n sequences weigh 1 / n each. verl uses the unbiased variance
-    plus epsilon; the others and whet use the biased variance, at least epsilon. A batch of equal rewards
-    gets exactly 0. Rewards and penalties are kept apart until the end, so that with a baseline a group of equal rewards
-    has exactly the advantages that its penalties make.
+    NeMo RL, or over episodes. Each token of an episode with n sequences weighs 1 / n. verl uses the unbiased variance
+    plus epsilon. OpenRLHF, NeMo RL and whet use the biased variance, at least epsilon. If all rewards of a batch are
+    equal, the advantages are exactly 0. Rewards and penalties are added only at the end. So with a baseline, if all
+    rewards of a group are equal, its advantages come exactly from its penalties.
     """
 
     def __init__(self, config: ReinforcePlusPlusConfig) -> None:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each token [N], or without `per_token` of each sequence [B]."""
+        """Return the advantage of each token [N], or, without `per_token`, of each sequence [B]."""
         config, episodes = self.config, episodes_of(batch)
         rewards, penalties, costs = apart(batch)
         own = config.kl_of == "own" and config.per_token
@@ -126,7 +126,7 @@ class ReinforcePlusPlus:
         if own:
             values = self._to_come(rewards, np.zeros(batch.tokens), mask, lengths) + costs
         else:
-            # What an episode pays beside this sequence's own tokens: its other sequences, less the group's mean.
+            # The penalty of the episode's other sequences, minus the group's mean.
             beside = penalties - segment_sum(costs, lengths)
             values = self._to_come(rewards + beside, costs, mask, lengths)
         return self._whiten(values, expand(share, lengths) * mask)
@@ -147,10 +147,10 @@ class ReinforcePlusPlus:
 
 
 def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the rewards [B] without `kl_reward`, this penalty per episode [B], and per token [N].
+    """Return the rewards without the penalty `kl_reward` [B], the penalty per episode [B] and per token [N].
 
-    They are the columns of `policy_steps.penalise_kl`. If the penalty is off, both are 0. Without the
-    column `task_reward` the penalty is subtracted from `reward`, which leaves rounding errors.
+    `policy_steps.penalise_kl` writes the columns that this function reads. If the penalty is off, both penalties are 0.
+    Without the column `task_reward`, the penalty is subtracted from `reward`, which leaves rounding errors.
     """
     costs = np.asarray(batch["token_rewards"] if "token_rewards" in batch else np.zeros(batch.tokens), np.float64)
     penalties = of_episodes(batch, segment_sum(costs, batch["lengths"]))
@@ -160,10 +160,10 @@ def apart(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArr
 
 
 class Opo:
-    """Rewards less the mean of their group weighted by length; see `whet_ops.advantages.length_weighted`.
+    """The reward minus the length-weighted mean of its group. See `whet_ops.advantages.length_weighted`.
 
-    The length of an episode is the number of tokens that the model produced, divided by its sequences where it has
-    several, whether or not `overlong.mask` keeps them from being trained.
+    The length of an episode is the number of tokens that the model produced, divided by the number of its sequences.
+    Tokens that `overlong.mask` removes from training count too.
     """
 
     def __init__(self, config: OpoConfig) -> None:
@@ -180,19 +180,19 @@ class Opo:
 
 
 class Remax:
-    """Rewards less that of the likeliest response to the same prompt.
+    """The reward minus the reward of the likeliest response to the same prompt.
 
         A(t) = reward + token rewards (-weight * KL) from the token on - reward of the response at temperature 0
 
-    Li et al. 2023, algorithm 2 (arXiv:2310.10505). The likeliest response is sampled beside each group and is not
-    trained on. Its reward has no penalties, as in verl. Nothing is normalised.
+    Li et al. 2023, algorithm 2 (arXiv:2310.10505). One more response is sampled for each group at temperature 0. The
+    loop does not train on it. Its reward has no penalties, as in verl. The advantages are not normalised.
     """
 
     def __init__(self, config: RemaxConfig) -> None:
         self.config = config
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
-        """Return the advantage of each token [N], or without `per_token` of each sequence [B]."""
+        """Return the advantage of each token [N], or, without `per_token`, of each sequence [B]."""
         if "greedy_reward" not in batch:
             raise DataError(
                 "the batch has no column 'greedy_reward': its groups were sampled without a greedy response"
@@ -206,9 +206,9 @@ class Remax:
 
 
 class Gdpo:
-    """Each named reward normalised in its group, then added up, then scaled over the batch.
+    """Each named reward is normalised in its group. The sum of the results is scaled over the batch.
 
-    See `whet_ops.advantages.gdpo` and `whiten`. A token of an episode with n sequences weighs 1 / n.
+    See `whet_ops.advantages.gdpo` and `whiten`. Each token of an episode with n sequences weighs 1 / n.
     """
 
     def __init__(self, config: GdpoConfig) -> None:

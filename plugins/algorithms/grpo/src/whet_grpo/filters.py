@@ -6,10 +6,10 @@ from whet_grpo.config import UnequalRewardsConfig
 
 
 class UnequalRewards:
-    """Keeps groups whose rewards differ; the others have advantage 0.
+    """Keeps groups whose rewards differ. In a group of equal rewards, all advantages are 0.
 
-    The dynamic sampling of DAPO: Yu et al. 2025 (arXiv:2503.14476), section 3.2. It compares the rewards of
-    the environment, before any penalty of the algorithm. `rollout.max_filtered_groups` limits how many groups
+    The dynamic sampling of DAPO: Yu et al. 2025 (arXiv:2503.14476), section 3.2. The filter compares the rewards of the
+    environment, before any penalty of the algorithm. `rollout.max_filtered_groups` limits the number of groups that
     filters may remove in a row.
     """
 
@@ -24,7 +24,7 @@ class UnequalRewards:
     def _reward(self, episode: Episode) -> float:
         name = self.config.reward
         if name and name not in episode.rewards:
-            if episode.undecided:  # an environment need not name its rewards before it gives them
+            if episode.undecided:  # before the reward is known, its name may be missing
                 return 0.0
             raise DataError(f"there is no reward {name!r} to compare; there is {', '.join(episode.rewards)}")
         return episode.rewards[name] if name else episode.reward

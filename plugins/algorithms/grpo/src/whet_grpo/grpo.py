@@ -1,6 +1,6 @@
-"""Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), and the family that grew from it.
+"""Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), and the algorithms derived from it.
 
-What varies is chosen in the config: advantages, loss, filters, penalties, correction, minibatches and epochs.
+The config chooses the parts: advantages, loss, filters, penalties, correction, minibatches and epochs.
 """
 
 from typing import TYPE_CHECKING
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Grpo:
-    """The loop: sample, compare, learn, hand the weights over."""
+    """The loop: sample, compare, train, sync the weights."""
 
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config
 
     def run(self, parts: "OnlineParts") -> None:
-        """Run from the first step that is left to the last."""
+        """Run the remaining steps."""
         config, rollouts, backend = self.config, parts.rollouts, parts.backend
         advantages = parts.build(config.advantages)
         before, within = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
         old = choose_old_logprobs(config, parts.config.rollout.max_staleness)
         loss = with_correction(parts.loss, within)
-        reference = wants_reference(config, ModelInfo(""))  # what a loss reads does not depend on the model
+        reference = wants_reference(config, ModelInfo(""))  # the columns a loss reads do not depend on the model
         longest = parts.config.rollout.max_tokens
         bounds = config.clip_advantages, config.clip_advantages_below
         carried = parts.steps.state if config.kl_reward.adaptive.target else None
@@ -64,7 +64,7 @@ class Grpo:
 
 
 def choose_old_logprobs(config: GrpoConfig, max_staleness: int) -> OldLogprobs:
-    """Return where the old policy's logprobs come from; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
+    """Return the source of the old policy's logprobs; see `whet_ops.algorithms.policy_steps.choose_old_logprobs`."""
     before, _ = place_correction(config.correction, several(config), config.kl_reward, config.top_entropy)
     scored = several(config) or before.wanted
     return policy_steps.choose_old_logprobs(config.old_logprobs, scored, config.correction.wanted, max_staleness)

@@ -56,11 +56,11 @@ Formula = Callable[[Responses], PolicyGradient]
 
 
 class PolicyLoss:
-    """A formula, averaged, with a penalty for leaving the reference policy, a likelihood term, and metrics.
+    """The average of a formula, a penalty for the distance to the reference policy, a likelihood term, and metrics.
 
-    Without the column `old_logprobs` the policy's own logprobs take its place, and the ratio is
-    exactly 1. Advantages are per sequence [B] or per token [N]. Without a penalty, sequences whose advantages are all 0
-    count in the mean and nowhere else: they have no gradient, unless the response is right and `likelihood` is on.
+    Without the column `old_logprobs`, the loss uses the policy's own logprobs instead, and the ratio is exactly 1.
+    Advantages are per sequence [B] or per token [N]. A sequence whose advantages are all 0 counts in the mean but has
+    no gradient. Exceptions: the penalty is on, or `likelihood` is on and the response is right.
     """
 
     def __init__(self, config: GroupLossConfig, formula: Formula) -> None:
@@ -78,12 +78,19 @@ class PolicyLoss:
         self.weights: Mapping[str, float] = weights
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the count that divides each term, dead sequences included; `likelihood`: tokens of right responses."""
+        """Return the count that divides each term. Sequences without a gradient count too.
+
+        The count of the term `likelihood` is the number of tokens of right responses.
+        """
         counts = dict.fromkeys(self.weights, aggregation.counted(batch, self.config))
         return counts | ({"likelihood": self._right(batch).sum()} if "likelihood" in counts else {})
 
     def live(self, batch: Batch) -> Any:
-        """Return the sequences that have an advantage or are right; with a penalty, all sequences with loss tokens."""
+        """Return whether each sequence [B] can have a gradient.
+
+        It can if an advantage is not 0, or with `likelihood` if the response is right. With a penalty, each sequence
+        with loss tokens can.
+        """
         if self.config.kl.weight:
             return _trained(batch["loss_mask"], batch)
         moving = moved(batch, "advantages")
@@ -92,8 +99,8 @@ class PolicyLoss:
     def __call__(self, outputs: Mapping[str, Any], batch: Batch) -> LossResult:
         """Return the sums over this micro-batch.
 
-        Metrics are over the tokens that can have a gradient. If there are none, metrics are over all loss tokens: with
-        a broken sampler all rewards may be 0, and then the logprob gap must still be visible.
+        Metrics are over the tokens that can have a gradient. If no token can, metrics are over all loss tokens: with a
+        broken sampler, all rewards may be 0, and then the logprob gap must still be visible.
         """
         logprobs, lengths = outputs["logprobs"], batch["lengths"]
         mask = batch["loss_mask"] & expand(self.live(batch), lengths)
@@ -120,13 +127,13 @@ class PolicyLoss:
         return LossResult(terms, metrics)
 
     def _sum(self, values: Tensor, mask: Tensor, lengths: Tensor, near: Tensor | None = None) -> Tensor:
-        # `where` rather than a product: whatever stands at a masked token must not reach the sum.
+        # `where` rather than a product: a nan or inf at a masked token must not reach the sum.
         values = torch.where(mask if near is None else mask & near, values, 0.0)
         total: Tensor = aggregation.total(values, mask, lengths, self.config.aggregation)
         return total
 
     def _near(self, a: Responses, batch: Batch) -> Tensor | None:
-        """Return the mask of the tokens [N] that off-policy masking keeps. None: it is off."""
+        """Return the mask of the tokens [N] that off-policy masking keeps; None if the masking is off."""
         section = self.config.off_policy
         if section.threshold is None:
             return None
@@ -138,7 +145,7 @@ class PolicyLoss:
 
 
 def _trained(mask: Tensor, batch: Batch) -> Any:
-    """Return which sequences [B] have a token under a mask [N]."""
+    """Return whether each sequence [B] has a token under a mask [N]."""
     return segment_sum(mask.long(), batch["lengths"]) > 0
 
 

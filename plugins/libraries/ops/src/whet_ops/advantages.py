@@ -1,4 +1,4 @@
-"""Advantages from rewards and groups, on NumPy: how much better a sample was than others of its task."""
+"""Advantages from rewards and groups, on NumPy: the reward of a sample compared with other samples of its task."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,7 +10,7 @@ Scale = Literal["group", "batch", "none"]
 Singleton = Literal["zero", "reward"]
 """The advantage of a sample that is alone in its group: 0, or its reward, as in verl."""
 EpsilonAt = Literal["floor", "variance", "deviation"]
-"""How an epsilon is used: as the smallest variance, added to the variance, or added to the deviation."""
+"""The use of an epsilon: the smallest variance, added to the variance, or added to the deviation."""
 
 
 def group_mean(
@@ -24,20 +24,24 @@ def group_mean(
     std_over: Literal["group", "others"] = "group",
     singleton: Singleton = "zero",
 ) -> NDArray[np.float32]:
-    """Centre rewards in their group, and scale them. rewards [B], group [B] -> [B] float32, computed in float64.
+    """Return rewards minus the mean of their group, scaled. rewards, group [B] -> [B] float32, computed in float64.
 
         advantage = (reward - mean of the group) / (standard deviation + epsilon)
 
-    `scale` chooses the deviation: that of the sample's `group` (Shao et al. 2024, arXiv:2402.03300, section 4.1), that
-    of all rewards of the `batch` (Liu et al. 2025, arXiv:2508.08221), or `none`, no division (Liu et al. 2025, "Dr.
-    GRPO", arXiv:2503.20783). `unbiased` divides by n - 1 rather than n. `leave_one_out` takes the mean of the other
-    samples as baseline (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others` the deviation of a
-    group also leaves out the sample itself, and a sample whose others are all equal is not divided; NeMo RL does so,
-    with epsilon 1e-6.
+    `scale` chooses the deviation:
 
-    The defaults are those of TRL; verl has epsilon 1e-6. A group whose rewards are all equal gets exactly 0, so that no
-    gradient is computed from rounding errors. So does a group of one, unless `singleton` is `reward`: then it gets its
-    reward, as if the baseline were 0 and the deviation 1 (verl).
+        group    of the rewards of the sample's group       Shao et al. 2024, section 4.1 (arXiv:2402.03300)
+        batch    of all rewards of the batch                Liu et al. 2025 (arXiv:2508.08221)
+        none     no division                                Liu et al. 2025, "Dr. GRPO" (arXiv:2503.20783)
+
+    `unbiased` divides by n - 1 rather than n. With `leave_one_out`, the baseline is the mean of the group's other
+    samples (RLOO; Ahmadian et al. 2024, arXiv:2402.14740). With `std_over` `others`, the deviation of a group also
+    leaves out the sample itself. If the rewards of the other samples are all equal, the sample is not divided. NeMo RL
+    does the same, with epsilon 1e-6.
+
+    The defaults are those of TRL; verl has epsilon 1e-6. If all rewards of a group are equal, its advantages are
+    exactly 0, so that no gradient is computed from rounding errors. The advantage of a group of one is also 0. If
+    `singleton` is `reward`, it is the reward, as if the baseline were 0 and the deviation 1 (verl).
     """
     rewards = np.asarray(rewards, np.float64)
     centred, owner, size = _centred(rewards, group)
@@ -64,7 +68,8 @@ def group_mean(
 def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], singleton: Singleton = "zero") -> NDArray[np.float64]:
     """Return rewards minus the mean of their group. rewards [B], group [B] -> [B] float64.
 
-    Equal rewards of a group give exactly 0, and so does a group of one unless `singleton` is `reward`.
+    If all rewards of a group are equal, the result is exactly 0. For a group of one it is 0, unless `singleton` is
+    `reward`.
     """
     rewards = np.asarray(rewards, np.float64)
     centred, owner, size = _centred(rewards, group)
@@ -74,14 +79,15 @@ def less_group_mean(rewards: NDArray[Any], group: NDArray[Any], singleton: Singl
 def length_weighted(
     rewards: NDArray[Any], group: NDArray[Any], sizes: NDArray[Any], singleton: Singleton = "zero"
 ) -> NDArray[np.float32]:
-    """Return rewards minus the mean of their group weighted by length. rewards, group, sizes [B] -> [B] float32.
+    """Return rewards minus the length-weighted mean of their group. rewards, group, sizes [B] -> [B] float32.
 
         advantage = reward - sum over the group of size * reward / sum over the group of size
 
-    OPO: Hao et al. 2025 (arXiv:2505.23585): the baseline of least variance, if the squared norm of a response's
-    gradient is proportional to its length. `sizes` are in tokens; a group without any tokens has the plain mean.
-    Nothing is divided by a deviation. Computed in float64; equal rewards give exactly 0, and so does a group of one
-    unless `singleton` is `reward`, as in verl.
+    OPO: Hao et al. 2025 (arXiv:2505.23585). This baseline has the least variance, if the squared norm of a response's
+    gradient is proportional to its length. `sizes` are in tokens. A group without any tokens has the unweighted mean.
+    The advantages are not divided by a deviation. They are computed in float64. If all rewards of a group are equal,
+    its advantages are exactly 0. The advantage of a group of one is 0, or its reward if `singleton` is `reward`, as in
+    verl.
     """
     rewards, sizes = np.asarray(rewards, np.float64), np.asarray(sizes, np.float64)
     centred, owner, size = _centred(rewards, group)
@@ -97,9 +103,9 @@ def length_weighted(
 
 
 def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return rewards minus the mean of their group [B], the group of each, counted from 0 [B], and the group sizes [G].
+    """Return rewards minus the mean of their group [B], the index of the group of each [B], and the group sizes [G].
 
-    Groups of equal rewards have exactly 0.
+    If all rewards of a group are equal, the differences are exactly 0.
     """
     if rewards.ndim != 1 or rewards.shape != np.shape(group):
         raise ValueError(f"rewards and group must be [B] alike, found {rewards.shape} and {np.shape(group)}")
@@ -114,12 +120,13 @@ def _centred(rewards: NDArray[Any], group: NDArray[Any]) -> tuple[NDArray[Any], 
 
 
 def _of_others(centred: NDArray[Any], squares: NDArray[Any], others: NDArray[Any], unbiased: bool) -> NDArray[Any]:
-    """Return the deviation of each sample's others. centred, squares of its group, number of others: [B] each
-    -> [B].
+    """Return, for each sample, the deviation of the group's other samples: [B].
+
+    centred [B], sum of squares of the sample's group [B], number of other samples [B].
     """
     number = np.maximum(others, 1)
     variance = (squares - centred**2) / number - (centred / number) ** 2
-    # The result for equal others is a rounding error, which must not be divided by.
+    # If the other samples are equal, the variance is a rounding error, and must not be a divisor.
     variance = np.where(variance > 1e-12 * squares, variance, 0.0)
     return np.asarray(np.sqrt(variance * (number / np.maximum(number - 1, 1) if unbiased else 1.0)))
 
@@ -139,14 +146,15 @@ def whiten(
         variance    (values - mean) / sqrt(variance + epsilon)           verl, TRL's PPO, NeMo RL's PPO
         deviation   (values - mean) / (sqrt(variance) + epsilon)         TRL's RLOO and GDPO
 
-    `unbiased` multiplies the variance by n / (n - 1), n being the sum of the weights: verl and TRL do, OpenRLHF and
-    NeMo RL's REINFORCE++ do not. Equal values, and a single one, give exactly 0. `centre=False` only divides.
+    `unbiased` multiplies the variance by n / (n - 1), where n is the sum of the weights. verl and TRL do so; OpenRLHF
+    and NeMo RL's REINFORCE++ do not. If all values are equal, or there is only one, the result is exactly 0.
+    `centre=False` only divides.
     """
     total, seen = float(weights.sum()), values[weights > 0].astype(np.float64)
     if total <= 0 or seen.min() == seen.max():
         return np.zeros(len(values))
-    # Values are divided by the largest, so that squares of huge numbers stay finite and those of tiny ones do not
-    # vanish.
+    # Values are divided by the largest value, so that the squares of large values stay finite and the squares of small
+    # values do not become 0.
     unit = max(float(np.abs(seen).max()), 1e-150)
     scaled = values.astype(np.float64) / unit
     average = float((scaled * weights).sum()) / total
@@ -154,7 +162,7 @@ def whiten(
     if unbiased and total > 1:
         variance *= total / (total - 1)
     own, least = np.sqrt(variance) * unit, np.sqrt(epsilon)
-    # hypot is the square root of the sum of squares, which stays finite where the squares would not.
+    # hypot is the square root of the sum of squares. It stays finite even if the squares do not.
     spread = {"floor": max(own, least), "variance": np.hypot(own, least), "deviation": own + epsilon}
     deviation = spread[epsilon_at] / unit
     return np.asarray((scaled - average * centre) / deviation)
@@ -182,13 +190,16 @@ def gdpo(
         A   = sum over n of weight_n * A_n
         advantage = A / (standard deviation of A in the batch + epsilon)
 
-    GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). A_n is as in `group_mean`, the last line as in `whiten`, with
-    `batch_epsilon` if one is given. The paper also subtracts the mean of A in the batch. This mean is 0, because that
-    of each group is, so it is left out: a group in which every reward is equal gets exactly 0. The mean is not 0 where
-    each sample is weighted by its number of `tokens` [B] (verl), or the deviation is that of the others (NeMo RL):
-    there `centre` subtracts it. A sample without a reward of some name (nan) gets nothing from this name, and its group
-    is normalised without it, as in TRL. The defaults are TRL's; NeMo RL has epsilon 1e-6 within groups and none over
-    the batch.
+    GDPO: Liu et al. 2026, section 3.1 (arXiv:2601.05242). A_n is as in `group_mean`. The last line is as in `whiten`,
+    with `batch_epsilon` if one is given.
+
+    The paper also subtracts the mean of A in the batch. This mean is 0, because the mean of each group is 0. It is not
+    subtracted here, so that a group in which every reward is equal gets exactly 0. The mean is not 0 if each sample is
+    weighted by its number of `tokens` [B] (verl), or if the deviation is over the other samples (NeMo RL). For these
+    cases, `centre` subtracts the mean.
+
+    If a sample has no reward of some name (nan), this name adds 0 to its advantage. Its group is normalised without the
+    sample, as in TRL. The defaults are those of TRL. NeMo RL has epsilon 1e-6 within groups and none over the batch.
     """
     combined = np.zeros(len(group))
     for name, weight in weights.items():
@@ -204,6 +215,6 @@ def gdpo(
 
 
 def _divide(values: NDArray[Any], by: NDArray[Any]) -> NDArray[Any]:
-    """Return values / by. Where `by` is 0, because equal rewards meet an epsilon of 0, the result is 0."""
+    """Return values / by, and 0 where `by` is 0. `by` is 0 for equal rewards with an epsilon of 0."""
     quotient: NDArray[Any] = np.divide(values, by, out=np.zeros_like(values), where=by > 0)
     return quotient

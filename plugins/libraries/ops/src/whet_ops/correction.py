@@ -1,15 +1,19 @@
-"""The gap between the engine that sampled and the trainer: importance weights, masks and a guard. On NumPy.
-
-Both hold the same weights and still round differently; with stale weights they really differ. With
+"""The gap between the engine that samples and the trainer: importance weights, masks and a guard. On NumPy.
 
     k = exp(trainer's logprob - sampler's logprob)                        of a token
     K = exp(sum over a sequence of trainer's - sampler's)                 of a sequence
-    G = exp(mean over a sequence of trainer's - sampler's)                of a sequence, whatever its length
+    G = exp(mean over a sequence of trainer's - sampler's)                of a sequence, independent of its length
 
-the field multiplies a token's loss by a truncated weight (TIS: Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"), or removes the token (IcePop: Ling Team 2025, arXiv:2510.18855, section 3.2), or
-its sequence (Liu et al. 2025, "When speed kills stability"). The exponent of k, K or G is clamped to plus or minus 20;
-the sums and means are taken of unclamped log-ratios. Divergences (k2, k3) are of clamped log-ratios of tokens.
+Sampler and trainer have the same model weights but round differently. With stale weights, the models differ. There are
+three corrections:
+
+- Multiply a token's loss by a truncated weight (TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you
+  off-policy RL training").
+- Remove the token (IcePop: Ling Team 2025, arXiv:2510.18855, section 3.2).
+- Remove its sequence (Liu et al. 2025, "When speed kills stability").
+
+The exponent of k, K or G is clamped to plus or minus 20. The log-ratios in a sum or mean are not clamped before.
+Divergences (k2, k3) are computed from clamped log-ratios of tokens.
 """
 
 from typing import Any, Literal
@@ -24,13 +28,13 @@ Level = Literal["none", "token", "sequence"]
 Mask = Literal["none", "token", "sequence", "product", "worst"]
 Measure = Literal["ratio", "k2", "k3"]
 _LARGEST = 600.0
-"""The largest exponent whose exponential, summed over many tokens, is finite in float64."""
+"""The largest exponent. Its exponential, summed over many tokens, is finite in float64."""
 
 
 def gap(trainer: NDArray[Any], sampler: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
     """Return the trainer's minus the sampler's logprobs in nats, 0 where the mask is false. All [N] -> [N] float32.
 
-    They are clamped only to `MOST_NATS`, so that a token that only one of the two can produce stays finite.
+    The gaps are clamped only to `MOST_NATS`. So a gap is finite even if only one of the two can produce the token.
     """
     found: NDArray[Any] = np.where(mask, log_ratio(trainer, sampler, MOST_NATS), np.float32(0))
     return found
@@ -41,7 +45,7 @@ def importance_weights(
 ) -> NDArray[Any]:
     """Return the truncated weight clip(k or K, floor, cap). gaps [N], lengths [B] -> [N] by token, [B] by sequence.
 
-    `sequence` is the product over the tokens, as in NeMo RL, TRL and verl.
+    For `sequence`, the weight is the product over the tokens, as in NeMo RL, TRL and verl.
     """
     if level == "none":
         return np.ones(len(lengths), np.float32)
@@ -58,12 +62,15 @@ def within(
     high: float,
     measure: Measure = "ratio",
 ) -> NDArray[Any]:
-    """Return what may stay: where k, for `sequence` G, for `product` K, is in [low, high]. -> bool, [N] by token, else
-    [B].
+    """Return whether the mask keeps each token [N] or each sequence [B]: bool.
 
-    G is NeMo RL's, K is TRL's. `worst` requires it of each k in the sequence. With the `measure` k2 or k3, an estimate
-    of KL(sampler || trainer) must be at most `high`: that of a token, for `sequence` the mean, for `product` the sum,
-    for `worst` the largest: verl's `token_k3`, `seq_mean_k3`, `seq_sum_k3` and `seq_max_k3`.
+        level       result    measure ratio                    measure k2 or k3
+        token       [N]       k in [low, high]                 estimate of the token <= high    verl's token_k3
+        sequence    [B]       G in [low, high]                 mean over the tokens <= high     verl's seq_mean_k3
+        product     [B]       K in [low, high]                 sum over the tokens <= high      verl's seq_sum_k3
+        worst       [B]       each k in [low, high]            largest of the tokens <= high    verl's seq_max_k3
+
+    The measures k2 and k3 estimate KL(sampler || trainer). NeMo RL compares G, TRL compares K.
     """
     if level == "none":
         return np.ones(len(lengths), np.bool_)
@@ -82,9 +89,9 @@ def within(
 
 
 def normalised(weights: NDArray[Any], lengths: NDArray[Any], mask: NDArray[Any], level: Level) -> NDArray[Any]:
-    """Return weights, [N] or [B], divided by their mean over tokens or, for the level `sequence`, over sequences.
+    """Return weights [N] or [B] divided by their mean over tokens, or, for the level `sequence`, over sequences.
 
-    verl's `rollout_is_batch_normalize`. Weights whose mean is 0 stay unchanged.
+    This is verl's `rollout_is_batch_normalize`. If the mean is 0, the weights stay unchanged.
     """
     trained = segment_sum(mask.astype(np.int64), lengths)
     if len(weights) == len(lengths):
@@ -104,11 +111,11 @@ def trusted(
     max_mean: float = 0.0,
     max_mean_error: float = 0.0,
 ) -> NDArray[Any]:
-    """Return which sequences [B] have no gap above `max_token`, and no mean gap above `max_mean`.
+    """Return whether each sequence [B] has no token gap above `max_token` and no mean gap above `max_mean`.
 
-    Gaps are absolute, in nats; a bound of 0: no bound. To veto tokens with a ratio below 1e-4, use a `max_token` of
-    9.2. `max_mean_error` bounds the mean of the exponential of the absolute gap, which a single token can dominate:
-    NeMo RL's `seq_logprob_error_threshold`.
+    Gaps are absolute, in nats. A bound of 0 means no bound. To drop sequences with a token ratio below 1e-4, set
+    `max_token` to 9.2. `max_mean_error` bounds the mean of the exponential of the absolute gap, as NeMo RL's
+    `seq_logprob_error_threshold`. A single token can dominate this mean.
     """
     size = np.abs(gaps).astype(np.float64)
     keep = np.ones(len(lengths), np.bool_)

@@ -1,11 +1,11 @@
-"""Generalised advantage estimation on ragged tokens, on NumPy: how much better a token was than expected.
+"""Generalised advantage estimation on ragged tokens, on NumPy: how much better a token was than the critic expected.
 
     model tokens of a sequence      a0   a1  [environment]  a2
     values, before each token       V0   V1                 V2   after
     rewards, for each token         r0   r1                 r2
 
-The steps of the chain are the model's own tokens. An environment's tokens are left out: the state after a1 is the state
-before a2, whose value has seen the environment's message, and this message adds no discount.
+The steps of the chain are the model's tokens. Tokens of the environment are left out. The state after a1 is the state
+before a2. The value of this state includes the environment's message. The message adds no discount.
 """
 
 from typing import Any
@@ -31,10 +31,12 @@ def gae(
         delta_t = r_t + gamma V_next - V_t
         A_t     = delta_t + gamma lambda A_next
 
-    `next` is the next token of the sequence under the mask. After the last token, A is 0 and V is `after` [B], by
-    default 0: the episode is over. `lambda_` is one number or [B]. Schulman et al. 2015, equation 16
-    (arXiv:1506.02438). The returns that a critic learns are A + V, possibly with another lambda: Yuan et al. 2025,
-    "VC-PPO", decoupled GAE (arXiv:2503.01491). Numbers where the mask is false are not read.
+    Schulman et al. 2015, equation 16 (arXiv:1506.02438). `next` is the next token of the sequence under the mask. After
+    the last token, A is 0 and V is `after` [B]. The default of `after` is 0: the episode is over. `lambda_` is one
+    number or [B]. Rewards and values where the mask is false are not read.
+
+    The returns that a critic learns are A + V. They may use another lambda: Yuan et al. 2025, "VC-PPO", decoupled GAE
+    (arXiv:2503.01491).
     """
     mask, lengths = np.asarray(mask, np.bool_), np.asarray(lengths, np.int64)
     if not (np.shape(rewards) == np.shape(values) == mask.shape == (lengths.sum(),)):
@@ -57,9 +59,10 @@ def gae(
 def _discounted(
     deltas: NDArray[Any], sizes: NDArray[Any], ends: NDArray[Any], decay: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """Return the decayed sums of all later deltas, computed from the back. deltas [M]; sizes, ends, decay [B] -> [M].
+    """Return, for each token, the decayed sum of its delta and all later deltas. deltas [M]; others [B] -> [M].
 
-    All sequences are processed backwards in parallel, sorted by length, so that the short ones end first.
+    All sequences are processed in parallel, from the last token to the first. They are sorted by length, so that the
+    short sequences end first.
     """
     order = np.argsort(-sizes, kind="stable")
     sizes, ends, decay = sizes[order], ends[order], decay[order]
@@ -78,17 +81,17 @@ def adaptive_lambda(sizes: NDArray[Any], alpha: float) -> NDArray[np.float64]:
 
         lambda = max(0, 1 - 1 / (alpha size))
 
-    Yue et al. 2025, "VAPO", section 4.2 (arXiv:2504.05118), with alpha 0.05: the sum of lambda's powers is proportional
-    to the length. For responses shorter than 1 / alpha, which the paper does not mention, it would be negative; here it
-    is 0.
+    Yue et al. 2025, "VAPO", section 4.2 (arXiv:2504.05118), with alpha 0.05. The sum of the powers of lambda is
+    proportional to the length. For responses shorter than 1 / alpha, the paper's lambda would be negative; here it is
+    0.
     """
     return np.asarray(np.maximum(0.0, 1.0 - 1.0 / np.maximum(alpha * np.asarray(sizes, np.float64), 1e-12)))
 
 
 def at_last(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Put each sequence's value at its last token under the mask. values [B], mask [N] -> [N], 0 elsewhere.
+    """Return each sequence's value at its last token under the mask, 0 elsewhere. values [B], mask [N] -> [N].
 
-    The value of a sequence without such a token is left out.
+    The value of a sequence without a token under the mask is left out.
     """
     there = np.flatnonzero(mask)
     owner = np.repeat(np.arange(len(lengths)), lengths)[there]
@@ -99,10 +102,11 @@ def at_last(values: NDArray[Any], mask: NDArray[Any], lengths: NDArray[Any]) -> 
 
 
 def explained_variance(predicted: NDArray[Any], actual: NDArray[Any]) -> float:
-    """Return 1 - Var(actual - predicted) / Var(actual), of [M] each: 1 is perfect, 0 no better than a constant.
+    """Return 1 - Var(actual - predicted) / Var(actual). predicted, actual [M].
 
-    Biased variances, as in OpenAI Baselines; negative if the prediction adds noise. 0 if all actual numbers are equal,
-    or there are none.
+    1 is a perfect prediction. 0 is no better than a constant. A negative number means that the prediction adds noise.
+    The variances are biased, as in OpenAI Baselines. If all actual numbers are equal, or there are none, the result is
+    0.
     """
     if not len(actual) or np.min(actual) == np.max(actual):
         return 0.0

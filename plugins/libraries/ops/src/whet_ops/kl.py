@@ -1,15 +1,21 @@
 """Estimates of the KL divergence from single samples. NumPy in, NumPy out; torch in, torch out.
 
-Of KL(p || q) with a token x drawn from p, and d = log p(x) - log q(x) (Schulman 2020, joschu.net/blog/kl-approx):
+Estimates of KL(p || q) from a token x drawn from p, with d = log p(x) - log q(x) (Schulman 2020,
+joschu.net/blog/kl-approx):
 
     k1 = d                       unbiased, large variance, may be negative
     k2 = d**2 / 2                biased, small variance
     k3 = exp(-d) - 1 + d         unbiased, small variance, never negative
-    abs = |d|                    no estimate of a divergence; verl offers it
+    abs = |d|                    not an estimate of a divergence; verl offers it
 
-The *gradients* of these as a loss are another matter (Tang & Munos 2025, arXiv:2506.09477). With x drawn from p, the
-mean of the gradient of k1 is 0: it regularises nothing. That of k2 is the gradient of KL(p || q). That of k3 is the
-gradient of KL(q || p). `penalty_of_kl` has the two ways in which the field gives k1 and k3 the gradient of KL(p || q).
+As a loss, an estimate acts through its *gradient* (Tang & Munos 2025, arXiv:2506.09477). The mean gradient, over x
+drawn from p, is:
+
+    k1    0: it regularises nothing
+    k2    the gradient of KL(p || q)
+    k3    the gradient of KL(q || p)
+
+`penalty_of_kl` has two ways to make the gradient of k1 and k3 the gradient of KL(p || q).
 """
 
 from typing import Any, Literal
@@ -20,20 +26,20 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 Importance = Literal["none", "score", "ratio"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to plus or minus this, where the gradient becomes 0. exp(20) is 5e8, so nothing overflows."""
+"""Bound of a log-ratio, positive or negative. Beyond it, the gradient is 0. exp(20) is 5e8, so nothing overflows."""
 LARGEST_EXPONENT = 60.0
-"""Bound of a log-ratio in an exponential where no clamp is wanted. exp(60) is 1e26, and products with other factors
-stay finite in float32."""
+"""Bound of a log-ratio in an exponential if the clamp is off. exp(60) is 1e26, and products with other factors stay
+finite in float32."""
 MOST_NATS = 1.0e4
 """Bound of log-ratios that are summed or averaged before they are clamped. A token that cannot occur must not make the
 sum infinite."""
 
 
 def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
-    """Return logprobs - others [N] in float32, clamped to plus or minus `limit`, without gradient beyond.
+    """Return logprobs - others [N] in float32, clamped to plus or minus `limit`. Beyond the limit, the gradient is 0.
 
-    Logprobs of -inf are allowed: on one side they give the limit, on both sides 0. 0 as `limit`: no clamp. If the
-    result is summed or averaged before its final clamp, use `MOST_NATS`.
+    Logprobs of -inf are allowed. If one of the two is -inf, the result is the limit; if both are, it is 0. A `limit` of
+    0 means no clamp. If the caller sums or averages the result before a final clamp, use `MOST_NATS`.
     """
     if isinstance(logprobs, np.ndarray):
         # -inf minus -inf is defined as 0 here.
@@ -50,7 +56,7 @@ def log_ratio(logprobs: Any, others: Any, limit: float = MAX_LOG_RATIO) -> Any:
 def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> Any:
     """Estimate KL(p || q) for each token. log_ratios [N] of log p - log q -> [N] nats.
 
-    `clamp` bounds the estimate to plus or minus this, without gradient beyond; 0: no bound.
+    The estimate is clamped to plus or minus `clamp`. Beyond it, the gradient is 0. A `clamp` of 0 means no bound.
     """
     d = log_ratios
     if estimator == "k1":
@@ -60,8 +66,8 @@ def kl_estimate(log_ratios: Any, estimator: Estimator, clamp: float = 0.0) -> An
     elif estimator == "abs":
         estimate = abs(d)
     else:
-        # expm1 keeps small divergences, where exp(-d) - 1 + d would only be rounding errors. Its exponent is bounded,
-        # because the gradient beyond `clamp` would be an infinity times 0.
+        # For a small d, exp(-d) - 1 + d would only be rounding errors; expm1 avoids them. The exponent is bounded,
+        # because the gradient beyond `clamp` would be infinity times 0.
         bounded = d.clip(-LARGEST_EXPONENT, None)
         estimate = (np.expm1(-bounded) if isinstance(d, np.ndarray) else (-bounded).expm1()) + bounded
     return estimate.clip(-clamp, clamp) if clamp else estimate
@@ -81,7 +87,8 @@ def penalty_of_kl(
 ) -> Any:
     """Estimate KL(policy || reference) for each token, as a loss. All [N], torch -> [N] nats.
 
-    `importance` multiplies the estimate by the policy's probability over that of the sampling policy, with gradient:
+    `importance` multiplies the estimate by a weight with a gradient: the policy's probability over the probability of
+    the sampling policy.
 
         none    1: the gradient is that of the estimate alone       GRPO section 4.1.1 (arXiv:2402.03300), TRL, verl
         score   exp(logprobs - logprobs without gradient): the value is unchanged; the gradient gains the part of
@@ -90,10 +97,11 @@ def penalty_of_kl(
                                     (arXiv:2512.02556), TRL's use_bias_correction_kl, NeMo RL's on-policy approximation
 
     `ratio` [N], with gradient, replaces exp(logprobs - old_logprobs), e.g. with the ratio of whole sequences.
-    `straight_through` keeps the value and takes the gradient of k2, as verl's `k1+` and `k3+`. `limit` clamps the
-    log-ratio of policy and reference (NeMo RL, and verl for k3: 20), `clamp` the estimate times its weight (NeMo RL and
-    verl: 10; TRL: neither). The weight itself has no clamp, as in NeMo RL and TRL; it only stays finite in float32.
-    Beyond either clamp a token gets no gradient, nor does its weight (NeMo RL), unless the gradient is that of k2.
+    `straight_through` keeps the value and uses the gradient of k2, as verl's `k1+` and `k3+`. `limit` clamps the
+    log-ratio of policy and reference (NeMo RL, and verl for k3: 20). `clamp` clamps the estimate times its weight (NeMo
+    RL and verl: 10; TRL: neither). The weight itself has no clamp, as in NeMo RL and TRL; it only stays finite in
+    float32. Beyond either clamp, neither the estimate nor its weight has a gradient (NeMo RL), except for the gradient
+    of k2 of `straight_through`.
     """
     d = log_ratio(logprobs, reference, limit)
     estimate = kl_estimate(d, estimator, clamp if importance == "none" else 0.0)

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens from hidden states, one chunk of logits at a time.
 
-Logits of all tokens at once, [M, V], are the largest tensor of a training step. Here they exist for one chunk of tokens
-only, forward and backward: the backward pass computes them again.
+The logits of all tokens at once, [M, V], are the largest tensor of a training step. This module holds the logits of one
+chunk of tokens at a time, forward and backward. The backward pass computes them again.
 """
 
 from __future__ import annotations  # the site is built without torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from whet_ops.distillation import jensen_shannon
 
 CHUNK_BYTES = 128 << 20
-"""Bytes of float32 logits in one chunk, if its size is not given."""
+"""Bytes of float32 logits in one chunk, if the size of a chunk is not given."""
 
 
 def token_logprobs(
@@ -29,10 +29,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each target's logprob under `log_softmax((hidden @ weight.T + bias) / temperature)`, and the entropy.
 
-    hidden [M, H], weight [V, H], targets [M] or, for several tokens at each place, [M, K] int64, bias [V], temperature
-    [M] float32 -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
+    hidden [M, H], weight [V, H], bias [V], temperature [M] float32. targets int64 are [M], or [M, K] for K tokens at
+    each position. -> logprobs float32 in the shape of targets, entropy [M] float32 in nats or None. Both are
     differentiable in hidden, weight and bias. The product is computed in the dtype of `hidden`, the softmax in float32.
-    `chunk` is the number of tokens whose logits are held at a time; 0: as many as fill `CHUNK_BYTES`.
+    `chunk` is the number of tokens whose logits are held at a time; 0: as many tokens as fill `CHUNK_BYTES`.
     """
     if (
         hidden.ndim != 2
@@ -62,9 +62,10 @@ def top_logprobs(
     temperature: Tensor | None = None,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest tokens at each place, likeliest first, and their logprobs: [M, k] int64, [M, k] float32.
+    """Return the k likeliest tokens at each position and their logprobs: [M, k] int64, [M, k] float32.
 
-    Arguments as in `token_logprobs`. Logprobs are over the whole vocabulary, not over these k tokens.
+    The likeliest token is first. The arguments are as in `token_logprobs`. Logprobs are over the whole vocabulary, not
+    over the k tokens.
     """
     if not 1 <= k <= weight.shape[0]:
         raise ValueError(f"wanted between 1 and {weight.shape[0]} of the vocabulary's tokens, found {k}")
@@ -94,10 +95,11 @@ def distribution_kl(
 
         forward = KL(q || p) = sum_v q (log q - log p)        reverse = KL(p || q) = sum_v p (log p - log q)
 
-    p comes from hidden [M, H] and weight [V, H] and is differentiable; q comes from other_hidden [M, H'] and
-    other_weight [V, H'] and is not. temperature [M] divides the logits of both. -> forward [M], reverse [M] float32;
-    with a `beta` only the Jensen-Shannon divergence [M] of `whet_ops.distillation.jensen_shannon`. Logits of `chunk`
-    tokens are held at a time; the backward pass computes them again.
+    p comes from hidden [M, H] and weight [V, H], and is differentiable. q comes from other_hidden [M, H'] and
+    other_weight [V, H'], and is not differentiable. temperature [M] divides the logits of both models. -> forward [M],
+    reverse [M] float32. With a `beta`, the only result is the Jensen-Shannon divergence [M] of
+    `whet_ops.distillation.jensen_shannon`. Logits of `chunk` tokens are held at a time. The backward pass computes them
+    again.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -122,15 +124,19 @@ def distribution_kl(
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return KL(a || b) of each row. A token that a cannot produce adds 0; one that only b cannot adds a large
-    number.
+    """Return KL(a || b) of each row.
+
+    A token that a cannot produce adds 0. A token that a can produce and b cannot adds a large number.
     """
     lowest = torch.finfo(log_a.dtype).min / 4
     return (log_a.exp() * (log_a.clamp(min=lowest) - log_b.clamp(min=lowest))).sum(-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """The logits of a single chunk are kept for the backward pass; those of several chunks are computed again."""
+    """Logprobs and entropy, chunk by chunk.
+
+    A single chunk is kept for the backward pass. With several chunks, the backward pass computes the logits again.
+    """
 
     @staticmethod
     def forward(

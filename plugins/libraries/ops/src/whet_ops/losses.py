@@ -8,7 +8,7 @@ from whet_ops.kl import LARGEST_EXPONENT, MAX_LOG_RATIO, MOST_NATS, log_ratio
 from whet_ops.reductions import expand, segment_mean, segment_sum
 
 LEAST_LOGPROB = -1.0e4
-"""Lower bound of a logprob that is itself a factor of a loss, without gradient below: -inf would make the loss nan."""
+"""Lower bound of a logprob that is a factor of a loss. Below it there is no gradient. -inf would make the loss nan."""
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -33,13 +33,13 @@ class PolicyGradient:
     ratio: Tensor
     """[N], new over old probability, without gradient."""
     clipped_low: Tensor
-    """[N] bool, where clipping changed the loss because the ratio was too small, or where dual clipping did."""
+    """[N] bool, true where clipping changed the loss because the ratio was too small, or where dual clipping did."""
     clipped_high: Tensor
-    """[N] bool, where clipping changed the loss because the ratio was too large."""
+    """[N] bool, true where clipping changed the loss because the ratio was too large."""
 
     @property
     def clipped(self) -> Tensor:
-        """Return where clipping changed the loss: [N] bool."""
+        """Return whether clipping changed the loss of each token: [N] bool."""
         return self.clipped_low | self.clipped_high
 
 
@@ -60,9 +60,9 @@ def clipped_policy_gradient(
 
     Schulman et al. 2017, equation 7 (arXiv:1707.06347); `clip_high` larger than `clip_low` is the clip-higher of DAPO
     (Yu et al. 2025, arXiv:2503.14476, section 3.1). `clip_dual` is the dual clip of Ye et al. 2020 (arXiv:1912.09729):
-    it bounds how far a bad token that has become much likelier is pushed down; 0: off (NeMo RL, TRL), verl has 3.
-    Always computed in float32. Log-ratios are clamped to plus or minus `limit` (verl: 20): beyond, the ratio is that of
-    the limit and the token gets no gradient. 0: no clamp, as in TRL and NeMo RL.
+    a token of negative advantage gets no gradient if its ratio is above `clip_dual`. 0: off (NeMo RL, TRL); verl has 3.
+    The loss is always computed in float32. Log-ratios are clamped to plus or minus `limit` (verl: 20). Beyond the
+    limit, the token gets no gradient. 0: no clamp, as in TRL and NeMo RL.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     ratio = token_ratio(logprobs, old_logprobs, limit)
@@ -70,7 +70,7 @@ def clipped_policy_gradient(
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
-    """Return exp(logprobs - old_logprobs) [N], with log-ratios clamped to plus or minus `limit`; 0: not clamped."""
+    """Return exp(logprobs - old_logprobs) [N], with log-ratios clamped to plus or minus `limit`; 0: no clamp."""
     ratio: Tensor = log_ratio(logprobs, old_logprobs, limit or LARGEST_EXPONENT).exp()
     return ratio
 
@@ -103,12 +103,12 @@ def sequence_ratio(
 
         s = exp(mean over the sequence's tokens of (logprobs - old_logprobs))
 
-    Zheng et al. 2025, equation 7 (arXiv:2507.18071). `per_token`: the ratio of GSPO-token, equation 14: its value is s,
-    and its gradient that of each token's own logprob. If all tokens of a sequence have one advantage and weight, both
-    have the same gradient. `product`: the sum in place of the mean, so that s is the ratio of the probabilities of
-    whole sequences, as in TRL's RLOO; the longer they are, the further it is from 1. Only tokens under the mask count.
-    The mean, or the sum, is clamped to plus or minus `limit`, and its terms are not: beyond, the sequence gets no
-    gradient. 0: no clamp.
+    Zheng et al. 2025, equation 7 (arXiv:2507.18071). `per_token`: the ratio of GSPO-token, equation 14. Its value is s,
+    and its gradient is the gradient of each token's own logprob. If all tokens of a sequence have the same advantage
+    and weight, GSPO and GSPO-token have the same gradient. `product`: s has the sum in place of the mean. Then s is the
+    ratio of the probabilities of whole sequences, as in TRL's RLOO. The longer a sequence, the further s is from 1.
+    Only tokens under the mask count. The mean, or the sum, is clamped to plus or minus `limit`; its terms are not.
+    Beyond the limit, the sequence gets no gradient. 0: no clamp.
     """
     change = log_ratio(logprobs, old_logprobs, MOST_NATS)
     bound = limit or LARGEST_EXPONENT
@@ -135,7 +135,7 @@ def cispo(
         loss   = -weight * A * logprobs
 
     CISPO: MiniMax 2025, equations 4 and 5 (arXiv:2506.13585). Every token keeps a gradient; only its weight is bounded.
-    The paper sets no lower bound, that is `clip_low` 1. TRL's setting is the upper bound itself, 1 + `clip_high`.
+    The paper has no lower bound, that is `clip_low` 1. TRL's setting is the upper bound 1 + `clip_high` itself.
     `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
@@ -151,12 +151,12 @@ def reinforce(
     max_weight: float | None = None,
     limit: float = MAX_LOG_RATIO,
 ) -> PolicyGradient:
-    """Compute REINFORCE, corrected for stale samples. logprobs, old_logprobs, advantages [N] -> [N].
+    """Compute REINFORCE with a correction for stale samples. logprobs, old_logprobs, advantages [N] -> [N].
 
         weight = min(exp(logprobs - old_logprobs), max_weight), without gradient; 1 where max_weight is None
         loss   = -weight * A * logprobs
 
-    Williams 1992; truncated importance weights: Ionides 2008, and as `vtrace` Espeholt et al. 2018 (arXiv:1802.01561).
+    Williams 1992. Truncated importance weights: Ionides 2008; V-trace, Espeholt et al. 2018 (arXiv:1802.01561).
     `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
@@ -177,11 +177,13 @@ def sapo(
     """Compute the soft surrogate of SAPO per token. logprobs, old_logprobs, advantages [N] -> [N].
 
         ratio = exp(logprobs - old_logprobs)
-        loss  = -(4 / t) * sigmoid(t * (ratio - 1)) * A        t = temperature_positive where A > 0, else the other
+        loss  = -(4 / t) * sigmoid(t * (ratio - 1)) * A
+        t     = temperature_positive where A > 0, else temperature_negative
 
-    Gao et al. 2025 (arXiv:2511.20347), whose temperatures are the defaults. There is no clipping: the gradient fades as
-    the ratio leaves 1. Its weight is 4 p (1 - p) times the ratio, with p the sigmoid: 1 on policy. The higher the
-    temperature, the faster it fades. No token counts as clipped. `limit` is as in `clipped_policy_gradient`.
+    Gao et al. 2025 (arXiv:2511.20347). The defaults are the paper's temperatures. There is no clipping: the gradient
+    fades as the ratio moves away from 1. The weight of the gradient is 4 p (1 - p) times the ratio, where p is the
+    sigmoid. On policy, the weight is 1. The higher the temperature, the faster the gradient fades. No token counts as
+    clipped. `limit` is as in `clipped_policy_gradient`.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     ratio, advantages = token_ratio(logprobs, old_logprobs, limit), advantages.float()
@@ -204,14 +206,15 @@ def gmpo(
     """Compute the surrogate of GMPO at each token of its sequence. logprobs ... mask [N], lengths [B] -> [N].
 
         d     = logprobs - old_logprobs
-        d'    = min(d, clip(d, -clip_low, clip_high)) where A > 0, max(d, the same) where A < 0
+        d'    = min(d, clip(d, -clip_low, clip_high)) where A > 0
+                max(d, clip(d, -clip_low, clip_high)) where A < 0
         ratio = exp(mean over the sequence's tokens of d')
         loss  = -ratio * A
 
-    Zhao et al. 2025 (arXiv:2507.20673): the geometric mean of ratios that are clipped per token before they are
-    multiplied. Bounds are on the log-ratio, in nats; the paper's are exp(-0.4) and exp(0.4). A clipped token gets no
-    gradient, the others of its sequence do. Only tokens under the mask count. The mean is clamped to plus or minus
-    `limit`; 0: no clamp.
+    Zhao et al. 2025 (arXiv:2507.20673): the geometric mean of ratios, each clipped per token before the product. The
+    bounds apply to the log-ratio, in nats. The paper's bounds of the ratio are exp(-0.4) and exp(0.4). A clipped token
+    gets no gradient; the other tokens of its sequence do. Only tokens under the mask count. The mean is clamped to plus
+    or minus `limit`; 0: no clamp.
     """
     _same_shape(logprobs, old_logprobs, advantages)
     change, advantages = log_ratio(logprobs, old_logprobs, MOST_NATS), advantages.float()
@@ -225,14 +228,14 @@ def gmpo(
 def near_policy(
     logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor, lengths: Tensor, threshold: float
 ) -> Tensor:
-    """Return which tokens stay under off-policy sequence masking. logprobs ... mask [N], lengths [B] -> [N] bool.
+    """Return whether off-policy sequence masking keeps each token. logprobs ... mask [N], lengths [B] -> [N] bool.
 
         removed where A < 0 and mean over the sequence's tokens of (sampled - logprobs) > threshold
 
-    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (arXiv:2512.02556): nothing is learned from bad responses that the
-    policy would hardly produce any more; good ones always stay. `sampled` are the logprobs of the policy that sampled
-    the tokens. The mean estimates KL(sampled || policy) in nats per token. Only tokens under the mask count. No
-    gradient.
+    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1 (arXiv:2512.02556). The mask removes bad responses that the policy
+    would hardly produce any more. Good responses always stay. `sampled` are the logprobs of the policy that sampled the
+    tokens. The mean estimates KL(sampled || policy) in nats per token. Only tokens under the mask count. The result has
+    no gradient.
     """
     distance = segment_mean(log_ratio(sampled.detach(), logprobs.detach(), MOST_NATS), lengths, mask)
     near: Tensor = (advantages >= 0) | expand(distance <= threshold, lengths)
@@ -240,7 +243,7 @@ def near_policy(
 
 
 def finite(logprobs: Tensor) -> Tensor:
-    """Return logprobs in float32 that can be a factor of a loss: -inf becomes `LEAST_LOGPROB`, without gradient."""
+    """Return logprobs in float32 as a finite factor of a loss: -inf becomes `LEAST_LOGPROB`, without gradient."""
     return logprobs.float().clamp(min=LEAST_LOGPROB)
 
 

@@ -1,5 +1,6 @@
-"""Config sections shared by algorithms that train on rollouts, for everything between rewards and loss. Needs
-no torch.
+"""Config sections for the steps between rewards and loss, shared by algorithms that train on rollouts.
+
+Needs no torch.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from whet.component import Problem, Selection
 from whet.config.bounds import BATCH, FACTOR, GROUP, RECORDS, TOKENS, above, between
 
 LARGEST_CHANGE = 5
-"""Largest number of episodes in a step, in horizons, at which the weight of `KlControlSection` stays above 0.
+"""A step must have fewer episodes than this times `KlControlSection.horizon`, so that the weight stays above 0.
 
-The relative error counts as at most 0.2, so a step of 5 horizons can bring the weight to 0."""
+The relative error counts as at most 0.2, so a step of 5 horizons can change the weight to 0."""
 
 if TYPE_CHECKING:
     from whet.config.sections import RolloutSection
@@ -22,68 +23,68 @@ if TYPE_CHECKING:
 
 @frozen
 class OverlongSection:
-    """What happens to responses that are too long."""
+    """The treatment of responses that are too long."""
 
     mask: bool = False
-    """Leave sequences that were cut by their length out of the loss (DAPO's overlong filtering). Their reward still
-    counts in the baseline of their group."""
+    """Leave truncated sequences out of the loss (DAPO's overlong filtering). Their reward still counts in the baseline
+    of their group."""
     penalty: float = field(default=0.0, validator=between(0, FACTOR))
     """Largest penalty for a long response, subtracted from its reward (DAPO's soft overlong punishment); 0: no
     penalty."""
     buffer: int = field(default=0, validator=between(0, TOKENS))
     """Number of tokens below `length` over which the penalty rises from 0 to its largest value."""
     length: int = field(default=0, validator=between(0, TOKENS))
-    """Longest response, in tokens that the model produced in all turns of an episode; 0: `rollout.max_tokens`."""
+    """Longest response: the number of tokens that the model produces in all turns of an episode; 0:
+    `rollout.max_tokens`."""
     bounded: bool = True
-    """Whether the penalty stays at its largest value beyond `length`, as in DAPO's paper and TRL. If not, it keeps
-    rising, as in verl and NeMo RL."""
+    """Whether the penalty stays at its largest value beyond `length`, as in DAPO's paper and TRL. If false, the
+    penalty keeps rising, as in verl and NeMo RL."""
 
 
 @frozen
 class AverageConfig:
-    """How the per-token losses are reduced to one number."""
+    """The reduction of the losses of all tokens to one number."""
 
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """`token`: the mean over all tokens of the batch. `sequence`: the mean over sequences of each sequence's mean, as
-    in the paper of GRPO; tokens of short responses weigh more. `constant`: the sum over tokens divided by the number of
-    sequences times `max_length`, as in Dr. GRPO."""
+    """`token`: the mean over all tokens of the batch. `sequence`: the mean of each sequence, then the mean over
+    sequences, as in the paper of GRPO; tokens of short responses weigh more. `constant`: the sum over tokens, divided
+    by `max_length` times the number of sequences, as in Dr. GRPO."""
     max_length: int = field(default=0, validator=between(0, TOKENS))
-    """For the aggregation `constant`: the number of tokens that each sequence counts as, e.g. `rollout.max_tokens`; 1:
-    the mean over sequences of each sequence's sum."""
+    """For the aggregation `constant`: the number of tokens that each sequence counts as, e.g. `rollout.max_tokens`.
+    With 1, the loss is the sum of each sequence, then the mean over sequences."""
     count_empty: bool = False
-    """For the aggregations `sequence` and `constant`: whether sequences without a trained token count. These are
-    sequences in which the model produced nothing. They count in TRL, in NeMo RL and, over a whole optimizer step, in
-    verl."""
+    """For the aggregations `sequence` and `constant`: whether empty sequences count, in which the model produced no
+    token. They count in TRL, in NeMo RL and, over a whole optimizer step, in verl."""
     count_masked: bool | None = None
-    """Whether sequences count whose tokens were all masked afterwards, by `overlong.mask` or a `correction`: true in
-    TRL and verl, false in NeMo RL. Null: as `count_empty`."""
+    """Whether a sequence counts if `overlong.mask` or a `correction` masks all its tokens: true in TRL and verl, false
+    in NeMo RL. Null: the value of `count_empty`."""
 
 
 @frozen
 class KlControlSection:
-    """A weight that is adapted so that the divergence stays at a target: the adaptive controller of Ziegler et al."""
+    """A weight that changes so that the divergence stays near a target: the adaptive controller of Ziegler et al."""
 
     target: float = field(default=0.0, validator=between(0, FACTOR))
     """The target for the divergence from the reference, in nats; 0: the weight stays constant."""
     horizon: float = field(default=10_000.0, validator=above(0, RECORDS))
-    """Number of episodes in which the weight changes by the whole relative error, which counts as at most 0.2. A step
-    must have fewer than five times as many episodes."""
+    """Number of episodes after which the weight has changed by the whole relative error. The relative error counts as
+    at most 0.2. A step must have fewer than 5 * `horizon` episodes."""
     per: Literal["sequence", "token"] = "sequence"
-    """The unit of the divergence. `sequence`: an episode, summed over its tokens, as in the paper. `token`: a token,
-    averaged over each sequence first, as in verl."""
+    """The unit of the divergence. `sequence`: the sum over the tokens of an episode, as in the paper. `token`: the mean
+    over the tokens of each sequence, then over sequences, as in verl."""
 
 
 @frozen
 class KlRewardSection:
-    """A penalty in the reward, per token, for leaving the reference policy."""
+    """A penalty in the reward, per token, for the distance to the reference policy."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Subtracted from the reward for each nat; 0: no penalty, and no reference policy is needed. With `adaptive`: the
-    weight of the first step."""
+    """The penalty for one nat; 0: no penalty, and no reference policy is needed. With `adaptive`: the weight of the
+    first step."""
     adaptive: KlControlSection = Factory(KlControlSection)
-    """How the weight follows the divergence, if at all."""
+    """How the weight adapts to the divergence. By default, the weight is constant."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """How the divergence is estimated from one token. In the reward, only k1 has the right gradient."""
+    """The estimator of the divergence from one token. In the reward, only k1 has the right gradient."""
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
     """Bound of log policy - log reference, in nats; 0: no bound."""
     clamp: float = field(default=10.0, validator=between(0, FACTOR))
@@ -92,20 +93,20 @@ class KlRewardSection:
 
 @frozen
 class KlLossSection:
-    """A penalty in the loss for leaving the reference policy. It is a term of its own, averaged as the loss is."""
+    """A penalty in the loss for the distance to the reference policy. It is a separate term, averaged like the loss."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
     """Weight of one nat per token; 0: no penalty, and no reference policy is needed."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """How the divergence is estimated from one token."""
+    """The estimator of the divergence from one token."""
     importance: Literal["none", "score", "ratio", "sampler", "sequence"] = "none"
-    """The weight that an estimate by k1 or k3 is multiplied by, with its gradient. `none`: no weight. `score`: a weight
-    of value 1 whose gradient is that of sampling, which makes the gradient right on policy. `ratio`: new over old
-    probability, which makes it right off policy too. `sampler`: new probability over the generator's, whatever the old
-    logprobs are, as in NeMo RL's on-policy approximation. `sequence`: the geometric mean of the sequence's ratios, as
-    TRL does with ratios of sequences."""
+    """The weight that multiplies an estimate by k1 or k3. The weight has a gradient. `none`: no weight. `score`: the
+    value is 1, and the gradient is that of the logprob; the penalty then has the right gradient on policy. `ratio`: new
+    probability over old probability; the gradient is right off policy too. `sampler`: new probability over the
+    generator's probability, whatever the old logprobs are, as in NeMo RL's on-policy approximation. `sequence`: the
+    geometric mean of the sequence's ratios, as TRL does with ratios of sequences."""
     straight_through: bool = False
-    """Take the gradient of k2 whatever the estimator is, as verl's `k3+`. It is right on policy."""
+    """Use the gradient of k2 with the value of any estimator, as verl's `k3+`. This gradient is right on policy."""
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
     """Bound of log policy - log reference, in nats, beyond which a token gets no gradient; 0: no bound."""
     clamp: float = field(default=10.0, validator=between(0, FACTOR))
@@ -117,55 +118,56 @@ class LikelihoodSection:
     """A second loss term: the negative log-likelihood of correct responses, as in VAPO."""
 
     weight: float = field(default=0.0, validator=between(0, FACTOR))
-    """Weight of the mean over the tokens of correct responses; 0: no such term. VAPO uses 0.1."""
+    """Weight of the mean over the tokens of correct responses; 0: no likelihood term. VAPO uses 0.1."""
     at_least: float = field(default=1.0, validator=le(FACTOR), metadata={"infinite": True})
-    """The smallest reward of a correct response. The reward includes a penalty for length, but none for leaving the
-    reference. `-.inf`: all responses."""
+    """The smallest reward of a correct response. The reward includes the penalty of `overlong`, but not the penalty of
+    `kl_reward`. `-.inf`: all responses."""
 
 
 @frozen
 class TopEntropySection:
-    """Training on the tokens at which the policy was least certain: those of the highest entropy."""
+    """Training only on the tokens of the highest entropy, where the policy was least certain."""
 
     share: float = field(default=1.0, validator=above(0, 1))
-    """Share of the trained tokens of a step to train on, those of the highest entropy; 1: all tokens. The paper uses
-    0.2. Below 1 the trainer scores the entropy of each batch before it trains on it."""
+    """Share of a step's trained tokens to keep; 1: all tokens. The paper uses 0.2. Below 1, the trainer scores the
+    entropy of each batch before the training pass."""
     count_rest: bool = True
-    """Whether the other tokens still count in the loss's mean, as in the paper and TRL. If not, they leave the loss
-    completely, its penalties included."""
+    """Whether the other tokens still count in the loss's mean, as in the paper and TRL. If false, they are not in the
+    loss at all, nor in its penalties."""
 
 
 @frozen
 class CorrectionSection:
-    """What happens where the trainer's logprobs differ from the sampler's.
+    """The correction of the difference between the trainer's and the sampler's logprobs.
 
     The training pass itself computes the correction if a batch gets one optimizer step, every token stays in the mean,
-    and weights are not normalised. Otherwise the trainer scores each batch before it trains on it.
+    and weights are not normalised. Otherwise the trainer scores each batch before the training pass.
     """
 
     weights: Literal["none", "token", "sequence"] = "none"
-    """Multiply the loss by the trainer's over the sampler's probability of each token, or of the whole sequence,
-    truncated."""
+    """Multiply the loss by a truncated weight: the trainer's probability over the sampler's probability, of each
+    `token` or of the whole `sequence`."""
     cap: float = field(default=2.0, validator=gt(0), metadata={"infinite": True})
     """Largest weight; `.inf`: no bound."""
     floor: float = field(default=0.0, validator=between(0, FACTOR))
     """Smallest weight."""
     normalise: bool = False
-    """Divide the weights by their mean over the batch, so that the mean is 1, as verl can. A token that `mask` removes
-    counts as a weight of 0, unless it is left out of the mean (`count_masked`)."""
+    """Divide the weights by their mean over the batch, so that the mean is 1. verl has this option. With
+    `count_masked`, a token that `mask` removes counts as a weight of 0 in this mean."""
     mask: Literal["none", "token", "sequence", "product", "worst"] = "none"
-    """Remove what is outside `low` to `high`: tokens by their own ratio (IcePop), sequences by the geometric mean of
-    their tokens' ratios, or by the `product` of the ratios, or by the `worst` ratio."""
+    """Remove tokens or sequences whose ratio is outside `low` to `high`. `token`: each token by its ratio (IcePop).
+    `sequence`: each sequence by the geometric mean of its tokens' ratios. `product`: each sequence by the product of
+    the ratios. `worst`: each sequence in which any ratio is outside."""
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """The number that `mask` compares: a ratio, or an estimate of the divergence in nats, which must be at most `high`.
-    The estimate is that of a token; for `sequence` the mean over its tokens, for `product` the sum, for `worst` the
-    largest."""
+    """The number that `mask` compares: a ratio, or an estimate of the divergence in nats. An estimate must be at most
+    `high`. For the mask `token` it is the estimate of a token, for `sequence` the mean over the tokens, for `product`
+    the sum, for `worst` the largest."""
     low: float = field(default=0.5, validator=between(0, FACTOR))
-    """Smallest ratio that is kept."""
+    """Smallest ratio that `mask` keeps."""
     high: float = field(default=5.0, validator=above(0, FACTOR))
-    """Largest ratio, or divergence, that is kept."""
+    """Largest ratio, or divergence, that `mask` keeps."""
     count_masked: bool = True
-    """Whether tokens that `mask` removes still count in the loss's mean, as in TRL and NeMo RL. In verl they do not."""
+    """Whether tokens that `mask` removes still count in the loss's mean, as in TRL and NeMo RL. They do not in verl."""
     max_token_gap: float = field(default=0.0, validator=between(0, FACTOR))
     """Drop a sequence with a token whose logprobs differ by more nats than this; 0: no bound."""
     max_mean_gap: float = field(default=0.0, validator=between(0, FACTOR))
@@ -186,8 +188,9 @@ class CorrectionSection:
 
     @property
     def whole(self) -> bool:
-        """Return whether the correction needs the whole batch: because tokens leave the mean, or weights are
-        normalised.
+        """Return whether the correction needs the whole batch.
+
+        It does if tokens may leave the mean, or if weights are normalised.
         """
         return self.drops or self.normalise
 
@@ -204,57 +207,59 @@ class CorrectionSection:
 
 @frozen
 class PolicyLossConfig(AverageConfig):
-    """What all losses of a policy have in common."""
+    """The settings that all losses of a policy share."""
 
     clamp_log_ratio: float = field(default=20.0, validator=between(0, FACTOR))
-    """Bound of the logarithm of a ratio, of a token or of a sequence, in nats, beyond which there is no gradient, as in
-    verl; 0: none, as in TRL and NeMo RL."""
+    """Bound of the log-ratio of a token or of a sequence, in nats, as in verl. Beyond the bound there is no gradient.
+    0: no bound, as in TRL and NeMo RL."""
     kl: KlLossSection = Factory(KlLossSection)
-    """A penalty for leaving the reference policy; the one in the reward is `algorithm.kl_reward`."""
+    """A penalty for the distance to the reference policy. `algorithm.kl_reward` is the penalty in the reward."""
     likelihood: LikelihoodSection = Factory(LikelihoodSection)
     """A likelihood term on right responses."""
     entropy: bool = False
     """Also report the policy's mean entropy, in nats."""
 
 
-@frozen(slots=False)  # a second base beside one with slots
+@frozen(slots=False)  # a second base class beside one with slots
 class ClipSection:
-    """The clipping of a ratio of each token."""
+    """The clipping of the ratio of each token."""
 
     clip_low: float = field(default=0.2, validator=[ge(0), le(1)])
     """A ratio below 1 minus this is no longer pushed down."""
     clip_high: float = field(default=0.2, validator=between(0, FACTOR))
-    """A ratio above 1 plus this is no longer pushed up; above `clip_low` it is the clip-higher of DAPO."""
+    """A ratio above 1 plus this is no longer pushed up. A value above `clip_low` is the clip-higher of DAPO."""
     clip_dual: float = field(default=0.0, validator=between(0, FACTOR))
-    """A bad token whose ratio is above this is no longer pushed down, either: dual clipping, usually 3; 0: off."""
+    """A token of negative advantage is no longer pushed down if its ratio is above this: dual clipping, usually 3; 0:
+    off."""
 
 
 @frozen
 class PolicyConfig:
-    """What all policy gradient algorithms have in common."""
+    """The settings that all policy gradient algorithms share."""
 
     prompts_per_step: int = field(default=32, validator=between(1, BATCH))
-    """Groups that one step consumes."""
+    """Number of groups in one step."""
     epochs: int = field(default=1, validator=between(1, GROUP))
     """Passes of the policy over each batch."""
     filters: list[Selection] = field(
         factory=list, metadata={"kind": "filters", "default": None, "inline": False}, kw_only=True
     )
-    """Which groups to leave out; each is replaced by another, so a step always has `prompts_per_step` groups."""
+    """Filters that leave groups out. Another group replaces each, so a step always has `prompts_per_step` groups."""
     overlong: OverlongSection = Factory(OverlongSection)
-    """What happens to responses that are too long."""
+    """The treatment of responses that are too long."""
     kl_reward: KlRewardSection = Factory(KlRewardSection)
-    """A penalty in the reward of each token for leaving the reference policy; the one in the loss is `loss.kl`."""
+    """A penalty in the reward of each token for the distance to the reference policy. `loss.kl` is the penalty in the
+    loss."""
     correction: CorrectionSection = Factory(CorrectionSection)
-    """What happens where the trainer's logprobs differ from the sampler's."""
+    """The correction of the difference between the trainer's and the sampler's logprobs."""
     top_entropy: TopEntropySection = Factory(TopEntropySection)
-    """Whether only tokens of high entropy teach the policy; a critic learns from all."""
+    """Whether to train the policy only on tokens of high entropy. A critic trains on all tokens."""
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"
-    """The logprobs in the denominator of the policy's ratio. `trainer`: those of the weights before the step, at the
-    cost of a forward pass where a batch gets several optimizer steps, or a `correction` that the training pass cannot
-    make; else the ratio is 1 by construction and nothing is computed. `sampler`: those recorded while sampling, which
-    also corrects for stale weights, and for a generator that rounds differently. `auto`: `trainer` at
-    `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
+    """The logprobs in the denominator of the policy's ratio. `trainer`: the logprobs of the weights before the step.
+    They cost a forward pass if a batch gets several optimizer steps, or a `correction` that the training pass cannot
+    compute. Otherwise the ratio is 1 by construction and nothing is computed. `sampler`: the logprobs recorded while
+    sampling. The ratio then also corrects for stale weights, and for a generator that rounds differently. `auto`:
+    `trainer` at `rollout.max_staleness` 0 and with a `correction`, else `sampler`."""
 
 
 def shaping_problems(
@@ -307,8 +312,9 @@ def kl_loss_problems(section: KlLossSection) -> Iterator[Problem]:
 
 
 def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[Problem]:
-    """Yield settings of the loss that need all tokens of a response, where only the tokens of highest entropy would be
-    left.
+    """Yield conflicts with settings of the loss that need all tokens of a response.
+
+    The loss mask keeps only the tokens of the highest entropy if `share` is below 1 and `count_rest` is false.
     """
     if section.share >= 1 or section.count_rest:
         return
@@ -324,7 +330,7 @@ def top_entropy_problems(section: TopEntropySection, loss: object) -> Iterator[P
 
 
 def average_problems(path: str, loss: AverageConfig, rollout: "RolloutSection") -> Iterator[Problem]:
-    """Yield conflicts between settings of a loss's average, with paths below the loss's own path."""
+    """Yield conflicts between settings of a loss's average, with paths below `path`, the path of the loss."""
     if loss.aggregation == "constant" and not loss.max_length:
         hint = f"e.g. to rollout.max_tokens, which is {rollout.max_tokens}"
         yield Problem(f"{path}.max_length", f"is 0, and the aggregation `constant` divides by it; set it, {hint}")

@@ -3,8 +3,8 @@
     take -> penalise_overlong -> scores -> penalise_kl -> mask_overlong -> advantages -> correct_gap
          -> keep_uncertain -> train
 
-All of them run on the driver, on NumPy columns. Each returns the batch unchanged if its section asks for nothing. Only
-a correction that needs nothing but the training pass runs there; see `place_correction`.
+All stages run on the driver, on NumPy columns. A stage returns the batch unchanged if its config section is off. One
+exception: some corrections run within the training pass instead; see `place_correction`.
 """
 
 from collections.abc import MutableMapping
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 Metrics = dict[str, Metric]
 OldLogprobs = Literal["current", "score", "sampler"]
 _KL_WEIGHT = "kl_reward.weight"
-"""The key under which an adaptive weight is carried from step to step."""
+"""The key of an adaptive weight in the state that is carried from step to step."""
 
 
 def place_correction(
     section: CorrectionSection, scored: bool, penalty: KlRewardSection, uncertain: TopEntropySection | None = None
 ) -> tuple[CorrectionSection, CorrectionSection]:
-    """Split a correction into the part before the training pass and the part within it. One of the two is empty.
+    """Return the correction before the training pass and the correction within the pass. One of the two is empty.
 
-    It is within the pass if four conditions hold. That pass is the only one (not `scored`), so that its logprobs are
-    those of the weights before the step. The correction does not need the whole batch. No penalty in the reward reads
-    the logprobs earlier. No token leaves the loss mask because of its low entropy: a correction reads all tokens of a
-    response.
+    The correction is within the pass if four conditions hold:
+
+    - The batch gets only one pass (not `scored`), so the logprobs of the pass are those of the weights before the step.
+    - The correction does not need the whole batch.
+    - No penalty in the reward reads the logprobs earlier.
+    - No token leaves the loss mask because of its low entropy: a correction reads all tokens of a response.
     """
     nothing = CorrectionSection()
     cut = uncertain is not None and uncertain.share < 1 and not uncertain.count_rest
@@ -50,7 +52,7 @@ def place_correction(
 
 
 def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
-    """Return the loss with a correction within the training pass, if one is wanted; see `corrected_loss`."""
+    """Return the loss with a correction within the training pass, or unchanged without one; see `corrected_loss`."""
     if not section.wanted:
         return loss
     return Spec(
@@ -61,12 +63,12 @@ def with_correction(loss: Spec, section: CorrectionSection) -> Spec:
 def choose_old_logprobs(
     wanted: Literal["auto", "trainer", "sampler"], scored: bool, corrected: bool, max_staleness: int
 ) -> OldLogprobs:
-    """Return where the old policy's logprobs come from.
+    """Return the source of the old policy's logprobs.
 
-    `current`: the loss takes its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass of
-    the trainer before the first minibatch, for a batch that gets several optimizer steps or an earlier correction
-    (`scored`). `sampler`: as recorded while sampling. `auto` takes the trainer's at staleness 0, and wherever the
-    logprobs that are compared with the sampler's must be the trainer's (`corrected`).
+    `current`: the loss uses its own logprobs without gradient, so the ratio is exactly 1. `score`: a forward pass of
+    the trainer before the first minibatch. It is needed if a batch gets several optimizer steps or an earlier
+    correction (`scored`). `sampler`: the logprobs recorded while sampling. `auto` chooses the trainer's logprobs at
+    staleness 0, and with a correction, which compares them with the sampler's (`corrected`).
     """
     if wanted == "sampler" or (wanted == "auto" and max_staleness > 0 and not corrected):
         return "sampler"
@@ -74,7 +76,7 @@ def choose_old_logprobs(
 
 
 def scored(batch: Batch, backend: "Backend", old: OldLogprobs, reference: bool) -> Batch:
-    """Add the logprobs of the old policy and of the reference, if they are wanted."""
+    """Add the logprobs of the old policy and of the reference, if they are needed."""
     if reference:
         scores = backend.score(batch, ("logprobs",), "reference")
         batch = batch.with_columns(reference_logprobs=scores["logprobs"])
@@ -93,7 +95,7 @@ def logged(step: "Step", made: tuple[Batch, Metrics]) -> Batch:
 
 
 def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metrics]:
-    """Remove sequences that were cut by their length from the loss, and return their share as a metric."""
+    """Remove truncated sequences from the loss, and return their share as a metric."""
     if not section.mask:
         return batch, {}
     cut = ~np.asarray(batch["stopped"])
@@ -102,7 +104,7 @@ def mask_overlong(batch: Batch, section: OverlongSection) -> tuple[Batch, Metric
 
 
 def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -> tuple[Batch, Metrics]:
-    """Subtract the penalty for long responses from their reward. It is also a named reward of its own, `overlong`."""
+    """Subtract the penalty for long responses from their reward. The penalty is also the named reward `overlong`."""
     if not section.penalty:
         return batch, {}
     sizes = of_episodes(batch, segment_sum(batch["loss_mask"].astype(np.int64), batch["lengths"]))
@@ -113,14 +115,15 @@ def penalise_overlong(batch: Batch, section: OverlongSection, max_tokens: int) -
 def penalise_kl(
     batch: Batch, section: KlRewardSection, carried: MutableMapping[str, Any] | None = None
 ) -> tuple[Batch, Metrics]:
-    """Subtract the divergence from the reference from the reward, at each token.
+    """Subtract the weighted divergence of the policy from the reference at each token from the reward.
 
-    -weight * KL goes to the column `token_rewards` [N]; its sum over an episode goes to the episode's reward and to the
-    named reward `kl`. The column `task_reward` keeps the reward without it, because a float32 sum of the two cannot be
-    separated again. The policy is that of `old_logprobs` if the batch has them, else the sampler.
+    The column `token_rewards` [N] is -weight * KL. Its sum over an episode is added to the episode's reward, and is
+    also the named reward `kl`. The column `task_reward` keeps the reward without the penalty, because a float32 sum of
+    the two cannot be separated again. The policy is the one of `old_logprobs` if the batch has this column, else the
+    sampler.
 
     `carried` is the state that an algorithm carries from step to step (`whet.run.steps.Steps.state`). An adaptive
-    weight is read from it and, after its use, adapted in it for the next step.
+    weight is read from `carried`. The weight of the next step is written to `carried`.
     """
     if not section.weight:
         return batch, {}
@@ -139,7 +142,7 @@ def penalise_kl(
 
 
 def _kl_weight(section: KlRewardSection, carried: MutableMapping[str, Any] | None) -> float:
-    """Return the weight of this step: the one that the previous steps have left, or the first."""
+    """Return the weight of this step: the adapted weight in `carried`, or the configured weight."""
     return float((carried or {}).get(_KL_WEIGHT, section.weight)) if section.adaptive.target else section.weight
 
 
@@ -162,11 +165,11 @@ def _adapted(weight: float, kl: NDArray[Any], batch: Batch, section: KlRewardSec
 
 
 def keep_uncertain(batch: Batch, backend: "Backend", section: TopEntropySection) -> tuple[Batch, Metrics]:
-    """Train only on the tokens of the highest entropy: the section's share of them.
+    """Restrict training to the `share` of the tokens with the highest entropy.
 
-    The entropy is that of the weights before the step. Its quantile is over the trained tokens of the whole batch, so
-    that it does not depend on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss mask.
-    Wang et al. 2025 (arXiv:2506.01939).
+    The entropy is computed with the weights before the step. Its quantile is over the trained tokens of the whole
+    batch, so it does not depend on micro-batches or ranks. The other tokens get the advantage 0, or leave the loss
+    mask. Wang et al. 2025 (arXiv:2506.01939).
     """
     if section.share >= 1:
         return batch, {}
@@ -192,19 +195,19 @@ def of_episodes(batch: Batch, values: NDArray[Any]) -> NDArray[Any]:
 
 
 def add_reward(batch: Batch, name: str, values: NDArray[Any]) -> Batch:
-    """Add a reward to each sequence's reward, and keep it as a named reward too. values [B] float32."""
+    """Add values to the reward of each sequence, and store them as a named reward. values [B] float32."""
     reward = np.asarray(batch["reward"] + values, np.float32)
     return batch.with_columns(**{"reward": reward, f"reward:{name}": np.asarray(values, np.float32)})
 
 
 def clip_advantages(advantages: NDArray[Any], bound: float, below: float | None = None) -> NDArray[Any]:
-    """Clip advantages to plus or minus a bound; 0: no bound. `below` is another bound for negative ones."""
+    """Clip advantages to plus or minus `bound`. `below` is the bound of negative advantages, if given. 0: no bound."""
     least = bound if below is None else below
     return advantages.clip(-least if least else -np.inf, bound or np.inf) if least or bound else advantages
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
-    """Return advantages/mean, /std, /min and /max over trained tokens, and the share of them whose advantage is 0."""
+    """Return advantages/mean, /std, /min and /max over trained tokens, and /zero, the share of advantages of 0."""
     mask = np.asarray(batch["loss_mask"])
     values = np.asarray(of_tokens(batch, "advantages"), np.float64)[mask]
     if not len(values):
@@ -221,10 +224,10 @@ def advantage_metrics(batch: Batch) -> Metrics:
 def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metrics]:
     """Correct for the gap between the sampler and the trainer, for any loss.
 
-    Every loss of a policy is proportional to its advantage as long as the sign stays. So weights multiply advantages,
-    and a masked token gets the advantage 0. A dropped sequence, and with `count_masked` false a masked token, leaves
-    the loss mask, and with it every term and every mean. Compares `old_logprobs`, which must be the trainer's, with
-    `sampler_logprobs`.
+    Every loss of a policy is proportional to its advantage as long as the sign stays the same. So weights multiply
+    advantages, and a masked token gets the advantage 0. A dropped sequence leaves the loss mask, and therefore every
+    term and every mean. If `count_masked` is false, a masked token leaves the loss mask too. The gap is between
+    `old_logprobs`, which must be the trainer's, and `sampler_logprobs`.
     """
     if not section.wanted:
         return batch, {}
@@ -256,12 +259,12 @@ def correct_gap(batch: Batch, section: CorrectionSection) -> tuple[Batch, Metric
 
 
 def _tokens(values: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return a column that is [B] or [N] as a column [N]."""
+    """Return a column [B] or [N] as a column [N]."""
     return np.asarray(expand(values, lengths)) if len(values) == len(lengths) else values
 
 
 def _product(one: NDArray[Any], other: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Return the product of two columns that are [B] or [N] each. It is [N] if one of them is."""
+    """Return the product of two columns, each [B] or [N]. The product is [N] if one of the columns is [N]."""
     if len(one) != len(other):
         one, other = _tokens(one, lengths), _tokens(other, lengths)
     return np.asarray(one * other)
