@@ -3,8 +3,8 @@
     RayLauncher ── one placement group for each group of roles ── a `NodeAgent` in each bundle ── a worker process
 
 Ray places the processes, assigns GPUs to them, reports why a node was lost, and carries the same messages as on one
-machine. A node agent is the actor that starts a worker process on its node, see `node_agent`. Its answer to `drain` is
-the connection, see `ray_line`: it fails at once when the agent or its node is lost.
+machine. A node agent is a Ray actor that starts a worker process on its node, see `node_agent`. The pending call of its
+method `drain` is the connection, see `line`. This call fails at once when the agent or its node is lost.
 """
 
 import os
@@ -42,11 +42,11 @@ _PATIENCE_FOR_A_KILL: Final = 3.0
 _PATIENCE_FOR_A_PORT: Final = 10.0
 _STEP_SECONDS: Final = 0.2
 _SIGNS_OF_A_LOST_NODE: Final = ("never ran", "marked dead")
-"""Phrases in Ray's error for an actor whose node was lost before the actor ran; it can be started on another node."""
+"""Phrases in Ray's error for an actor whose node was lost before the actor ran. The actor can start on another node."""
 
 
 class RayCluster(Cluster):
-    """Makes slices whose workers run in processes on nodes of a Ray cluster, and ends all these processes."""
+    """Makes worker groups whose workers run in processes on nodes of a Ray cluster, and ends all these processes."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class RayCluster(Cluster):
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 3.0,
     ) -> None:
-        """Make a cluster, with the arguments of `Cluster` and these. Ray starts in the background.
+        """Make a cluster from the arguments of `Cluster` and the arguments below. Ray starts in the background.
 
-        `run` names the run in Ray's lists and dashboard. `address` is `host:port` of the head of a cluster to join, or
-        `auto`; where it is empty, Ray starts on this machine and ends with this cluster. `placement` and `resources`
-        map a role to the settings of that name in `ClusterSection`.
+        `run` is the name of the run in Ray's lists and dashboard. `address` is `host:port` of the head of a cluster to
+        join, or `auto`. If `address` is empty, Ray starts on this machine and ends with this cluster. `placement` and
+        `resources` map a role to the setting with the same name in `ClusterSection`.
         """
         start = (deadlines or DeadlinesSection()).start
         launcher = RayLauncher(run, address, placement or {}, resources or {}, environment or {}, start)
@@ -94,22 +94,22 @@ class RayLauncher:
         self._carriers = Carriers()
 
     def process(self, host: Host, group: Sequence[Host], log: Path) -> "RayProcess":
-        """Return a process that is not started yet. Its place is a bundle in the placement group of its group."""
+        """Return a process that is not started yet. It will run in a bundle of its group's placement group."""
         return RayProcess(self, host, group, log)
 
     def fork(self, modules: Mapping[Host, Sequence[str]], logs: Path, patience_seconds: float) -> None:
         """Do nothing: each node agent starts its own process."""
 
     def import_folders(self, host: Host) -> dict[str, Any]:
-        """Return the folders from which a process imports beside those of its own interpreter, where they exist.
+        """Return the import folders of a process, where they exist, in addition to the folders of its own interpreter.
 
-        A process of the driver's interpreter gets all folders of the driver that are outside that interpreter. A
-        process of another interpreter imports nothing that is installed for the driver's.
+        A process of the driver's interpreter gets all import folders of the driver that are outside that interpreter. A
+        process of another interpreter imports no package that is installed for the driver's interpreter.
         """
         return {"path": [], "add": extra_folders() if host.python else _foreign_folders()}
 
     def rendezvous(self, role: str, slot: int, processes: Sequence[HostProcess]) -> str:
-        """Return the rendezvous of ranks: a new file where all nodes are this machine, else a port of rank 0's node."""
+        """Return the rendezvous of ranks: a new file if this machine is the only node, else a port of rank 0's node."""
         self.session.wait(self.start_seconds)
         first = processes[0]
         assert isinstance(first, RayProcess)
@@ -123,7 +123,7 @@ class RayLauncher:
     def copy_memory(
         self, memory: str, size: int, node: str, hosts: Sequence[Host], have: Collection[str], seconds: float
     ) -> Mapping[str, Copy]:
-        """Copy a memory of a process to every other node of the processes through Ray's object store."""
+        """Copy a memory from its node to every other node of the processes, through Ray's object store."""
 
         def copy() -> Mapping[str, Copy]:
             others = self.places.nodes(hosts) - {node, *have}
@@ -132,13 +132,13 @@ class RayLauncher:
         return self.session.life.ask(copy)
 
     def preparations(self) -> list[Span]:
-        """Return the span of the start of Ray, which processes had to wait for."""
+        """Return the span in which Ray started. Processes had to wait for this start."""
         began, there = self.session.began, self.session.there
         return [Span("ray", "start", began, there - began)] if there else []
 
     def close(self) -> None:
         """Release all resources, and end Ray where whet started it."""
-        if not self.session.ends_ray:  # else Ray's end releases the places, and a lost Ray might not answer
+        if not self.session.ends_ray:  # otherwise Ray's end releases the places, and a lost Ray might not answer
             self.places.close()
             self._carriers.close()
         self.session.close()
@@ -158,7 +158,7 @@ class RayProcess:
         self._killed = threading.Event()
         self._ready: Future[None] = Future()
         self._reports: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        """Output and the end of the process, or why its agent was lost, in the order in which they arrived."""
+        """Reports in the order of arrival: output of the process, its end, or why its agent was lost."""
 
     def line(
         self,
@@ -171,7 +171,7 @@ class RayProcess:
         return RayLine(traffic, take, broken, heard, lambda kind, value: self._reports.put((kind, value)))
 
     def start(self) -> Any:
-        """Wait for a place, start a node agent there, which starts the process, and return the agent."""
+        """Wait for a place, start a node agent there, and return the agent. The agent starts the process."""
         deadline = time.monotonic() + self._launcher.start_seconds
         try:
             self._life.ask(partial(self._start, deadline))
@@ -187,7 +187,7 @@ class RayProcess:
     def wait(self) -> str:
         """Copy the process's output to its log until it ends. Return how it ended, or why its agent was lost.
 
-        Raises `ClusterGone` where Ray is lost.
+        Raises `ClusterGone` if Ray is lost.
         """
         try:
             while True:
@@ -200,7 +200,7 @@ class RayProcess:
             self._kill_agent()
 
     def kill(self) -> None:
-        """Order the agent to kill the process. Have Ray kill the agent where the process has not ended in time."""
+        """Order the agent to kill the process. If the process does not end in time, order Ray to kill the agent."""
         self._killed.set()
         if self._ready.done():
             self._tell("kill")
@@ -209,11 +209,11 @@ class RayProcess:
             late.start()
 
     def state(self) -> str:
-        """Return the kernel's letter for the state of the process, or "" where the agent does not answer in time."""
+        """Return the kernel's letter for the state of the process, or "" if the agent does not answer in time."""
         return str(self._ask("state", _PATIENCE_FOR_A_STATE) or "")
 
     def show_stacks(self) -> None:
-        """Order the agent to have the process write its stacks to its log. It works while its interpreter is stuck."""
+        """Order the agent to make the process write its stacks to its log, even while its interpreter is stuck."""
         self._ask("show_stacks", _PATIENCE_FOR_A_STATE)
 
     def meeting_point(self) -> str:
@@ -254,7 +254,7 @@ class RayProcess:
         }
 
     def _answer_of(self, reference: Any, deadline: float) -> dict[str, Any]:
-        """Wait for the agent's answer and return it. Raises `WhetError` with Ray's reason where none comes."""
+        """Wait for the agent's answer and return it. Raises `WhetError` with Ray's reason if no answer comes."""
         import ray
 
         assert self._bundle is not None
@@ -302,7 +302,7 @@ class RayProcess:
         return f"the connection to its node {self._where} was lost"
 
     def _cut(self) -> None:
-        """Order the agent, which may outlive Ray, to end its process and itself, and make `wait` return."""
+        """Order the agent to end its process and itself, because it may outlive Ray. Make `wait` return."""
         self._tell("leave")
         self._reports.put(("lost", None))
 
@@ -315,7 +315,7 @@ class RayProcess:
                 self._life.ask(partial(ray.kill, agent), _PATIENCE_FOR_A_KILL)
 
     def _ask(self, what: str, seconds: float, *arguments: Any) -> Any:
-        """Call a method of the agent and return its answer, or None where none comes in time."""
+        """Call a method of the agent and return its answer, or None if no answer comes in time."""
         import ray
 
         if (agent := self._agent) is None:
@@ -343,7 +343,7 @@ class RayProcess:
 
     @property
     def _where(self) -> str:
-        """The node's name from Ray. Where Ray has forgotten it: its address."""
+        """The node's name from Ray, or the node's address if Ray does not know the name."""
         try:
             found = "?" if self._bundle is None else self._life.ask(self._bundle.node, _PATIENCE_FOR_A_CAUSE)
         except WhetError:
@@ -352,7 +352,7 @@ class RayProcess:
 
 
 def _method(agent: Any, name: str, **options: Any) -> Any:
-    """Return a method of an agent that must not wait behind messages."""
+    """Return a method of an agent. A call of this method does not wait behind messages."""
     return getattr(agent, name).options(concurrency_group="control", **options)
 
 
@@ -383,7 +383,7 @@ def _ray_cause(error: BaseException) -> str:
 
 
 def _foreign_folders() -> list[str]:
-    """Return the folders from which this process imports that are outside its interpreter's own folders."""
+    """Return the import folders of this process that are outside the folders of its interpreter."""
     own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     inside = tuple(prefix + os.sep for prefix in own)
     return [folder for folder in import_folders() if not os.path.realpath(folder).startswith(inside)]

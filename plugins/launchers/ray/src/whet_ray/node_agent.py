@@ -1,10 +1,10 @@
-"""A Ray actor, the node agent, that starts one worker process on a node, carries its messages and output, and ends it.
+"""The node agent: a Ray actor that starts one worker process on a node, carries its messages and output, and ends it.
 
     driver ── RayLine, RayProcess ── Ray ── NodeAgent ── socket pair, output, signals ──> worker_process
 
-Workers do not run in the actor. The worker process is a child of the actor, for three reasons: its exit code or signal
-is known, its stacks can be read while its interpreter is stuck, and its threads, imports and environment are not those
-of Ray. Only builtins and arrays of bytes cross Ray.
+Workers do not run in the actor. The worker process is a child of the actor, for three reasons. Its exit code or signal
+is known. Its stacks can be read while its interpreter is stuck. Its threads, imports and environment differ from Ray's.
+Only builtins and arrays of bytes cross Ray.
 """
 
 import os
@@ -34,29 +34,30 @@ from whet_weights.shared_pages import NODE
 OURS: Final = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
 """Environment variables that Ray sets for its own processes. A worker process does not get them."""
 THREADS: Final = 8
-"""Threads of the actor for `start`, `exchange` and `send`; more than the exchanges that wait at one time."""
+"""Threads of the actor for `start`, `exchange` and `send`. Fewer exchanges than this wait at one time."""
 CONTROL_THREADS: Final = 4
-"""Threads of the group `control`: one for `drain`, the others for what must not wait behind messages."""
+"""Threads of the group `control`: one for `drain`, the others for calls that must not wait behind messages."""
 NUMBER: Final = struct.Struct("<Q")
 """The number of a message or an answer, before its bytes."""
 LARGE: Final = 1 << 16
-"""Bytes from which on a message or an answer goes through the object store."""
+"""A message or an answer with at least this many bytes goes through the object store."""
 _PATIENCE_FOR_OUTPUT: Final = 2.0
 _PAUSE_FOR_OUTPUT: Final = 0.01
 """Least time between two pieces of output, so that a process that prints much does not keep Ray busy."""
 _CHUNK: Final = 1 << 18
 _MOST_HELD: Final = 16 << 20
-"""Bytes from the process that wait for the driver. The process waits while there are more."""
+"""Limit of the bytes from the process that wait for the driver. Above the limit, the process must wait."""
 
 
 Found = bytes | tuple[int, list[tuple[str, Any]]]
-"""A number, and the bytes of a piece that the process has sent; or a number, and pieces with their kinds."""
+"""An answer: a packed number and then the bytes that the process sent, or `(number, [(kind, bytes or text), ...])`."""
 
 
 class NodeAgent:
-    """The actor. It is threaded: `exchange`, `send` and `drain` may run in any order, so what they carry is numbered.
+    """The actor. It is threaded: `exchange`, `send` and `drain` may run in any order.
 
-    The driver calls `drain` and all methods after it in the concurrency group `control`.
+    Therefore messages and answers have numbers. The driver calls `drain` and all methods after `drain` in the
+    concurrency group `control`.
     """
 
     def __init__(self) -> None:
@@ -64,17 +65,17 @@ class NodeAgent:
         self._held_port: socket.socket | None = None
         """A bound socket. It keeps the port of the ranks' rendezvous free for them."""
         self._sending, self._early, self._next = threading.Lock(), dict[int, Any](), 0
-        """Messages that came before one with a lower number, and the number that is sent next."""
+        """Messages that wait for a message with a lower number, and the number of the message to send next."""
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._found: list[tuple[str, Any]] = []
-        """What the driver has not got yet, in order: a kind, and its bytes or words."""
+        """What the driver has not received yet, in order: a kind, and its bytes or text."""
         self._size, self._answers = 0, 0
         self._waiting: list[threading.Lock] = []
-        """The calls that wait for something to return. The last one is served first."""
+        """A lock for each call that waits for something to return. The call of the last lock is served first."""
 
     def start(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start the worker process. Return this node's versions and address, the process id and an `error`, or ""."""
+        """Start the worker process. Return this node's versions and address, the process id, and an `error` or ""."""
         found = {**versions(), "error": "", "pid": 0, "address": _address(order["one_machine"])}
         if {key: found[key] for key in order["versions"]} != order["versions"]:
             return found  # the driver compares the versions and raises
@@ -89,7 +90,7 @@ class NodeAgent:
         return {**found, "pid": self._child.pid}
 
     def exchange(self, message: bytes, pieces: Sequence[Any] = ()) -> Found:
-        """Do `send`, and then the same as `drain`. The reply of the process to a message returns to its own call."""
+        """Do `send`, then the same as `drain`. The reply to a message returns through the call that sent it."""
         self.send(message, pieces)
         return self._next_found(urgent=True)
 
@@ -108,7 +109,7 @@ class NodeAgent:
                 self._next += 1
 
     def drain(self) -> Found:
-        """Wait until the process has sent or printed something, or has ended. Return all of that, numbered."""
+        """Wait until the process has sent or printed something, or has ended. Return all of this with a number."""
         return self._next_found(urgent=False)
 
     def kill(self) -> None:
@@ -135,15 +136,15 @@ class NodeAgent:
         return port
 
     def ping(self) -> None:
-        """Return at once. Where the actor is lost, Ray raises an error with the cause instead."""
+        """Return at once. If the actor is lost, Ray raises an error with the cause instead."""
 
     def leave(self) -> None:
-        """End the worker process and this process, because the driver has lost Ray, which would do that."""
+        """End the worker process and this process. Usually Ray does this, but the driver has lost Ray."""
         self.kill()
         os._exit(0)
 
     def _next_found(self, *, urgent: bool) -> Found:
-        """Wait until there is something to return, and return all of it, numbered. Urgent calls are served first."""
+        """Wait until there is something to return, and return all of it with a number. Urgent calls come first."""
         while True:
             with self._lock:
                 if self._found:
@@ -166,7 +167,7 @@ class NodeAgent:
 
     def _live(self, order: Mapping[str, Any], started: "Future[Child]") -> None:
         """Start the process and wait for its end. The kernel ties the process to this thread."""
-        watchdog().detached = True  # when an actor ends, Ray kills its children, but no grandchildren
+        watchdog().detached = True  # when an actor ends, Ray kills its children, but not its grandchildren
         try:
             reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
             with writing:
@@ -199,7 +200,7 @@ class NodeAgent:
             time.sleep(_PAUSE_FOR_OUTPUT)
 
     def _read(self, connection: socket.socket) -> None:
-        """Receive what the process sends, until its end. The messages are not taken apart here."""
+        """Receive bytes from the process until its end. This method does not split the bytes into messages."""
         room = np.empty(_CHUNK, np.uint8)
         while True:
             with self._lock:
@@ -233,7 +234,7 @@ def _address(one_machine: bool) -> str:
 
 
 def _unfit(python: str) -> str:
-    """Return why the worker process cannot run in the interpreter `python` on this node, or "" where it can."""
+    """Return why the worker process cannot run in the interpreter `python` on this node, or "" if it can."""
     try:
         return "; ".join(faults(probe(Path(python)))) if python else ""
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Where Ray places processes: each group of roles gets a placement group, and each process a bundle in that group."""
+"""Where Ray places processes: each group of roles gets a placement group, and each process gets a bundle in it."""
 
 import math
 import secrets
@@ -120,7 +120,7 @@ class Places:
     def bundle(self, host: Host, group: Sequence[Host], deadline: float, stopped: threading.Event) -> Bundle:
         """Wait until Ray has placed a process's bundle, and return it.
 
-        Raises `WhetError`, which names the resources that were asked for and the resources of the cluster.
+        Raises `WhetError` if Ray does not place it. The error names the requested resources and those of the cluster.
         """
         with self._lock:
             if host.name not in self._bundles:
@@ -136,7 +136,7 @@ class Places:
         return bundle
 
     def placed(self, bundle: Bundle) -> bool:
-        """Return whether a bundle is on a node, by Ray's knowledge: Ray notices the loss of a node with a delay."""
+        """Return whether Ray reports that a bundle is on a node. Ray notices the loss of a node with a delay."""
         from ray.util import placement_group_table
 
         with self._lock:
@@ -148,7 +148,7 @@ class Places:
         return bool(nodes.get(bundle.index, "unknown"))
 
     def nodes(self, hosts: Sequence[Host]) -> set[str]:
-        """Return Ray's ids of the nodes that processes are on."""
+        """Return Ray's ids of the nodes on which processes are placed."""
         from ray.util import placement_group_table
 
         with self._lock:
@@ -157,9 +157,9 @@ class Places:
         return {node for bundle in bundles if (node := tables[bundle.group.id].get(bundle.index))}
 
     def refuse_hopeless(self, bundles: Sequence[Bundle], began: float, deadline: float) -> None:
-        """Raise `WhetError` where unplaced bundles are past their deadline, or fit on no node for too long.
+        """Raise `WhetError` if unplaced bundles are past their deadline, or have waited too long and fit on no node.
 
-        `began` is the time from which on they have had no place.
+        `began` is the time since which the bundles have had no place.
         """
         now = time.monotonic()
         hopeless = now - began > min(_PATIENCE_FOR_NODES, 0.5 * (deadline - began)) and not self._fit(bundles)
@@ -167,7 +167,7 @@ class Places:
             raise WhetError(self._refusal(bundles, now - began, hopeless))
 
     def close(self) -> None:
-        """Remove all placement groups, where Ray still runs."""
+        """Remove all placement groups, if Ray still runs."""
         import ray
 
         if self._groups and ray.is_initialized():
@@ -199,7 +199,7 @@ class Places:
     def _fit(self, bundles: Sequence[Bundle]) -> bool:
         """Return whether each bundle would fit on some present node if the node were empty.
 
-        This is an estimate: it does not check whether they fit together.
+        This is an estimate: it does not check whether the bundles fit together.
         """
         nodes = self._session.nodes
         return all(any(_holds(node, bundle.resources) for node in nodes) for bundle in bundles)

@@ -36,7 +36,7 @@ from whet_ray.token import hide_token, make_token, shown_token
 from whet_weights.ports import is_taken, shortage
 
 PROCESS: Final = "whet_process"
-"""The resource that each process takes of a Ray that whet starts. The plan, not Ray, divides the machine's CPUs."""
+"""A resource of a Ray that whet starts. Each process takes one unit. The plan, not Ray, divides the machine's CPUs."""
 _MANY: Final = 100_000
 _OBJECT_STORE_BYTES: Final = 256 << 20  # for large messages, until they have been received
 _LEAST_FILES: Final = 128
@@ -46,7 +46,7 @@ _END_SECONDS: Final = 15.0
 
 @frozen
 class Node:
-    """A node of the cluster that is alive."""
+    """A live node of the cluster."""
 
     id: str
     address: str
@@ -64,10 +64,10 @@ _UNSAID = ("memory", "object_store_memory", PROCESS)
 
 
 class RaySession:
-    """A share in this process's connection to Ray. The connection is made in the background."""
+    """One user of this process's connection to Ray. The connection opens in the background."""
 
     def __init__(self, address: str = "") -> None:
-        """Begin to connect to `host:port` or `auto`, or to start Ray on this machine where the address is empty."""
+        """Begin to connect to `host:port` or `auto`. If the address is empty, begin to start Ray on this machine."""
         if find_spec("ray") is None:
             raise ConfigError("cluster.launcher: is ray, and the package ray is not installed here: pip install ray")
         hide_token()
@@ -95,12 +95,12 @@ class RaySession:
         return self._connection.life
 
     def wait(self, seconds: float) -> None:
-        """Wait until Ray is ready. Raises `WhetError` with the reason where it is not ready in time."""
+        """Wait until Ray is ready. Raises `WhetError` with the reason if Ray is not ready in time."""
         self._connection.wait(seconds)
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes of the cluster that are alive."""
+        """The live nodes of the cluster."""
         ray: Any = import_module("ray")
         return [
             Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node["Resources"]))
@@ -109,7 +109,7 @@ class RaySession:
         ]
 
     def address_here(self) -> str:
-        """Return the address under which this machine is, or would be, a node of the cluster."""
+        """Return the address that this machine has, or would have, as a node of the cluster."""
         ray: Any = import_module("ray")
         return str(ray.util.get_node_ip_address())
 
@@ -117,7 +117,7 @@ class RaySession:
         self.there = time.time()
 
     def close(self) -> None:
-        """Leave the connection, and end it where this was its last session. Safe to call twice."""
+        """Leave the connection. If this was its last session, end the connection. Safe to call twice."""
         if not self._closed:
             self._closed = True
             _give_back(self._connection)
@@ -150,7 +150,7 @@ class _Connection:
         self._ready.add_done_callback(lambda _: note())
 
     def wait(self, seconds: float) -> None:
-        """Wait until Ray is ready. Raises `WhetError` with the reason where it is not ready in time."""
+        """Wait until Ray is ready. Raises `WhetError` with the reason if Ray is not ready in time."""
         try:
             self._ready.result(seconds)
         except TimeoutError:
@@ -163,7 +163,7 @@ class _Connection:
             raise WhetError(f"it took more than {seconds:.3g} s to {what}{why}") from None
 
     def end(self) -> None:
-        """Disconnect from Ray. Kill a Ray that whet started where it does not end in time."""
+        """Disconnect from Ray. If whet started Ray, and Ray does not end in time, kill it."""
         self._leaving.set()
         self._thread.join(_END_SECONDS)
         if self._thread.is_alive() and self._own is not None:
@@ -183,15 +183,15 @@ class _Connection:
         _set_variables(self.local)
         breakpoints = os.environ.get("PYTHONBREAKPOINT")
         there = sys.modules.get("ray")
-        if there is not None and there.is_initialized():  # by a program that uses whet as a library
+        if there is not None and there.is_initialized():  # a program that uses whet as a library started Ray
             self.local = False
             self._ready.set_result(None)
             return
         try:
             with shown_token(self._made_folder()), _own_sigterm():
-                import_module("ray")  # reads environment variables at its import
+                import_module("ray")  # Ray reads environment variables at its import
                 self._start() if self.local else self._join()
-            _restore("PYTHONBREAKPOINT", breakpoints)  # Ray sets it to its own debugger
+            _restore("PYTHONBREAKPOINT", breakpoints)  # Ray sets this variable to its own debugger
             self._own = OwnSigns() if self.local else None
         except BaseException as error:
             self._ready.set_exception(error if isinstance(error, WhetError) else _not_started(error))
@@ -250,7 +250,7 @@ class _Connection:
 
 _lock: Final = threading.Lock()
 _connections: Final[list[_Connection]] = []
-"""The connection of this process, present or last; at most one."""
+"""At most one entry: the present connection of this process, or its last connection."""
 
 
 def _lease(address: str) -> _Connection:
@@ -278,7 +278,7 @@ def _give_back(connection: _Connection) -> None:
 
 
 def _set_variables(own: bool) -> None:
-    """Set the options that Ray reads from the environment only, at its import."""
+    """Set the options that Ray reads only from environment variables, when Ray is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if own:
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority of workers
@@ -297,9 +297,9 @@ def _without_address() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use the loopback as the address of its node while it starts. On macOS it does so by default.
+    """Make Ray use the loopback as the address of its node while Ray starts. On macOS, this is Ray's default.
 
-    On other systems Ray uses the machine's address by default, and its processes listen there or on every interface.
+    On other systems, Ray uses the machine's address by default. Its processes listen there or on every interface.
     """
     constants: Any = import_module("ray._private.ray_constants")
     kept, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -310,7 +310,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _refuse_what_ray_would_wait_for() -> None:
-    """Raise `WhetError` for settings with which Ray would wait for a long time and report no cause."""
+    """Raise `WhetError` for settings that would make Ray wait for a long time and report no cause."""
     port = os.environ.get("RAY_GCS_SERVER_PORT", "")
     if port.isdigit() and int(port) and is_taken(int(port)):
         raise WhetError(f"RAY_GCS_SERVER_PORT is {port}, where somebody listens; unset it, or choose another port")
@@ -335,8 +335,8 @@ def _limit(what: int) -> float:
 def _own_sigterm() -> Iterator[None]:
     """Restore this process's SIGTERM handler after a block in which Ray starts or ends, because Ray replaces it.
 
-    Ray's handler prints a stack and aborts; after Ray's end, SIGTERM kills the process at once. Python can set handlers
-    in the main thread only, but `sigaction` works in any thread.
+    Ray's handler prints a stack and aborts. After Ray's end, SIGTERM kills the process at once. Python can set handlers
+    only in the main thread, but the C function `sigaction` works in any thread.
     """
     sigaction = ctypes.CDLL(None).sigaction
     kept = ctypes.create_string_buffer(1024)  # more than any system's `struct sigaction`

@@ -3,13 +3,13 @@
     generate(request) -> outbox -> (no new request in one iteration of the event loop) -> one message per replica
                       <- future <- lists of completions, as each decoded batch ends
 
-The worker has an async generator `generate(requests)` that yields lists of outcomes: a `Completion`, or `(id, message)`
-for a request that cannot be served. Its `abort(ids)` ends requests early. While a replica receives new weights,
-requests for it wait here until it has confirmed that it has them.
+The worker has an async generator `generate(requests)` that yields lists of outcomes. An outcome is a `Completion`, or
+`(id, message)` for a request that cannot be served. The worker's `abort(ids)` ends requests early. While a replica
+receives new weights, its requests wait in the dispatcher. They are sent when the replica has confirmed the new weights.
 
-If its replica is lost, a request goes to another replica, or waits for one, with the same id and seed. A request that
-was running at two losses is a suspect. Suspects are served one prompt at a time: if a replica is lost with one, that
-request is given up, rather than requests that only ran beside it.
+If a replica is lost, each of its requests goes to another replica, or waits for one, with the same id and seed. A
+request that was running at two losses is a suspect. Suspects are served one prompt at a time. If a replica is lost
+while it serves a suspect, the suspect is given up. Requests that only ran beside it are served again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from whet_generation.load_balancer import LoadBalancer
 from whet_generation.replica_set import ReplicaSet
 
 PATIENCE = 8
-"""Most iterations of the event loop that the outbox waits for further requests."""
+"""The outbox waits at most this many iterations of the event loop for further requests."""
 MOST_LOSSES = 3
 """A request that was running on this many lost replicas is assumed to kill them, and is not served again."""
 
@@ -39,7 +39,7 @@ class _Waiting:
     request: Request
     future: "asyncio.Future[Completion]"
     rank: int = -1
-    """Rank of the replica that serves it; -1: not sent yet."""
+    """Rank of the replica that serves the request; -1: the request is not sent yet."""
 
     @property
     def prompt(self) -> str:
@@ -61,7 +61,7 @@ class _Batch:
 
     @property
     def unanswered(self) -> WorkerError:
-        """Return the error for requests that got no answer."""
+        """Return the error for requests that got no outcome."""
         return WorkerError("generator", self.rank, "generate", "it ended without answering")
 
 
@@ -80,11 +80,11 @@ class RequestDispatcher:
     _patience: int = field(default=0, init=False)
     _load_balancer: LoadBalancer = field(init=False)
     _prefixes: dict[str, tuple[int, int]] = field(factory=dict, init=False)
-    """Prefixes of running requests: replica, and number of requests."""
+    """By prefix of running requests: their replica, and their number."""
     _tasks: "set[asyncio.Task[None]]" = field(factory=set, init=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _suspects: list[_Waiting] = field(factory=list, init=False)
-    """Suspects that wait until the ones on trial have finished."""
+    """Suspects that wait until the suspects in `_on_trial` have finished."""
     _on_trial: list[_Waiting] = field(factory=list, init=False)
     """Suspects that are being served: all samples of one prompt."""
     _taking: list[tuple[PendingEach, Mapping[int, int]]] = field(factory=list, init=False)
@@ -92,7 +92,7 @@ class RequestDispatcher:
     _held: dict[int, list[_Waiting]] = field(factory=dict, init=False)
     """By replica: requests that wait until the replica has received weights."""
     _ready: deque[tuple[int, int, WorkerError | None]] = field(factory=deque, init=False)
-    """Replicas that have received weights, or failed to, until the loop handles them: rank, life, error."""
+    """Replicas whose weight sync has ended, until the event loop handles them: rank, life, error if it failed."""
     _cancelled: dict[int, list[str]] = field(factory=dict, init=False)
     """By replica: requests whose awaiting task was cancelled in this iteration of the loop."""
 
@@ -102,10 +102,12 @@ class RequestDispatcher:
     async def generate(self, request: Request) -> Completion:
         """Return the completion of a request. Cancelling the awaiting task aborts the request at the worker.
 
-        Raises `WhetError` if the request cannot be served, `RequestLost` if replicas were lost with it repeatedly or
-        the replica that it names is away, and `WorkerError` if a replica fails or none is left.
+        Raises `WhetError` if the request cannot be served. Raises `RequestLost` if replicas were lost repeatedly while
+        they ran the request, or if the request names a replica that is away. Raises `WorkerError` if a replica fails
+        or no replica is left.
         """
-        if self.replicas.losses[request.id] >= MOST_LOSSES:  # in an earlier run attempt: its process was not its own
+        # These losses are from earlier run attempts, in which a replica shared its process with another role.
+        if self.replicas.losses[request.id] >= MOST_LOSSES:
             raise self._given_up(request)
         self._loop = asyncio.get_running_loop()
         waiting = _Waiting(request, self._loop.create_future())
@@ -124,7 +126,7 @@ class RequestDispatcher:
         self._soon(lambda: self._flush(len(self._outbox)))
 
     def hold(self, taking: PendingEach, lives: Mapping[int, int]) -> None:
-        """Hold new requests for a replica until its call in `taking` has ended. `lives` comes from `ReplicaSet.asking`.
+        """Hold new requests for each replica until its call in `taking` ends. `lives` comes from `ReplicaSet.asking`.
 
         Any thread may call this.
         """
@@ -132,24 +134,24 @@ class RequestDispatcher:
 
     def _soon(self, do: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed, and nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, and no task waits any more
                 self._loop.call_soon_threadsafe(do)
 
     @property
     def outstanding(self) -> list[int]:
-        """Return the tokens outstanding at each replica: prompts and token limits."""
+        """Return the outstanding tokens of each replica: tokens of prompts plus token limits."""
         return self._load_balancer.each()
 
     def _send_soon(self, waiting: list[_Waiting]) -> None:
-        if not self._flushing:  # what is in the outbox already may be waiting for a replica
+        if not self._flushing:  # requests already in the outbox may be waiting for a replica
             self._flushing, self._patience = True, PATIENCE
             asyncio.get_running_loop().call_soon(self._flush, 0)
         self._outbox += waiting
 
     def _flush(self, seen: int) -> None:
         if len(self._outbox) != seen and self._patience > 0:
-            # More may come: episodes that got their completions together ask for their next turns
-            # within a few turns of the loop, and batches should not depend on how many.
+            # More requests may come. Episodes that got their completions together request their next turns within a
+            # few iterations of the event loop. Batches should not depend on the number of these iterations.
             self._patience -= 1
             asyncio.get_running_loop().call_soon(self._flush, len(self._outbox))
             return None
@@ -158,7 +160,7 @@ class RequestDispatcher:
         if failure is None:
             self._refuse_absent(present)
         if not present and failure is None:
-            return None  # `wake` comes back
+            return None  # `wake` will flush again
         outbox, self._outbox = [w for w in self._outbox if not w.future.done()], []
         if failure is not None:
             held, self._suspects = self._suspects, []
@@ -174,7 +176,7 @@ class RequestDispatcher:
         for rank in list(messages):
             if rank in self._held:
                 self._held[rank] += messages.pop(rank)
-                self._soon(self._release)  # it may have been held by a loop that was closed
+                self._soon(self._release)  # an event loop that was closed may have held them
             elif any(taking.when(rank, partial(self._has_taken, rank, lives)) for taking, lives in self._taking):
                 self._held[rank] = messages.pop(rank)
         if messages:
@@ -185,10 +187,10 @@ class RequestDispatcher:
         self._soon(self._release)
 
     def _release(self) -> None:
-        """Send the requests held for replicas that now have their weights. Several may be ready in this iteration.
+        """Send the held requests of each replica that now has its weights. Several replicas may be ready at once.
 
-        If a replica was lost instead, other replicas serve its requests. They are not suspects, because they never
-        reached it.
+        If a replica was lost instead, other replicas serve its requests. These requests are not suspects, because they
+        never reached the lost replica.
         """
         messages: dict[int, list[_Waiting]] = {}
         while self._ready:
@@ -209,8 +211,9 @@ class RequestDispatcher:
         return [waiting for waiting in held if waiting.rank >= 0]
 
     def _refuse_absent(self, there: frozenset[int]) -> None:
-        """Refuse requests for a replica that is away: no other replica may answer them, and they must not wait
-        for it.
+        """Refuse requests for a replica that is away.
+
+        No other replica may serve these requests, and they must not wait for the replica.
         """
         absent = [w for w in self._outbox if w.request.replica is not None and w.request.replica not in there]
         for waiting in absent:
@@ -220,7 +223,7 @@ class RequestDispatcher:
                 waiting.future.set_exception(RequestLost(said))
 
     def _hold_suspects(self, outbox: list[_Waiting]) -> list[_Waiting]:
-        """Return the requests to send now: all except suspects, and of these the samples of one prompt."""
+        """Return the requests to send now: all that are not suspects, and suspects of at most one prompt."""
         limit, losses = MOST_LOSSES - 1, self.replicas.losses
         if not losses and not self._suspects:
             return outbox
@@ -269,13 +272,13 @@ class RequestDispatcher:
             batches = {rank: _Batch(rank, life, messages.pop(rank)) for rank, life in lives.items()}
             shares = {rank: batch.requests for rank, batch in batches.items()}
             streams = self.workers.streams("generate", shares, phase="generate")
-        for left in messages.values():  # lost since it was chosen: a fresh process has no weights to serve with
+        for left in messages.values():  # lost since `_place`: a new process has no weights yet
             self._send_again(left)
         failure: Exception | None = None
         try:
             async for heard in streams:
                 self._hear(batches, heard)
-        except Exception as error:  # what was asked cannot cross
+        except Exception as error:  # the requests cannot cross the process boundary
             failure = error
         finally:
             await close_stream(streams)
@@ -284,21 +287,21 @@ class RequestDispatcher:
 
     def _hear(self, batches: dict[int, _Batch], heard: Heard) -> None:
         batch = batches.get(heard.rank)
-        if batch is None:  # it has failed already
+        if batch is None:  # the batch has failed already
             return
         error = heard.error
         try:
             for outcomes in heard.items:
                 for outcome in outcomes:
                     self._settle(batch.open, outcome)
-        except Exception as raised:  # a worker's edge: whatever came must reach those who wait
+        except Exception as raised:  # a worker may send anything: waiting tasks must get the error
             error = raised
         if heard.over or error is not None:
             del batches[heard.rank]
             self._end(batch, error or batch.unanswered)
 
     def _end(self, batch: _Batch, error: Exception) -> None:
-        """End a batch: other replicas serve the unanswered requests, or these fail with the error."""
+        """End a batch. Its open requests go to other replicas, or fail with the error."""
         left = list(batch.open.values())
         if not isinstance(error, WorkerLost):
             if not isinstance(error, WhetError):
@@ -308,9 +311,9 @@ class RequestDispatcher:
         return self._serve_elsewhere(batch.rank, batch.life, left, error)
 
     def _serve_elsewhere(self, rank: int, life: int, left: list[_Waiting], cause: WorkerLost) -> None:
-        """Send the requests of a lost replica to others, or fail them."""
+        """Send the requests of a lost replica to other replicas, or fail the requests."""
         if not self.replicas.lost(rank, life, cause):
-            suspects, self._suspects = self._suspects, []  # they only waited: no dead process may be laid to them
+            suspects, self._suspects = self._suspects, []  # they only waited, so they are not blamed for this loss
             return self._fail([*suspects, *left], self.replicas.failure or cause)
         for waiting in left:
             self._leave(waiting)
@@ -355,7 +358,7 @@ class RequestDispatcher:
         streams = self.workers.streams("abort", ids, phase="abort")
         try:
             async for _ in streams:
-                pass  # where it fails, the requests themselves do
+                pass  # if an abort fails, its requests fail too
         finally:
             await close_stream(streams)
 

@@ -1,8 +1,9 @@
 """Weight sync by broadcasts: NCCL between GPUs, gloo between CPUs. For roles that have devices of their own.
 
-Each sender has a process group with the receivers that are present. The group is kept while they stay the same; a
-restarted receiver is in the next group. Receivers read several senders one after another, in order. So senders that
-gather their tensors in step must leave the sending to one of them. NCCL has not been tested, for lack of GPUs.
+Each sender has a process group with the receivers that are present. The sender keeps the group while the receivers stay
+the same. A restarted receiver is in the next group. Receivers read several senders one after another, in order.
+Therefore, if several senders gather their tensors in step, only one of them may send. NCCL has not been tested, because
+no GPUs were available.
 """
 
 import ctypes
@@ -31,18 +32,18 @@ _POLL_SECONDS = 0.0005
 
 
 def send(spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int = 0) -> None:
-    """Broadcast the tensors, cast to `spec.dtype`, from the device of the first tensor."""
+    """Cast the tensors to `spec.dtype`, and broadcast them from the device of the first tensor."""
     bucket_stream.send(spec, weights, sender, _Sending(spec, sender))
 
 
 def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield every tensor, on this process's current GPU if it comes by NCCL. Raises `WeightSyncError`."""
+    """Yield every tensor. A tensor that arrives by NCCL is on this process's current GPU. Raises `WeightSyncError`."""
     yield from bucket_stream.receive(spec, receiver, _Receiving(spec, receiver))
 
 
 @frozen
 class _Group:
-    """A process group beside torch's own. Its rank 0 sends."""
+    """A process group that is not registered with torch's own functions. Its rank 0 sends."""
 
     name: str
     size: int
@@ -65,21 +66,21 @@ class _Group:
                 if time.monotonic() > deadline:
                     raise Broken("a broadcast did not end in time")
                 time.sleep(_POLL_SECONDS)
-            work.wait()  # raises what went wrong
+            work.wait()  # raises the error of a failed broadcast
         except BaseException:
             self.abort()
-            if not work.is_completed():  # gloo cannot end it, and whoever drops the group would wait for it
+            if not work.is_completed():  # gloo cannot end it, and freeing the group would wait for it
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
             raise
 
     def abort(self) -> None:
-        """Abort the running broadcast, also in the other processes, if the library can."""
+        """Abort the running broadcast, also in the other processes, if the library supports this."""
         with suppress(RuntimeError, AttributeError):
             self.group.abort()
 
 
 _groups: dict[tuple[str, str, int, int], _Group] = {}
-"""Groups of this process, by end, address of the exchange, sender, and receiver (-1: the sender itself)."""
+"""Groups of this process, by ("send" or "receive", address of the exchange, sender, receiver or -1 for the sender)."""
 _lock = threading.Lock()
 
 
@@ -119,7 +120,7 @@ class _Sending:
             raise
 
     def finish(self) -> None:
-        """Do nothing: a finished broadcast has been read."""
+        """Do nothing: all receivers have read the buffer when a broadcast has finished."""
 
     def _gather(self) -> None:
         """Make a group with all receivers."""
@@ -177,7 +178,7 @@ class _Receiving:
         return self._buffer[:size]
 
     def meet(self, sender: int, meeting: dict[str, Any]) -> None:
-        """Join a group."""
+        """Join the group in the sender's meeting message."""
         import torch
         import torch.distributed as dist
 

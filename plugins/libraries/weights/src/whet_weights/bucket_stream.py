@@ -1,13 +1,13 @@
 """A bucket stream (lane): tensors go from a sender directly to the receivers that are present, one bucket at a time.
 
-    receiver  connects to the sender as "lane/SESSION/RECEIVER", and tells it which group it holds    {"held": ...}
-    sender    waits a limited time for all receivers; later ones cannot take part
+    receiver  connects to the sender as "lane/SESSION/RECEIVER", and names the group that it is in    {"held": ...}
+    sender    waits a limited time for all receivers; later receivers cannot take part
               <- {"meet": {...}}                           if the transport needs it
               <- {"bucket": [entries], "bytes": n, ...}    and the bytes, by the transport
               <- {"end": SESSION}
 
-The transports `broadcast` and `cuda_ipc` move the bytes of a bucket. A receiver that comes too late, or whose stream
-breaks, reads the rest from the sender's staged copy.
+The transports `broadcast` and `cuda_ipc` move the bytes of a bucket. If a receiver comes too late, or if its stream
+breaks, it reads the remaining tensors from the sender's staged copy.
 """
 
 import logging
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BUCKET_BYTES = 256 << 20
-"""A bucket is sent when it holds this much. A larger tensor is a bucket by itself."""
+"""Largest size of a bucket with several tensors. A larger tensor is a bucket by itself."""
 GATHER_SECONDS = 30.0
-"""How long a sender with a staged copy waits for receivers, at most half of the deadline of the weight sync. Receivers
-that must first finish requests may come later and read the copy."""
+"""How long a sender with a staged copy waits for receivers. It waits at most half of the deadline of the weight sync.
+Receivers that must finish requests first may come later and read the copy."""
 ALIGN = 64
 
 
 class Broken(Exception):  # noqa: N818 - it says what happened
-    """The stream cannot be used any more. The weight sync may still succeed by the staged copy."""
+    """The stream cannot be used any more. The weight sync may still succeed through the staged copy."""
 
 
 class Sending(Protocol):
@@ -53,7 +53,7 @@ class Sending(Protocol):
         """Return a buffer of `size` bytes for the next bucket."""
 
     def give(self, head: dict[str, Any], size: int) -> None:
-        """Send a bucket's head with `tell` to all receivers, and the `size` bytes in the buffer."""
+        """Send a bucket to all receivers: its head with `tell`, and the `size` bytes in the buffer."""
 
     def finish(self) -> None:
         """Wait until no receiver reads the buffer any more."""
@@ -72,7 +72,7 @@ class Receiving(Protocol):
         """Return the message that introduces this receiver to a sender."""
 
     def meet(self, sender: int, meeting: dict[str, Any]) -> None:
-        """Do what a sender requests before its first bucket."""
+        """Prepare as a sender requests in `meeting`, before its first bucket."""
 
     def take(self, connection: socket.socket, sender: int, head: dict[str, Any]) -> "torch.Tensor":
         """Return the bytes of a bucket."""
@@ -84,7 +84,7 @@ class Receiving(Protocol):
 def send(
     spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
 ) -> None:
-    """Send to the receivers that come in time. Keep a copy for later ones if `spec.kept` is true."""
+    """Send the tensors to the receivers that come in time. If `spec.kept` is true, keep a copy for later receivers."""
     copy = kept_copy(spec, sender)
     copy.begin(spec, lane=True)
     announce(spec, copy, sender, place)
@@ -132,7 +132,7 @@ def tell(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def told(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the next message. Raises `Broken`."""
+    """Return the next message of a connection. Raises `Broken` if it cannot be received."""
     try:
         message: dict[str, Any] = decode(receive_message(connection, deadline=deadline), records=False)
         return message
@@ -141,7 +141,7 @@ def told(connection: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Return whether the other end has closed a connection. Only for a time when it has nothing to send."""
+    """Return whether the other end has closed a connection. Call it only while the other end has nothing to send."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLIN)
@@ -151,7 +151,7 @@ def is_gone(connection: socket.socket) -> bool:
 
 
 class _Lane:
-    """The stream of one sender. After it breaks, nothing more is sent on it."""
+    """The stream of one sender. After the stream breaks, the sender sends nothing more on it."""
 
     def __init__(self, spec: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
         self._spec, self._plane, self._guests = spec, plane, guests
@@ -180,7 +180,7 @@ class _Lane:
     def end(self, failed: str = "") -> None:
         """Send the end of the stream, with the error if it failed."""
         for guest in self._guests if self._open else ():
-            with suppress(Broken):  # it will say so itself
+            with suppress(Broken):  # the receiver will report the error itself
                 tell(guest.connection, {"end": self._spec.session, "failed": failed})
         with suppress(Broken):
             self._plane.finish()
@@ -215,7 +215,7 @@ def _lanes(
 def _bucket(
     spec: TransferSpec, plane: Receiving, connection: socket.socket, sender: int, head: dict[str, Any]
 ) -> "Iterator[tuple[Entry, torch.Tensor]]":
-    """Yield the tensors of a message."""
+    """Yield the entries and tensors of a message."""
     import torch
 
     entries = entries_of(head.get("bucket", ()))
@@ -261,7 +261,7 @@ def _entry(spec: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor"
 
 
 def _unkept(spec: TransferSpec) -> str:
-    """Return the error for receivers that ask for a copy where none is kept. Empty: a copy is kept."""
+    """Return the error for receivers that request a copy if none is kept, or "" if a copy is kept."""
     why = "it keeps no copy for receivers that come late, as cluster.recovery allows no replica to be restarted"
     return "" if spec.kept else why
 

@@ -5,9 +5,10 @@
     guest   HMAC(token, "guest" + both nonces + name) + name  ->
             <-  "in"                                                              door
 
-The token itself is never sent. A guest that does not know it is refused and logged. Each handshake has a deadline, and
-ends sooner when others wait for its place; a guest that loses its place to strangers tries again. Later messages are
-neither encrypted nor signed: whet trusts the network between the nodes as Ray does for its own traffic.
+The token itself is never sent. If a guest does not know the token, the door refuses the guest and logs the refusal.
+Each handshake has a deadline. It ends sooner when other guests wait for its place. A guest that loses its place to
+strangers tries again. Later messages are neither encrypted nor signed: whet trusts the network between the nodes, as
+Ray does for its own traffic.
 """
 
 import hmac
@@ -44,7 +45,7 @@ class DoorError(WhetError):
 
 
 class Door:
-    """Listens for guests, and calls `take` with the name and the connection of each, on a thread for each guest."""
+    """Listens for guests. Calls `take` with the name and the connection of a guest, in one thread per guest."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class Door:
         handshake_seconds: float = _HANDSHAKE_SECONDS,
         purpose: str = "processes of the run",
     ) -> None:
-        """Listen on an address of this machine, at a free port. The error for no free port names the `purpose`.
+        """Listen on an address of this machine, at a free port. If no port is free, the error names the `purpose`.
 
-        `take` owns the connection that it is called with. If it raises `DoorError`, the guest is refused.
+        `take` owns the connection that it gets. If `take` raises `DoorError`, the guest is refused.
         """
         self._listener = listen(address, purpose)
         self._closed = False
@@ -66,7 +67,7 @@ class Door:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Return the host and port that it listens on."""
+        """Return the host and port on which the door listens."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
@@ -123,7 +124,7 @@ class Door:
 
 
 class Expected:
-    """The guests that are expected, by name. Pass its `take` to a `Door`."""
+    """The guests that are expected, by name. Pass the method `take` to a `Door`."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[socket.socket]] = {}
@@ -168,8 +169,8 @@ def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
 def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
     """Connect to a door under a name, and return the connection.
 
-    If the door drops the connection during the handshake, to make room for others, connect again until `seconds` are
-    over. Raises `DoorError`, `EOFError` or `OSError`.
+    The door may drop the connection during the handshake, to make room for other guests. Then this function connects
+    again, until `seconds` are over. Raises `DoorError`, `EOFError` or `OSError`.
     """
     words = name.encode()
     if len(words) > _LONGEST_NAME:

@@ -1,9 +1,9 @@
-"""The manifest of a weight sync through files: what was sent, so that a receiver can prove that all of it arrived.
+"""The manifest of a weight sync through files. It lists the sent tensors: a receiver can prove that all have arrived.
 
     sender      remove the old manifest -> write the bytes -> write the manifest under its name in one step
     receiver    wait for the manifest of its session -> read -> compare the checksums -> read the manifest again
 
-So a manifest is never beside bytes of another session.
+So a manifest never lies beside the bytes of another session.
 """
 
 import json
@@ -50,17 +50,17 @@ class Manifest:
     sender: int
     entries: tuple[Entry, ...]
     failed: str = ""
-    """Why the sender gave up, so that receivers need not wait for their deadline. Empty: it did not."""
+    """Why the sender gave up, so that receivers need not wait for their deadline. Empty: the sender did not give up."""
     node: str = ""
     """The node on which the files can be read. Empty: on every node."""
     size: int = 0
-    """Bytes of a sender's memory."""
+    """Size of the sender's memory, in bytes."""
 
 
 def checksum(tensor: "torch.Tensor") -> int:
     """Return a checksum of a contiguous tensor: the crc32 of the 64-bit sums of its pages of 4 KiB.
 
-    It detects torn and stale pages and flipped bits at the speed of memory, which crc32 alone does not reach.
+    It detects torn pages, stale pages and flipped bits. It runs at the speed of memory; crc32 alone is slower.
     """
     import torch
 
@@ -81,12 +81,12 @@ def byte_count(entry: Entry) -> int:
 
 
 def manifest_path(spec: TransferSpec, sender: int, carried: str = "") -> Path:
-    """Return the path of a sender's manifest. `carried`: of what was carried to this node."""
+    """Return the path of a sender's manifest. `carried` is a node: the path is for the copy on that node."""
     return Path(spec.address) / f"manifest-{sender}{'@' * bool(carried)}{carried}.json"
 
 
 def carried_nodes(spec: TransferSpec, sender: int) -> list[str]:
-    """Return the nodes that have a manifest of their own."""
+    """Return the nodes that have a manifest of their own for this sender."""
     return [path.stem.partition("@")[2] for path in Path(spec.address).glob(f"manifest-{sender}@*.json")]
 
 
@@ -113,13 +113,13 @@ def write(manifest: Manifest, path: Path) -> None:
 
 
 def read_here(spec: TransferSpec, sender: int) -> Manifest | None:
-    """Return the manifest of what this node can read: the sender's own, or that of what was carried to this node."""
+    """Return the manifest that is valid on this node: the sender's own, or the one of the copy on this node."""
     found, here = read(spec, sender), this_node()
     return found if found is None or found.failed or found.node in ("", here) else read(spec, sender, here)
 
 
 def read(spec: TransferSpec, sender: int, carried: str = "") -> Manifest | None:
-    """Return a sender's manifest. None: there is none. Raises `WeightSyncError` if the file is no manifest."""
+    """Return a sender's manifest, or None if there is none. Raises `WeightSyncError` if the file is no manifest."""
     path = manifest_path(spec, sender, carried)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def await_manifests(spec: TransferSpec) -> list[Manifest]:
 
 
 def still_current(spec: TransferSpec, manifests: Iterable[Manifest]) -> None:
-    """Raise `WeightSyncError` if a sender began another session while this one was read."""
+    """Raise `WeightSyncError` if a sender began another session while this session was read."""
     for manifest in manifests:
         now = read_here(spec, manifest.sender)
         if now is None or now.session != spec.session:
@@ -201,7 +201,7 @@ def _overdue(spec: TransferSpec, missing: list[int]) -> str:
 
 
 def title(spec: TransferSpec) -> str:
-    """Return the name of a transfer in errors."""
+    """Return the name of a transfer for error messages."""
     return f"weight sync {spec.session} of version {spec.version}"
 
 

@@ -1,10 +1,10 @@
-"""Releases the memory of tensors for a while. The tensors stay the same objects, and hold no memory meanwhile.
+"""Releases the memory of tensors for a while. The tensors stay the same objects, but hold no memory meanwhile.
 
     on a GPU     their bytes wait in pinned memory of the host
-    on a CPU     their bytes wait in a file, because the host's own memory is what is released
+    on a CPU     their bytes wait in a file, because the memory to release is the host's own
 
-Code that refers to the tensors (modules, optimizers, views that share their memory) need not know. Nothing may read or
-write them until they are back.
+Code that refers to the tensors (modules, optimizers, views that share their memory) need not change. No code may
+read or write the tensors until their memory is back.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SLAB_BYTES: Final = 1 << 26
 _DONTNEED: Final = 4
-"""Linux: the pages are released. They are then read as zeros, or as the file from which they were mapped."""
+"""On Linux, this value releases the pages. A later read finds zeros, or the bytes of the file that was mapped there."""
 
 
 @frozen(eq=False)
@@ -53,10 +53,10 @@ class _OnGpu:
 
 
 class Slabs:
-    """Host memory for the bytes of other storages, one after another in pieces of a fixed size.
+    """Host memory for the bytes of other storages. The bytes lie one after another in pieces of a fixed size.
 
-    Pinned memory, which a GPU reads and writes fast, comes in powers of two: a piece per tensor would take up to twice
-    the bytes. The memory is kept between uses, because pinning takes long.
+    A GPU reads and writes pinned memory fast. The size of a piece of pinned memory is a power of two, so a piece per
+    tensor would take up to twice the bytes. The memory is kept between uses, because pinning takes long.
     """
 
     def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
@@ -95,7 +95,7 @@ class Offload:
     """The released memory of one worker. Not for use by several threads at the same time."""
 
     def __init__(self, file: Path) -> None:
-        """`file` is written when CPU memory is released, and removed when it is taken again."""
+        """`file` is written when CPU memory is released, and removed when the memory is taken again."""
         self._file = file
         self.used = False
         """Whether memory has ever been released."""
@@ -109,10 +109,10 @@ class Offload:
         return bool(self._pages or self._on_gpu)
 
     def sleep(self, tensors: "Iterable[torch.Tensor]") -> int:
-        """Release the memory of these tensors and of all that share it. Return the bytes. A second call does nothing.
+        """Release the memory of these tensors and of all tensors that share it. Return the number of released bytes.
 
-        Raises `WhetError` if there is no room for the bytes; the tensors are unchanged then. CPU memory is released on
-        Linux only.
+        A second call does nothing. If there is no room for the bytes, `WhetError` is raised and the tensors are
+        unchanged. CPU memory is released on Linux only.
         """
         if self.asleep:
             return 0
@@ -134,8 +134,9 @@ class Offload:
         return given + sum(one.size for one in on_gpu)
 
     def wake(self, *, contents: bool = True) -> None:
-        """Take the memory again. Without `contents` the caller must write all of it anew. A second call does
-        nothing.
+        """Take the memory again, with its contents. A second call does nothing.
+
+        If `contents` is false, the caller must write all of the memory anew.
         """
         if contents and self._pages:
             self._read()
@@ -170,7 +171,7 @@ class Offload:
 
 
 def _pinned(size: int) -> "torch.Tensor":
-    """Return host memory: pinned as long as it is available."""
+    """Return host memory. It is pinned if pinned memory is available."""
     import torch
 
     try:
@@ -180,7 +181,7 @@ def _pinned(size: int) -> "torch.Tensor":
 
 
 def trim() -> None:
-    """Release what this process caches: the caches of CUDA and of the C library."""
+    """Release the memory that CUDA and the C library cache in this process."""
     import torch
 
     gc.collect()
@@ -193,13 +194,13 @@ def trim() -> None:
 
 
 def _storages(tensors: "Iterable[torch.Tensor]") -> "list[torch.UntypedStorage]":
-    """Return the storages of tensors, each once."""
+    """Return each storage of the tensors once."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
 
 
 def _pages(storage: "torch.UntypedStorage") -> _Pages | None:
-    """Return the pages that belong to this storage alone. None: there are none."""
+    """Return the pages that belong to this storage alone, or None if there are none."""
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     return _Pages(storage, begin, size) if size > 0 and sys.platform == "linux" else None
