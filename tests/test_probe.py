@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.errors import WeightSyncError
-from whet.run import compose
+from whet.errors import PluginError, WeightSyncError
+from whet.run import compose, weight_sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
@@ -66,6 +66,13 @@ def test_switched_off_or_with_a_wide_bound_it_refuses_nothing(run_of, probe, pro
 def computed(name):
     """Whether a metric is of the training itself."""
     return name != "time" and not name.startswith(("seconds/", "probe/"))
+
+
+def test_where_nothing_can_check_the_distribution_that_can_is_named(run_of, monkeypatch):
+    found = weight_sync.entry_points
+    monkeypatch.setattr(weight_sync, "entry_points", lambda group: () if group == "whet.probes" else found(group=group))
+    with pytest.raises(PluginError, match="pip install whet-weights, or set weight_sync"):
+        compose.run(run_of())
 
 
 def test_ten_steps_are_bitwise_what_they_are_without_it(run_of):

@@ -19,6 +19,7 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError
 from whet.interfaces.weights import TransferSpec, TransportDriver
+from whet.plugins.catalog import catalog, install_words
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection
@@ -138,7 +139,11 @@ def make_probe(
         return None
     points = [*entry_points(group="whet.probes")]
     if not points:
-        raise PluginError("no installed distribution has a probe; to run without one, set weight_sync.probe.every: 0")
+        owner = catalog().features["weight-probe"]
+        raise PluginError(
+            f"no installed distribution checks weights after a weight sync; {install_words([owner])}, or set "
+            f"weight_sync.probe.every: 0 to run without checks"
+        )
     tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype
     probe: Probe = points[0].load()(
         section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
