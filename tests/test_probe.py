@@ -1,12 +1,15 @@
 """A generator that does not compute with the trainer's weights ends the run; looking for it changes nothing else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from whet.errors import PluginError, WeightSyncError
-from whet.run import compose, weight_sync
+from whet.errors import ConfigError, WeightSyncError
+from whet.plan.prepare import prepare
+from whet.plugins import probes
+from whet.run import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
 
@@ -69,10 +72,10 @@ def computed(name):
 
 
 def test_where_nothing_can_check_the_distribution_that_can_is_named(run_of, monkeypatch):
-    found = weight_sync.entry_points
-    monkeypatch.setattr(weight_sync, "entry_points", lambda group: () if group == "whet.probes" else found(group=group))
-    with pytest.raises(PluginError, match="pip install whet-weights, or set weight_sync"):
-        compose.run(run_of())
+    monkeypatch.setattr(probes, "entry_points", lambda group: ())
+    wanted = "weight_sync.probe.every: is 10; pip install whet-weights, or set 0 to run without checks"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        prepare(run_of())
 
 
 def test_ten_steps_are_bitwise_what_they_are_without_it(run_of):

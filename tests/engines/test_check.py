@@ -33,7 +33,8 @@ def test_without_the_engine_a_config_is_checked_and_told_where_it_is_missing(tmp
     else:
         missing = f"{sys.executable} has no {engine.package.name}, which its workers stand on; {engine.package.install}"
         code, said = checked(whet, config, "generator.engine.anything=1")
-        assert (code, f"warnings, for it cannot run here: generator: {missing}" in said) == (0, True), said
+        place = f"{config}:{config.read_text().splitlines().index('generator:') + 1}"
+        assert (code, f"warnings, for it cannot run here: {place}: generator: {missing}" in said) == (0, True), said
         done = whet("run", config)
         assert (done.code, f"generator: {missing}" in done.errors) == (1, True), done.errors
         assert not (tmp_path / "run" / "journal.jsonl").exists()

@@ -6,9 +6,11 @@ room or a module of core has moved to names it as an entry point of the group `w
 
 import importlib
 import warnings
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "bounded": "data.bounded",
@@ -68,6 +70,18 @@ def find(name: str) -> ModuleSpec | None:
     """Return how a module of `whet` is imported by a path of before; None where there was none."""
     new = _today(name.removeprefix("whet."))
     return None if new is None else ModuleSpec(name, _Alias(new), is_package=True)  # type: ignore[arg-type]
+
+
+def leading_on(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` (PEP 562) of a module whose names of before are in other modules, by name."""
+
+    def find_name(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} has moved to {names[name]}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(names[name]), name)
+
+    return find_name
 
 
 def _today(path: str) -> str | None:

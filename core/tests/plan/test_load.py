@@ -366,5 +366,8 @@ def test_old_keys_are_read_in_the_config_that_a_run_wrote_and_refused_in_any_oth
     (tmp_path / "identity.json").write_text("{}")
     cluster = load_config(file, (), offers).config.cluster
     assert (cluster.colocate, cluster.transport) == ([], "shared-memory")
+    assert load_config(file, ["cluster.colocate=[[backend, generator]]"], offers).config.cluster.colocate
+    with pytest.raises(ConfigError, match=r"command line: cluster\.share: was renamed; write colocate"):
+        load_config(file, ["cluster.share=[[backend, generator]]"], offers)
     with pytest.raises(ConfigError, match="refit: was renamed; write weight_sync"):
         load_config(write(tmp_path / "other.yaml", file.read_text()), (), offers)

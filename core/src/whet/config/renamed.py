@@ -47,22 +47,12 @@ def _new_value(field: "attrs.Attribute[Any]", value: object) -> object:
 
 
 def with_new_names(plain: Mapping[str, Any], fields: "Sequence[attrs.Attribute[Any]]") -> dict[str, Any]:
-    """Return a mapping with the keys and values of today in place of the old ones of these fields.
-
-    Where the mapping has both keys, the new one was laid over the old one, e.g. by an override.
-    """
+    """Return a mapping with the keys and values of today in place of the old ones of these fields."""
     today, before = {field.alias or field.name: field for field in fields}, renamed_keys(fields)
     found = {key: value for key, value in plain.items() if key in today or key not in before}
     for key in plain.keys() - found.keys():
-        new = before[key].alias or before[key].name
-        found[new] = _laid_over(plain[key], found[new]) if new in found else plain[key]
+        found.setdefault(before[key].alias or before[key].name, plain[key])
     return {key: _new_value(today[key], value) if key in today else value for key, value in found.items()}
-
-
-def _laid_over(base: Any, top: Any) -> Any:
-    if not isinstance(base, Mapping) or not isinstance(top, Mapping):
-        return top
-    return {**base, **{key: _laid_over(base.get(key), value) for key, value in top.items()}}
 
 
 def renewed(plain: Any, config: Any) -> Any:

@@ -10,6 +10,7 @@ from attrs import evolve, fields, frozen
 from whet.component import Problem
 from whet.config.document import Document, read_file
 from whet.config.messages import found_words
+from whet.config.renamed import renewed
 from whet.config.sections import Config
 from whet.config.structure import structure
 from whet.errors import ConfigError
@@ -41,6 +42,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     """
     path = Path(path)
     layers, problems = _read_chain(path, (), "")
+    registry = load_plugins() if registry is None else registry
+    if path.name == "config.yaml" and path.with_name("identity.json").is_file():
+        layers = [_with_names_of_today(layer, registry) for layer in layers]
     for override in overrides:
         try:
             layers.append(read_override(override))
@@ -54,7 +58,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         except ConfigError as error:
             problems.extend(f"command line: {problem}" for problem in error.problems)
     _locate_plugins(document, path)
-    registry = load_plugins() if registry is None else registry
     wrong = list(_load_files(document.get("plugins"), registry))
     for alike in list(_likenesses(document, registry)):
         laid.insert(0, alike)
@@ -62,7 +65,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
         document = laid_over(document, evolve(alike, document=Document(role)))
     with placing(laid, problems):
         try:
-            config = structure(document, Config, registry, also=["extends"], renew=_is_written(path))
+            config = structure(document, Config, registry, also=["extends"])
         except ConfigError as error:
             raise ConfigError([*wrong, *error.problems], _remedy(registry.wanted)) from None
         if wrong:
@@ -78,9 +81,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     return Loaded(config, registry, document, path, tuple(laid))
 
 
-def _is_written(path: Path) -> bool:
-    """Return whether a config was written by a run."""
-    return path.name == "config.yaml" and path.with_name("identity.json").is_file()
+def _with_names_of_today(layer: Layer, registry: Registry) -> Layer:
+    """Return the config of a run with the keys and values of today; one that does not hold stays as it is."""
+    value = layer.document.value
+    if list(_load_files(value.get("plugins"), registry)):
+        return layer
+    try:
+        config = structure(value, Config, registry, also=["extends"], renew=True)
+    except ConfigError:
+        return layer
+    return evolve(layer, document=evolve(layer.document, value=renewed(value, config)))
 
 
 def _remedy(wanted: Sequence[str]) -> str:

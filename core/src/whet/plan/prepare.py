@@ -26,12 +26,13 @@ from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
 from whet.plugins.data_files import missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
+from whet.plugins.probes import missing_probe
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.process import extra_folders
 
 if TYPE_CHECKING:
     from whet.config.cluster import ClusterSection
-    from whet.config.sections import Config, DataSection, ModelSection, RoleSection
+    from whet.config.sections import Config, DataSection, ModelSection, ProbeSection, RoleSection
     from whet.interfaces.data import Encode
     from whet.plugins.registry import Registry
 
@@ -116,7 +117,7 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     if trains:
         names = field_names(config.algorithm)
         found, recognised = look_at_data(config.data, roles.algorithm.record_fields, names)
-        problems += found
+        problems += [*found, *_unchecked(config.weight_sync.probe, roles)]
     if plan is None or problems:
         raise ConfigError([str(problem) for problem in problems])
     notes = [*evaluation_notes(config.evaluation, roles.of(EnvironmentFacts)), *_packages(roles, interpreters)]
@@ -128,6 +129,13 @@ def _plan(loaded: Loaded, target: Machine, config_only: bool, trains: bool) -> P
     if not config_only and not (trains and plan.refusals):  # weights for a run that cannot be are not fetched
         model, models = find_models(config.model, config.roles, config_only=False)
     return Prepared(loaded, model, plan, roles, models, target, interpreters)
+
+
+def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
+    """Yield a problem where weight syncs are to be checked and nothing that is installed can check them."""
+    wanted = section.every and "generator" in roles.names and "logprobs" in roles.backend.outputs_given
+    if wanted and (missing := missing_probe()):
+        yield Problem("weight_sync.probe.every", f"is {section.every}; {missing}")
 
 
 def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:

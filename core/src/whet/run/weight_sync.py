@@ -19,7 +19,7 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError
 from whet.interfaces.weights import TransferSpec, TransportDriver
-from whet.plugins.catalog import catalog, install_words
+from whet.plugins.probes import load_probe
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection
@@ -137,17 +137,9 @@ def make_probe(
     """
     if not section.every or "logprobs" not in roles.backend.outputs_given:
         return None
-    points = [*entry_points(group="whet.probes")]
-    if not points:
-        owner = catalog().features["weight-probe"]
-        raise PluginError(
-            f"no installed distribution checks weights after a weight sync; {install_words([owner])}, or set "
-            f"weight_sync.probe.every: 0 to run without checks"
-        )
     tokens, dtype = chat.plain_tokens, roles.of(GeneratorFacts)["generator"].dtype
-    probe: Probe = points[0].load()(
+    return load_probe()(
         section, seed, chat.opening, tokens[tokens < (model.vocab_size or np.inf)], room=max_context,
         temperature=temperature, dtypes=(dtype or model.dtype, model.dtype), replicas=roles["generator"].ranks,
         generator=generator, score=lambda batch: trainer.score(batch, ("logprobs",))["logprobs"], run=run,
     )  # fmt: skip
-    return probe

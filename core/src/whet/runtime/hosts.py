@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import frozen
 
 from whet.data.spans import Span
+from whet.moved import leading_on
 from whet.runtime.traffic import Traffic
 from whet.runtime.wire import Buffer
 
@@ -150,3 +151,13 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Release everything that was reserved, after all processes have ended."""
         ...
+
+
+__getattr__ = leading_on(
+    __name__,
+    {
+        "Call": "whet.runtime.connection",
+        "InFlightCall": "whet.runtime.connection",
+        "RpcSettings": "whet.runtime.workers",
+    },
+)

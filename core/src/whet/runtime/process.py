@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from whet.moved import leading_on
 from whet.runtime.interpreters import surroundings
 from whet.runtime.watchdog import FAMILY, kill_group, kill_marked, watchdog
 
@@ -207,3 +208,6 @@ def describe_end(code: int) -> str:
         name = f"signal {-code}"
     hint = "; where nobody did that by hand, the machine may have run out of memory" if code == -signal.SIGKILL else ""
     return f"its process was killed by {name}{hint}"
+
+
+__getattr__ = leading_on(__name__, {"last_words": "whet.runtime.last_words", "printable": "whet.runtime.last_words"})

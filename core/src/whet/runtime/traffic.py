@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from whet.moved import leading_on
 from whet.runtime.threads import Guard, watched
 
 _SCRATCH_BYTES: Final = 1 << 18
@@ -100,3 +101,6 @@ class Traffic:
                 order()
             except Exception as error:
                 self.guard.report(error)
+
+
+__getattr__ = leading_on(__name__, {"Line": "whet.runtime.channel", "fault_of": "whet.runtime.channel"})

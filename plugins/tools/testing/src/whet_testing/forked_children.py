@@ -8,10 +8,13 @@ interpreter or of variables that libraries read at import does not use it.
 """
 
 import gc
+import importlib
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +23,8 @@ from typing import IO, Any, NoReturn
 from unittest import mock
 
 PROGRAMS = ("whet.runtime.worker_process", "whet.runtime.forkserver")
-_RAY = "ray._raylet"
-"""While this module has a connection, its threads hold locks that a fork would copy."""
+_NEW_SEED = 67280421310721
+"""The seed of torch's generator in a process that has just imported torch."""
 
 
 @contextmanager
@@ -45,7 +48,7 @@ def _popen(command: Sequence[str], **settings: Any) -> Any:
 def _may_fork() -> bool:
     """Return whether a fork saves an import and copies no thread of a library that would be missed."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != 1:
+    if torch is not None and (torch.get_num_threads() != 1 or torch.cuda.is_available()):
         return False
     ray = sys.modules.get("ray")
     return ray is None or not ray.is_initialized()
@@ -94,6 +97,7 @@ def _become(
     """Run the program in the new process as if it had been started, and end."""
     code = 1
     try:
+        _end_imports()
         os.setsid()
         gc.freeze()  # an object of before that were freed would close a descriptor of now
         signal.set_wakeup_fd(-1)
@@ -112,6 +116,8 @@ def _become(
         import_module(module).main()
         code = 0
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         import traceback
@@ -119,9 +125,20 @@ def _become(
         traceback.print_exc()
     finally:
         with suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _end_imports() -> None:
+    """Give up the imports of other threads: their locks stay locked, and their modules would stay incomplete."""
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            del sys.modules[name]
+    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    bootstrap._module_locks.clear()
+    bootstrap._blocking_on.clear()
 
 
 def _keep(kept: list[int], outputs: list[int]) -> None:
@@ -144,5 +161,6 @@ def _forget() -> None:
     """Set back what this process had and a new one has not."""
     vars(import_module("whet.runtime.worker_process")).update(_compute=None, _hosting=False)
     import_module("whet.runtime.watchdog")._watchdogs.clear()
+    logging.getLogger().handlers.clear()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.seed()
+        torch.manual_seed(_NEW_SEED)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ class Program:
     def __init__(self, line: socket.socket, words: list[str], output: IO[bytes] | None) -> None:
         self.args, self.stdout, self.returncode = words, output, None
         self._line = line
+        self._reader: threading.Thread | None = None
+        self._text = b""
         self.pid = int(self._said(None))
 
     returncode: int | None
@@ -59,17 +62,18 @@ class Program:
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, None]:
         """Read the output to its end, and return it when the program has ended. Raises `subprocess.TimeoutExpired`."""
-        text: list[bytes] = []
-        reader = threading.Thread(target=lambda: text.append(self.stdout.read() if self.stdout else b""), daemon=True)
-        reader.start()
-        reader.join(timeout)
-        if reader.is_alive():
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
+        self._reader.join(timeout)
+        if self._reader.is_alive():
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        self.wait(timeout)
+        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         if self.stdout is None:
             return None, None
         self.stdout.close()
-        return text[0].decode(errors="replace").replace("\r\n", "\n"), None
+        return self._text.decode(errors="replace").replace("\r\n", "\n"), None
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the program has ended."""
@@ -84,6 +88,9 @@ class Program:
     def terminate(self) -> None:
         """Send SIGTERM, unless the program has ended."""
         self.send_signal(signal.SIGTERM)
+
+    def _read(self) -> None:
+        self._text = self.stdout.read() if self.stdout else b""
 
     def _said(self, seconds: float | None) -> bytes:
         self._line.settimeout(seconds)
