@@ -43,3 +43,22 @@ def test_a_module_of_another_distribution_is_found_by_its_path_of_before() -> No
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"whet\.nothing"):
         importlib.import_module("whet.nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "today"),
+    [
+        ("traffic", "fault_of", "channel"),
+        ("traffic", "Line", "channel"),
+        ("process", "last_words", "last_words"),
+        ("process", "printable", "last_words"),
+        ("call", "Call", "connection"),
+        ("hosts", "RpcSettings", "workers"),
+    ],
+)
+def test_a_name_that_moved_between_modules_leads_on_with_a_warning(module: str, name: str, today: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{name} has moved to whet.runtime.{today}.{name}".replace(".", r"\.")):
+        old = getattr(importlib.import_module(f"whet.runtime.{module}"), name)
+    assert old is getattr(importlib.import_module(f"whet.runtime.{today}"), name)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = importlib.import_module(f"whet.runtime.{module}").nothing

@@ -136,7 +136,7 @@ def _end_imports() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             del sys.modules[name]
-    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    bootstrap: Any = importlib._bootstrap
     bootstrap._module_locks.clear()
     bootstrap._blocking_on.clear()
 
