@@ -132,7 +132,7 @@ def _become(
 
 
 def _end_imports() -> None:
-    """Give up the imports of other threads: their locks stay locked, and their modules would stay incomplete."""
+    """Drop the imports that other threads have begun. Their locks would stay locked and their modules incomplete."""
     for name, module in list(sys.modules.items()):
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             del sys.modules[name]
