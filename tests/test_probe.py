@@ -8,7 +8,7 @@ import pytest
 
 from whet.errors import ConfigError, WeightSyncError
 from whet.plan.prepare import prepare
-from whet.plugins import probes
+from whet.plugins import features
 from whet.run import compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_orphans")]
@@ -72,7 +72,7 @@ def computed(name):
 
 
 def test_where_nothing_can_check_the_distribution_that_can_is_named(run_of, monkeypatch):
-    monkeypatch.setattr(probes, "entry_points", lambda group: ())
+    monkeypatch.setattr(features, "entry_points", lambda group: ())
     wanted = "weight_sync.probe.every: is 10; pip install whet-weights, or set 0 to run without checks"
     with pytest.raises(ConfigError, match=re.escape(wanted)):
         prepare(run_of())

@@ -13,7 +13,7 @@ from whet.config.renamed import renewed
 from whet.config.sections import Config, DataFile, DataSection, ModelSection, RunSection
 from whet.data.chat import ChatTokenizer
 from whet.data.model_info import read_model
-from whet.plugins.data_files import reader
+from whet.plugins.features import reader
 from whet.run.checkpoint import differences
 from whet.run.resume import run_fingerprint
 

@@ -30,7 +30,7 @@ from whet.plan.memory import HOST, size, whose
 from whet.plan.prepare import Prepared, field_names, packages_here, prepare
 from whet.plan.rank_placement import gpu_problems
 from whet.plugins import launchers
-from whet.plugins.data_files import reader
+from whet.plugins.features import reader
 from whet.plugins.registry import Registry, load_plugins
 from whet.runtime.interpreters import OLDEST_PYTHON, Interpreter, surroundings, versions
 

@@ -24,9 +24,8 @@ from whet.plan.memory import memory_problems, rooms
 from whet.plan.placement import Machine, joins
 from whet.plan.plan import Plan, gather_facts, make_plan
 from whet.plan.roles import Roles, make_roles
-from whet.plugins.data_files import missing_reader, reader
+from whet.plugins.features import missing_probe, missing_reader, reader
 from whet.plugins.launchers import LOCAL, missing_launcher
-from whet.plugins.probes import missing_probe
 from whet.runtime.interpreters import Interpreter, faults, find, located, normal, probe, versions
 from whet.runtime.process import extra_folders
 
@@ -135,7 +134,7 @@ def _unchecked(section: "ProbeSection", roles: Roles) -> Iterator[Problem]:
     """Yield a problem where weight syncs are to be checked and nothing that is installed can check them."""
     wanted = section.every and "generator" in roles.names and "logprobs" in roles.backend.outputs_given
     if wanted and (missing := missing_probe()):
-        yield Problem("weight_sync.probe.every", f"is {section.every}; {missing}")
+        yield Problem("weight_sync.probe.every", f"is {section.every}; {missing}, or set 0 to run without checks")
 
 
 def _unsaid(cluster: "ClusterSection", target: Machine) -> Iterator[str]:

@@ -12,7 +12,7 @@ from whet.config.build import build_selection
 from whet.errors import ConfigError, PluginError, WhetError, in_words
 from whet.plan.evaluation import passes, scoring
 from whet.plan.prepare import Prepared, encode_of, field_names
-from whet.plugins.data_files import reader
+from whet.plugins.features import reader
 from whet.rollout.routing import Route
 
 if TYPE_CHECKING:

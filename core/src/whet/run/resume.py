@@ -20,7 +20,7 @@ from whet.config.renamed import renewed
 from whet.config.structure import absolute, unstructure
 from whet.data import model_info
 from whet.errors import CheckpointError
-from whet.plugins.data_files import reader
+from whet.plugins.features import reader
 from whet.run import checkpoint
 from whet.runtime.interpreters import versions
 

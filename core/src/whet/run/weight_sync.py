@@ -19,7 +19,7 @@ from whet.component import GeneratorFacts
 from whet.data.spans import Spans
 from whet.errors import PluginError
 from whet.interfaces.weights import TransferSpec, TransportDriver
-from whet.plugins.probes import load_probe
+from whet.plugins.features import load_probe
 
 if TYPE_CHECKING:
     from whet.config.sections import ClusterSection, ProbeSection

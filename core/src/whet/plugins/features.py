@@ -1,0 +1,55 @@
+"""What one installed distribution brings beside components: the reader of data files, and the check of weight syncs."""
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from whet.errors import PluginError, in_words
+from whet.interfaces.data import DataReader
+from whet.interfaces.weights import Probe
+from whet.plugins.catalog import catalog, install_words
+
+READER = ("whet.data", "data-files", "data files are read")
+PROBE = ("whet.probes", "weight-probe", "weight syncs are checked")
+"""The entry-point group of a feature, the word for it in the catalog, and what it does."""
+
+
+def missing_reader() -> str:
+    """Return why data files cannot be read and what to install, as the end of a sentence. Empty: they can be."""
+    return _missing(*READER)
+
+
+@functools.cache
+def reader() -> DataReader:
+    """Return the reader. Raises `PluginError` with what to install."""
+    made: DataReader = _load("data files need a plugin", *READER)
+    return made
+
+
+def missing_probe() -> str:
+    """Return why weight syncs cannot be checked and what to install, as the end of a sentence. Empty: they can be."""
+    return _missing(*PROBE)
+
+
+def load_probe() -> Callable[..., Probe]:
+    """Return what builds the probe. Raises `PluginError` with what to install."""
+    made: Callable[..., Probe] = _load("weight syncs cannot be checked", *PROBE)
+    return made
+
+
+def _missing(group: str, feature: str, does: str) -> str:
+    found = sorted(point.value for point in entry_points(group=group))
+    if len(found) > 1:
+        return f"{does} by {' and '.join(found)}; remove all but one of their distributions"
+    return "" if found else install_words([catalog().features[feature]])
+
+
+def _load(without: str, group: str, feature: str, does: str) -> Any:
+    if missing := _missing(group, feature, does):
+        raise PluginError(f"{without}; {missing}")
+    (point,) = entry_points(group=group)
+    try:
+        return point.load()
+    except Exception as error:  # the edge: a plugin is loaded
+        raise PluginError(f"{point.value}, by which {does}, cannot be used: {in_words(error)}") from error
