@@ -105,20 +105,32 @@ def test_what_sigterm_does_is_left_to_this_process(opened: list[RaySession]) -> 
     assert told == [signal.SIGTERM, signal.SIGTERM]
 
 
-STARTED = "from whet_ray.session import RaySession; s = RaySession(); s.wait(99); print(1, flush=True); input()"
+DRIVER = """
+import sys
+from pathlib import Path
+from whet_ray.cluster import RayCluster
+from whet_testing.scripted_worker import TARGET
+
+cluster = RayCluster(Path(sys.argv[1]))
+cluster.slice("backend").spawn(TARGET, {}).call("state")
+print(1, flush=True)
+input()
+cluster.close()
+"""
 
 
 @pytest.mark.parametrize("victim", ["the driver", "raylet"])
-def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str) -> None:
-    with adopting_orphans():
+def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str, tmp_path: Path) -> None:
+    with adopting_orphans():  # and reaping none: what has ended stays a zombie
         before = descendants()
-        command = [sys.executable, "-c", f"{STARTED}; s.close()"]
+        command = [sys.executable, "-c", DRIVER, str(tmp_path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
             assert driver.stdin is not None
             assert driver.stdout is not None
             assert driver.stdout.readline() == b"1\n"
             started = descendants() - before
-            assert any("Agent" in process.command for process in started)
+            for name in ("DashboardAgent", "NodeAgent", "worker_process"):
+                assert any(name in process.command for process in started), name
             if victim == "raylet":
                 (raylet,) = [process.pid for process in started if "/raylet/raylet" in process.command]
                 os.kill(raylet, signal.SIGKILL)

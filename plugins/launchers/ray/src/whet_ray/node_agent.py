@@ -9,6 +9,7 @@ Only builtins and arrays of bytes cross Ray.
 
 import os
 import platform
+import select
 import signal
 import socket
 import struct
@@ -27,7 +28,7 @@ from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
 from whet.runtime.process import Child, on_loopback, worker_environment
 from whet.runtime.threads import watched
-from whet.runtime.watchdog import watchdog
+from whet.runtime.watchdog import pidfd, watchdog
 from whet_weights.ports import reserve
 from whet_weights.shared_pages import NODE
 
@@ -73,6 +74,7 @@ class NodeAgent:
         self._size, self._answers = 0, 0
         self._waiting: list[threading.Lock] = []
         """A lock for each call that waits for something to return. The call of the last lock is served first."""
+        threading.Thread(target=self._end_with_raylet, name="whet-raylet", daemon=True).start()
 
     def start(self, order: dict[str, Any]) -> dict[str, Any]:
         """Start the worker process. Return this node's versions and address, the process id, and an `error` or ""."""
@@ -142,6 +144,19 @@ class NodeAgent:
         """End the worker process and this process. Usually Ray does this, but the driver has lost Ray."""
         self.kill()
         os._exit(0)
+
+    def _end_with_raylet(self) -> None:
+        """Wait until the raylet of this node has ended, then end too.
+
+        Ray does the same, but only after the raylet's parent has reaped the raylet. In a container whose first process
+        reaps nothing, that never happens.
+        """
+        raylet = pidfd(int(os.environ.get("RAY_RAYLET_PID", os.getppid())))
+        if raylet >= 0:
+            waiting = select.poll()
+            waiting.register(raylet, select.POLLIN)
+            waiting.poll()
+            self.leave()
 
     def _next_found(self, *, urgent: bool) -> Found:
         """Wait until there is something to return, and return all of it with a number. Urgent calls come first."""
