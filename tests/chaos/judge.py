@@ -20,7 +20,6 @@ BARE, BARE_PHASES = (-15, -2), ("starting", "after.closed")
 """Codes of a Python that does not handle signals yet or any more, and the phases where nothing is lost by that."""
 STARTING = ("starting", "backend.start", "generator.start", "after.opened", "first.weight_sync")
 """Phases in which a lost worker is told at once: the parts have not all been there yet."""
-ENDING = "SIGTERM was ending the run, which continues after its last checkpoint"
 RESTARTS = 3
 BATCHED = ("logprob_gap/mean", "logprob_gap/max")
 """Metrics whose last bits depend on which requests are batched together."""
@@ -44,8 +43,6 @@ def judge(struck: Struck, subject: Subject) -> None:
         struck.outcome = "goes on" if struck.hit else "missed"
     elif to_driver and (struck.code == ENDS.get(act, -9) or (struck.code in BARE and struck.phase in BARE_PHASES)):
         struck.outcome = "ended by it"
-    elif struck.code == 1 and act == "terminate all" and subject.launcher == "ray" and ENDING in struck.said:
-        struck.outcome = "fails"  # Ray's processes end by SIGTERM, and take the workers along
     elif struck.code == 1 and struck.workers:
         struck.outcome = "fails"
         struck.faults += _error_faults(struck, subject)

@@ -174,6 +174,15 @@ def test_nothing_on_any_node_outlives_a_killed_driver(two_nodes: Any, tmp_path: 
     wait_until(lambda: not any(map(alive, [*pids, *agents])), "the workers, their children and agents are gone")
 
 
+def test_a_node_agent_does_not_end_on_sigterm(two_nodes: Any, tmp_path: Path) -> None:
+    with RayCluster(tmp_path, address=two_nodes.address) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        agent = parent(workers.call("state")[0]["pid"])
+        os.kill(agent, signal.SIGTERM)
+        assert workers.call("add", 1) == [1]
+        assert alive(agent)
+
+
 def test_a_lost_node_is_named_and_the_others_go_on(two_nodes: Any, tmp_path: Path) -> None:
     node = two_nodes.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=80 << 20)
     wanted = {"backend": {"train": 1}, "generator": {"lost": 1}}

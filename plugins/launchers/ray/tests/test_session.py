@@ -20,6 +20,7 @@ from whet_ray import life as ray_life
 from whet_ray import session as ray_session
 from whet_ray.cluster import RayCluster
 from whet_ray.session import RaySession
+from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.processes import adopting_orphans, descendants, survivors
 from whet_testing.scripted_worker import TARGET
 
@@ -138,6 +139,22 @@ def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str, tmp_pat
             else:
                 driver.kill()
         assert not survivors(before, patience_seconds=8.0)
+
+
+def test_sigterm_to_every_process_ends_no_process_that_the_driver_needs(tmp_path: Path) -> None:
+    before = descendants()
+    with RayCluster(tmp_path) as cluster:
+        workers = cluster.slice("backend").spawn(TARGET, {})
+        (state,) = workers.call("state")
+        started = descendants() - before
+        for process in started:
+            os.kill(process.pid, signal.SIGTERM)
+        assert workers.call("add", 1) == [1]
+        (child,) = workers.call("start_child", True)
+        os.kill(child, signal.SIGTERM)
+        wait_until(lambda: not alive(child), "a program that the worker started has ended on SIGTERM")
+        assert workers.call("state")[0]["pid"] == state["pid"]
+        assert cluster.slice("generator").spawn(TARGET, {}).call("add", 2) == [2]
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final, Protocol, TypeVar
@@ -45,6 +46,8 @@ class OwnSigns:
     def __init__(self) -> None:
         node: Any = import_module("ray._private.worker")._global_node
         self._processes = {name: node.all_processes[name][0].process for name in _NEEDED}
+        for info in chain.from_iterable(node.all_processes.values()):  # SIGTERM, with which Ray ends them, is blocked
+            info.process.terminate = info.process.kill
         self._agents = {pid: pidfd(pid) for pid in _children(self._processes["raylet"].pid)}
         """Process descriptors of the raylet's children, by process number. They outlive the raylet by a minute."""
         for pid in self._agents:

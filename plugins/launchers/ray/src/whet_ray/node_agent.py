@@ -28,7 +28,7 @@ from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
 from whet.runtime.process import Child, on_loopback, worker_environment
 from whet.runtime.threads import watched
-from whet.runtime.watchdog import pidfd, watchdog
+from whet.runtime.watchdog import leave_signals_to_driver, pidfd, watchdog
 from whet_weights.ports import reserve
 from whet_weights.shared_pages import NODE
 
@@ -74,6 +74,7 @@ class NodeAgent:
         self._size, self._answers = 0, 0
         self._waiting: list[threading.Lock] = []
         """A lock for each call that waits for something to return. The call of the last lock is served first."""
+        leave_signals_to_driver()
         threading.Thread(target=self._end_with_raylet, name="whet-raylet", daemon=True).start()
 
     def start(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +183,7 @@ class NodeAgent:
 
     def _live(self, order: Mapping[str, Any], started: "Future[Child]") -> None:
         """Start the process and wait for its end. The kernel ties the process to this thread."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the process takes the mask over
         watchdog().detached = True  # when an actor ends, Ray kills its children, but not its grandchildren
         try:
             reading, writing = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))

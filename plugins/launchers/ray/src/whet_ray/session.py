@@ -213,7 +213,7 @@ class _Connection:
 
         _refuse_what_ray_would_wait_for()
         # No CPUs, because Ray starts an idle worker for each CPU.
-        with _without_address(), _on_loopback():
+        with _without_address(), _on_loopback(), _without_sigterm():
             ray.init(
                 address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(self._made_folder()), **_quiet(),
@@ -345,6 +345,19 @@ def _own_sigterm() -> Iterator[None]:
         yield
     finally:
         sigaction(signal.SIGTERM, kept, None)
+
+
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Block SIGTERM for the processes that Ray starts meanwhile.
+
+    Job managers send SIGTERM to all processes of a job, and the driver needs Ray until it has saved.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _restore(name: str, value: str | None) -> None:
