@@ -16,10 +16,10 @@ def test_a_process_that_is_not_guarded_yet_outlives_the_last_one_that_was() -> N
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as starting:
         assert starting.stdout is not None
         assert starting.stdout.read(4) == b"here"
-        with subprocess.Popen([sys.executable, "-c", ""]) as ending:
-            watchdog.guard("process", str(ending.pid))
+        with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as ending:
+            watchdog.guard("group", str(ending.pid))
             ending.wait()
-            watchdog.release("process", str(ending.pid))  # returns when the watchdog has ended
+            watchdog.release("group", str(ending.pid))  # returns when the watchdog has ended
         assert starting.stdin is not None
         starting.stdin.close()
         assert starting.wait() == 0, "the watchdog killed it"

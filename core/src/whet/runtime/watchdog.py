@@ -37,7 +37,7 @@ class Watchdog:
         self._lock = threading.Lock()
 
     def guard(self, kind: str, name: str) -> None:
-        """Guard a `group` of processes, a single `process`, or a `folder` of temporary files."""
+        """Guard a `group` of processes or a `folder` of temporary files."""
         with self._lock:
             self._guarded.add(f"{kind} {name}")
             if self._process is None or not self._say(f"{kind} {name}"):
@@ -115,30 +115,6 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def pidfd(process: int) -> int:
-    """Return a descriptor of a process, or -1 where there is none.
-
-    Unlike the number of the process, it never refers to a later process.
-    """
-    try:
-        return os.pidfd_open(process)
-    except (AttributeError, OSError):  # the system is not Linux, or the process has ended
-        return -1
-
-
-def kill_pidfd(descriptor: int) -> None:
-    """Kill the process of a descriptor, if it is still running."""
-    if descriptor >= 0:
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-
-
-def close_pidfd(descriptor: int) -> None:
-    """Close the descriptor of a process."""
-    if descriptor >= 0:
-        os.close(descriptor)
-
-
 def kill_marked(mark: str) -> None:
     """Kill every process whose mark begins with `mark`, also a process that has left its group."""
     for _ in range(10):
@@ -171,7 +147,7 @@ def _watch(driver: int, family: str) -> None:
     with contextlib.suppress(AttributeError, OSError):  # a child of the driver may hold the pipe open
         waiting.register(os.pidfd_open(driver), select.POLLIN)
     os.set_blocking(0, False)
-    guarded: dict[str, int] = {}
+    guarded: set[str] = set()
     text, alive = b"", True
     while alive:
         alive = all(descriptor == 0 for descriptor, _ in waiting.poll())
@@ -183,15 +159,13 @@ def _watch(driver: int, family: str) -> None:
         for line in lines:
             word, _, rest = line.decode().partition(" ")
             if word == "done":
-                close_pidfd(guarded.pop(rest, -1))
+                guarded.discard(rest)
             else:
-                guarded[line.decode()] = pidfd(int(rest)) if word == "process" else -1
+                guarded.add(line.decode())
     _end(guarded, family)
 
 
-def _end(guarded: dict[str, int], family: str) -> None:
-    for descriptor in guarded.values():
-        kill_pidfd(descriptor)
+def _end(guarded: set[str], family: str) -> None:
     things = [thing.split(" ", 1) for thing in guarded]
     for group in (name for kind, name in things if kind == "group"):
         kill_group(int(group))

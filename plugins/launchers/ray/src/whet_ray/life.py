@@ -11,14 +11,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final, Protocol, TypeVar
 
 from whet.errors import ClusterGone, WhetError
 from whet.runtime.process import describe_end
 from whet.runtime.threads import Guard
-from whet.runtime.watchdog import close_pidfd, kill_pidfd, pidfd, watchdog
+from whet.runtime.watchdog import kill_marked, watchdog
 
 Answer = TypeVar("Answer")
 
@@ -48,10 +47,6 @@ class OwnSigns:
         self._processes = {name: node.all_processes[name][0].process for name in _NEEDED}
         for info in chain.from_iterable(node.all_processes.values()):  # SIGTERM, with which Ray ends them, is blocked
             info.process.terminate = info.process.kill
-        self._agents = {pid: pidfd(pid) for pid in _children(self._processes["raylet"].pid)}
-        """Process descriptors of the raylet's children, by process number. They outlive the raylet by a minute."""
-        for pid in self._agents:
-            watchdog().guard("process", str(pid))
 
     def fault(self) -> str:
         """Return which of Ray's processes has ended, and how, or "" while all of them run."""
@@ -66,12 +61,8 @@ class OwnSigns:
             process.kill()
 
     def close(self) -> None:
-        """Kill the raylet's children that still run after Ray's own processes have ended."""
-        for pid, descriptor in self._agents.items():
-            kill_pidfd(descriptor)
-            close_pidfd(descriptor)
-            watchdog().release("process", str(pid))
-        self._agents = {}
+        """Kill what still runs of Ray: the raylet's children, which outlive it by a minute."""
+        kill_marked(own_mark())
 
 
 class HeadSigns:
@@ -142,13 +133,9 @@ class Life:
                 self.lost.set_result(fault)
 
 
-def _children(process: int) -> list[int]:
-    """Return the numbers of a process's child processes. On systems other than Linux the list is empty."""
-    lists = Path(f"/proc/{process}/task").glob("*/children")
-    try:
-        return [int(child) for one in lists for child in one.read_text().split()]
-    except OSError:  # the process has ended
-        return []
+def own_mark() -> str:
+    """Return the mark of all processes of a Ray that this process starts. The watchdog kills them by this mark."""
+    return f"{watchdog().family}.ray"
 
 
 def connect(address: str) -> None:

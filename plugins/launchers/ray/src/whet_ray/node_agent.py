@@ -9,7 +9,6 @@ Only builtins and arrays of bytes cross Ray.
 
 import os
 import platform
-import select
 import signal
 import socket
 import struct
@@ -28,12 +27,12 @@ from whet.errors import ConfigError, WhetError
 from whet.runtime.interpreters import faults, probe
 from whet.runtime.process import Child, on_loopback, worker_environment
 from whet.runtime.threads import watched
-from whet.runtime.watchdog import leave_signals_to_driver, pidfd, watchdog
+from whet.runtime.watchdog import leave_signals_to_driver, watchdog
 from whet_weights.ports import reserve
 from whet_weights.shared_pages import NODE
 
-OURS: Final = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT")
-"""Environment variables that Ray sets for its own processes. A worker process does not get them."""
+OURS: Final = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONBREAKPOINT", "SPT_NOENV")
+"""Environment variables for the processes of Ray. A worker process does not get them."""
 THREADS: Final = 8
 """Threads of the actor for `start`, `exchange` and `send`. Fewer exchanges than this wait at one time."""
 CONTROL_THREADS: Final = 4
@@ -75,7 +74,6 @@ class NodeAgent:
         self._waiting: list[threading.Lock] = []
         """A lock for each call that waits for something to return. The call of the last lock is served first."""
         leave_signals_to_driver()
-        threading.Thread(target=self._end_with_raylet, name="whet-raylet", daemon=True).start()
 
     def start(self, order: dict[str, Any]) -> dict[str, Any]:
         """Start the worker process. Return this node's versions and address, the process id, and an `error` or ""."""
@@ -145,19 +143,6 @@ class NodeAgent:
         """End the worker process and this process. Usually Ray does this, but the driver has lost Ray."""
         self.kill()
         os._exit(0)
-
-    def _end_with_raylet(self) -> None:
-        """Wait until the raylet of this node has ended, then end too.
-
-        Ray does the same, but only after the raylet's parent has reaped the raylet. In a container whose first process
-        reaps nothing, that never happens.
-        """
-        raylet = pidfd(int(os.environ.get("RAY_RAYLET_PID", os.getppid())))
-        if raylet >= 0:
-            waiting = select.poll()
-            waiting.register(raylet, select.POLLIN)
-            waiting.poll()
-            self.leave()
 
     def _next_found(self, *, urgent: bool) -> Found:
         """Wait until there is something to return, and return all of it with a number. Urgent calls come first."""

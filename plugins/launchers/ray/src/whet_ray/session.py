@@ -29,9 +29,9 @@ from attrs import frozen
 
 from whet.errors import ConfigError, WhetError
 from whet.runtime.threads import watched
-from whet.runtime.watchdog import watchdog
+from whet.runtime.watchdog import FAMILY, watchdog
 from whet_ray.address import VARIABLE, head_of
-from whet_ray.life import HeadSigns, Life, OwnSigns, connect
+from whet_ray.life import HeadSigns, Life, OwnSigns, connect, own_mark
 from whet_ray.token import hide_token, make_token, shown_token
 from whet_weights.ports import is_taken, shortage
 
@@ -213,7 +213,7 @@ class _Connection:
 
         _refuse_what_ray_would_wait_for()
         # No CPUs, because Ray starts an idle worker for each CPU.
-        with _without_address(), _on_loopback(), _without_sigterm():
+        with _without_address(), _on_loopback(), _without_sigterm(), _marked():
             ray.init(
                 address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(self._made_folder()), **_quiet(),
@@ -358,6 +358,22 @@ def _without_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Mark the processes that Ray starts meanwhile, and all that they start later.
+
+    SPT_NOENV keeps the mark where they set their title: otherwise the package setproctitle overwrites the environment.
+    """
+    mark = {FAMILY: own_mark(), "SPT_NOENV": "1"}
+    before = {name: os.environ.get(name) for name in mark}
+    os.environ.update(mark)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            _restore(name, value)
 
 
 def _restore(name: str, value: str | None) -> None:
