@@ -38,11 +38,12 @@ def last_lines(lines: Sequence[str], most: int) -> list[str]:
     """Return the last lines of an output, at most `most`.
 
     If the output has a traceback, they include the exception at its end. Warnings after it are then left out, and the
-    oldest of the other lines after it as well if there are too many.
+    oldest of the other lines after it as well if there are too many. A traceback that is still being written is left
+    out.
     """
-    error = _last_error(lines)
+    error, begin = _last_error(lines), _last_traceback(lines)
     if not lines[error]:
-        return list(lines[-most:])
+        return last_lines(lines[:begin], most) if 0 < begin < len(lines) else list(lines[-most:])
     rest = _without_warnings(lines[error.stop :])
     room = most - (error.stop - error.start)
     if len(rest) <= room:
@@ -52,11 +53,14 @@ def last_lines(lines: Sequence[str], most: int) -> list[str]:
 
 def _last_error(lines: Sequence[str]) -> slice:
     """Return the range of lines of the exception at the end of the last traceback; empty: there is none."""
-    begin = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
-    for i in range(begin + 1, len(lines)):
+    for i in range(_last_traceback(lines) + 1, len(lines)):
         if lines[i] and not lines[i][0].isspace():
             return slice(i, i + 1 + len(continued(lines[i + 1 :])))
     return slice(0, 0)
+
+
+def _last_traceback(lines: Sequence[str]) -> int:
+    return next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), len(lines))
 
 
 def _without_warnings(lines: Sequence[str]) -> list[str]:
