@@ -1,4 +1,4 @@
-"""What goes along a lane: all receivers at once, a bucket at a time, and what becomes of it when one is gone."""
+"""What goes along a stream: all receivers at once, a bucket at a time, and what becomes of it when one is gone."""
 
 import logging
 import subprocess

@@ -23,7 +23,7 @@ from whet_weights import bucket_stream
 from whet_weights.bucket_stream import Broken, is_gone, tell
 from whet_weights.meeting import Offer
 from whet_weights.ports import listen
-from whet_weights.staged_copy import Guest, own_address
+from whet_weights.staged_copy import StreamReceiver, own_address
 
 if TYPE_CHECKING:
     import torch
@@ -88,16 +88,16 @@ class _Sending:
     def __init__(self, spec: TransferSpec, sender: int) -> None:
         self._spec, self._key = spec, ("send", spec.address, sender, -1)
         self._deadline = time.monotonic() + spec.timeout_seconds
-        self._guests: list[socket.socket] = []
+        self._receivers: list[socket.socket] = []
         self._buffer: torch.Tensor | None = None
         self._device: torch.device
 
-    def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
+    def meet(self, receivers: Sequence[StreamReceiver], device: "torch.device") -> None:
         """Use the group that all receivers are already in, or make a new one."""
-        self._guests, self._device = [guest.connection for guest in guests], device
+        self._receivers, self._device = [receiver.connection for receiver in receivers], device
         group = _groups.get(self._key)
-        held = {guest.said["held"] for guest in guests}
-        if group is None or held != {group.name} or (group.size, group.device) != (len(guests) + 1, device):
+        held = {receiver.said["held"] for receiver in receivers}
+        if group is None or held != {group.name} or (group.size, group.device) != (len(receivers) + 1, device):
             self._gather()
 
     def room(self, size: int) -> "torch.Tensor":
@@ -111,10 +111,10 @@ class _Sending:
     def give(self, head: dict[str, Any], size: int) -> None:
         """Announce a bucket and broadcast it."""
         assert self._buffer is not None
-        for connection in self._guests:
+        for connection in self._receivers:
             tell(connection, head)
         try:
-            _groups[self._key].broadcast(self._buffer[:size], self._guests, self._deadline)
+            _groups[self._key].broadcast(self._buffer[:size], self._receivers, self._deadline)
         except BaseException:
             _forget(self._key)
             raise
@@ -134,9 +134,9 @@ class _Sending:
             host, port, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-        name, size = uuid.uuid4().hex, len(self._guests) + 1
+        name, size = uuid.uuid4().hex, len(self._receivers) + 1
         kind = "nccl" if self._device.type == "cuda" else "gloo"
-        for rank, connection in enumerate(self._guests, start=1):
+        for rank, connection in enumerate(self._receivers, start=1):
             meeting = {"name": name, "host": host, "port": port, "rank": rank, "size": size, "kind": kind}
             tell(connection, {"meet": meeting})
         made = _join(store, 0, size, self._device, host, seconds)

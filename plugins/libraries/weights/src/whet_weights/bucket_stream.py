@@ -1,6 +1,6 @@
-"""A bucket stream (lane): tensors go from a sender directly to the receivers that are present, one bucket at a time.
+"""A bucket stream: tensors go from a sender directly to the receivers that are present, one bucket at a time.
 
-    receiver  connects to the sender as "lane/SESSION/RECEIVER", and names the group that it is in    {"held": ...}
+    receiver  connects to the sender as "stream/SESSION/RECEIVER", and names the group that it is in    {"held": ...}
     sender    waits a limited time for all receivers; later receivers cannot take part
               <- {"meet": {...}}                           if the transport needs it
               <- {"bucket": [entries], "bytes": n, ...}    and the bytes, by the transport
@@ -25,7 +25,7 @@ from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
 from whet_weights.manifest import Entry, Manifest, byte_count, check, checksum, dtype_name, title
 from whet_weights.meeting import Offer, address, announce, connect, entries_of, offers, take
-from whet_weights.staged_copy import Guest, KeptCopy, kept_copy, plain
+from whet_weights.staged_copy import StagedCopy, StreamReceiver, plain, staged_copy_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Broken(Exception):  # noqa: N818 - it says what happened
 class Sending(Protocol):
     """A sender's end of a transport for buckets."""
 
-    def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
+    def meet(self, receivers: Sequence[StreamReceiver], device: "torch.device") -> None:
         """Prepare for these receivers."""
 
     def room(self, size: int) -> "torch.Tensor":
@@ -85,28 +85,28 @@ def send(
     spec: TransferSpec, weights: "Iterable[tuple[str, torch.Tensor]]", sender: int, plane: Sending, place: str = ""
 ) -> None:
     """Send the tensors to the receivers that come in time. If `spec.kept` is true, keep a copy for later receivers."""
-    copy = kept_copy(spec, sender)
-    copy.begin(spec, lane=True)
+    copy = staged_copy_of(spec, sender)
+    copy.begin(spec, stream=True)
     announce(spec, copy, sender, place)
     patience = min(GATHER_SECONDS, spec.timeout_seconds / 2) if spec.kept else 0.9 * spec.timeout_seconds
-    guests = copy.guests(spec.receivers, patience)
-    lane = _Lane(spec, plane, guests)
+    receivers = copy.receivers(spec.receivers, patience)
+    stream = _Stream(spec, plane, receivers)
     entries: list[Entry] = []
     with ExitStack() as open_until_the_end:
-        for guest in guests:
-            open_until_the_end.enter_context(closing(guest.connection))
+        for receiver in receivers:
+            open_until_the_end.enter_context(closing(receiver.connection))
         try:
             for bucket in _buckets(weights, spec.dtype):
                 found = [_entry(spec, copy, name, tensor) for name, tensor in bucket]
                 entries += found
-                lane.give([tensor for _, tensor in bucket], found)
+                stream.give([tensor for _, tensor in bucket], found)
         except BaseException as error:
             failed = Manifest(spec.session, spec.version, sender, (), in_words(error))
             copy.publish(failed)
-            lane.end(failed.failed)
+            stream.end(failed.failed)
             raise
         copy.publish(Manifest(spec.session, spec.version, sender, tuple(entries if spec.kept else ()), _unkept(spec)))
-        lane.end()
+        stream.end()
 
 
 def receive(spec: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -115,7 +115,7 @@ def receive(spec: TransferSpec, receiver: int, plane: Receiving) -> "Iterator[tu
     found = offers(spec, receiver, deadline)
     given: set[str] = set()
     try:
-        for name, tensor in _lanes(spec, receiver, plane.choose(found), plane, deadline):
+        for name, tensor in _streams(spec, receiver, plane.choose(found), plane, deadline):
             given.add(name)
             yield name, tensor
     except Broken as error:
@@ -150,12 +150,12 @@ def is_gone(connection: socket.socket) -> bool:
         return True
 
 
-class _Lane:
+class _Stream:
     """The stream of one sender. After the stream breaks, the sender sends nothing more on it."""
 
-    def __init__(self, spec: TransferSpec, plane: Sending, guests: Sequence[Guest]) -> None:
-        self._spec, self._plane, self._guests = spec, plane, guests
-        self._open, self._met = bool(guests), False
+    def __init__(self, spec: TransferSpec, plane: Sending, receivers: Sequence[StreamReceiver]) -> None:
+        self._spec, self._plane, self._receivers = spec, plane, receivers
+        self._open, self._met = bool(receivers), False
 
     def give(self, tensors: "Sequence[torch.Tensor]", entries: Sequence[Entry]) -> None:
         """Send a bucket, if there are receivers."""
@@ -163,7 +163,7 @@ class _Lane:
             return
         try:
             if not self._met:
-                self._plane.meet(self._guests, tensors[0].device)
+                self._plane.meet(self._receivers, tensors[0].device)
                 self._met = True
             places, size = _places(entries)
             room = self._plane.room(size)
@@ -174,26 +174,26 @@ class _Lane:
         except (Broken, RuntimeError, OSError) as error:
             log.warning("%s: receivers go on by connections: %s", title(self._spec), in_words(error))
             self._open = False
-            for guest in self._guests:
-                guest.connection.close()
+            for receiver in self._receivers:
+                receiver.connection.close()
 
     def end(self, failed: str = "") -> None:
         """Send the end of the stream, with the error if it failed."""
-        for guest in self._guests if self._open else ():
+        for receiver in self._receivers if self._open else ():
             with suppress(Broken):  # the receiver will report the error itself
-                tell(guest.connection, {"end": self._spec.session, "failed": failed})
+                tell(receiver.connection, {"end": self._spec.session, "failed": failed})
         with suppress(Broken):
             self._plane.finish()
 
 
-def _lanes(
+def _streams(
     spec: TransferSpec, receiver: int, senders: Sequence[Offer], plane: Receiving, deadline: float
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield the tensors of all senders, one sender after another. Every sender waits for this receiver."""
     with ExitStack() as open_until_the_end:
         connections = []
         for offer in senders:
-            connection = connect(spec, address(offer), f"lane/{spec.session}/{receiver}")
+            connection = connect(spec, address(offer), f"stream/{spec.session}/{receiver}")
             connections.append(open_until_the_end.enter_context(closing(connection)))
             tell(connection, plane.hello(offer["sender"]))
         manifests = [Manifest(spec.session, offer["version"], offer["sender"], ()) for offer in senders]
@@ -254,7 +254,7 @@ def _buckets(weights: "Iterable[tuple[str, torch.Tensor]]", dtype: str) -> "Iter
         yield bucket
 
 
-def _entry(spec: TransferSpec, copy: KeptCopy, name: str, tensor: "torch.Tensor") -> Entry:
+def _entry(spec: TransferSpec, copy: StagedCopy, name: str, tensor: "torch.Tensor") -> Entry:
     if spec.kept:
         return copy.keep(name, tensor, "")
     return Entry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor), "")

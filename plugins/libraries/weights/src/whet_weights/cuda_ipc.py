@@ -17,7 +17,7 @@ from whet_weights import bucket_stream
 from whet_weights.bucket_stream import Broken, tell, told
 from whet_weights.manifest import title
 from whet_weights.meeting import Offer
-from whet_weights.staged_copy import Guest
+from whet_weights.staged_copy import StreamReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +37,17 @@ def receive(spec: TransferSpec, receiver: int = 0) -> "Iterator[tuple[str, torch
 class _Sending:
     def __init__(self, spec: TransferSpec) -> None:
         self._spec, self._deadline = spec, time.monotonic() + spec.timeout_seconds
-        self._guests: list[socket.socket] = []
+        self._receivers: list[socket.socket] = []
         self._device: torch.device
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._unread = [False, False]
         self._turn = 0
 
-    def meet(self, guests: Sequence[Guest], device: "torch.device") -> None:
+    def meet(self, receivers: Sequence[StreamReceiver], device: "torch.device") -> None:
         """Check that the tensors are on a GPU. Nothing has to be prepared."""
         if device.type != "cuda":
             raise WeightSyncError(f"{title(self._spec)}: cuda-ipc sends what is on a GPU, found tensors on {device}")
-        self._guests, self._device = [guest.connection for guest in guests], device
+        self._receivers, self._device = [receiver.connection for receiver in receivers], device
 
     def room(self, size: int) -> "torch.Tensor":
         """Return the buffer whose turn it is, after all receivers have read it."""
@@ -67,7 +67,7 @@ class _Sending:
         torch.cuda.current_stream(self._device).synchronize()
         buffer = self._buffers[self._turn]
         assert buffer is not None
-        for connection in self._guests:  # each releases what it was given
+        for connection in self._receivers:  # each releases what it was given
             tell(connection, {**head, "memory": _shared(buffer)})
         self._unread[self._turn] = True
 
@@ -78,7 +78,7 @@ class _Sending:
 
     def _await(self, turn: int) -> None:
         if self._unread[turn]:
-            for connection in self._guests:
+            for connection in self._receivers:
                 told(connection, self._deadline)
             self._unread[turn] = False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.runtime.channel import receive, send
 from whet.runtime.wire import decode, encode
-from whet_weights.door import Door, DoorError
+from whet_weights.handshake import HandshakeError, Server
 
 _MESSAGE_SECONDS = 10.0
 _LARGEST_MESSAGE = 1 << 20
@@ -27,32 +27,32 @@ class Exchange:
         self.token = secrets.token_hex(32)
         self._senders: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._door = Door(address, bytes.fromhex(self.token), self._take, purpose="weight syncs")
+        self._server = Server(address, bytes.fromhex(self.token), self._take, purpose="weight syncs")
 
     @property
     def address(self) -> str:
         """Return the address in the form of a spec."""
-        return f"{self._door.address[0]}:{self._door.address[1]}"
+        return f"{self._server.address[0]}:{self._server.address[1]}"
 
     def close(self) -> None:
         """Stop listening."""
-        self._door.close()
+        self._server.close()
 
-    def _take(self, name: str, guest: socket.socket) -> None:
+    def _take(self, name: str, client: socket.socket) -> None:
         kind, session, number = name.split("/")
-        with closing(guest):
-            said = decode(receive(guest, _LARGEST_MESSAGE, time.monotonic() + _MESSAGE_SECONDS), records=False)
+        with closing(client):
+            said = decode(receive(client, _LARGEST_MESSAGE, time.monotonic() + _MESSAGE_SECONDS), records=False)
             if kind == "sender":
                 offer = {"sender": int(number), "session": session, **said}
                 with self._changed:
                     self._senders[offer["sender"]] = offer
                     self._changed.notify_all()
-                send(guest, encode({"noted": session}))
+                send(client, encode({"noted": session}))
             elif kind == "receiver":
-                guest.settimeout(_MESSAGE_SECONDS)
-                send(guest, encode({"found": self._await(session, said["senders"], said["seconds"])}))
+                client.settimeout(_MESSAGE_SECONDS)
+                send(client, encode({"found": self._await(session, said["senders"], said["seconds"])}))
             else:
-                raise DoorError(f"it called itself {kind!r:.20}")
+                raise HandshakeError(f"it called itself {kind!r:.20}")
 
     def _await(self, session: str, senders: int, seconds: float) -> list[dict[str, Any]]:
         """Wait for all senders of a session. Return the senders that are known in the end."""

@@ -1,4 +1,4 @@
-"""Limits on a door's handshakes and on the log of its refusals: many strangers cannot keep the run's guests out."""
+"""Limits on a server's handshakes and on the log of its refusals: many strangers cannot keep the run's clients out."""
 
 import logging
 import socket
@@ -15,7 +15,7 @@ _MOST: Final = 64
 _SURE_SECONDS: Final = 0.1
 """Time in which a handshake cannot lose its place.
 
-A guest that knows the token answers at once. A thousand strangers are done after 1.6 s.
+A client that knows the token answers at once. A thousand strangers are done after 1.6 s.
 """
 _TOLD_ONE_BY_ONE: Final = 5
 _COUNT_EVERY_SECONDS: Final = 60.0
@@ -29,42 +29,42 @@ class Greetings:
 
     def __init__(self) -> None:
         self._under_way: dict[socket.socket, tuple[str, float]] = {}
-        """The address of each guest and the time at which it came, the oldest first."""
+        """The address of each client and the time at which it came, the oldest first."""
         self._put_out: set[socket.socket] = set()
         self._changed = threading.Condition()
 
-    def enter(self, guest: socket.socket, host: str) -> None:
+    def enter(self, client: socket.socket, host: str) -> None:
         """Wait for a place and take it."""
         with self._changed:
             while len(self._under_way) >= _MOST:
                 self._changed.wait(self._put_one_out())
-            self._under_way[guest] = host, time.monotonic()
+            self._under_way[client] = host, time.monotonic()
 
-    def leave(self, guest: socket.socket) -> bool:
-        """Release the place, and return whether the guest may stay. After this the guest cannot be put out."""
+    def leave(self, client: socket.socket) -> bool:
+        """Release the place, and return whether the client may stay. After this the client cannot be put out."""
         with self._changed:
-            del self._under_way[guest]
+            del self._under_way[client]
             self._changed.notify()
-            stays = guest not in self._put_out
-            self._put_out.discard(guest)
+            stays = client not in self._put_out
+            self._put_out.discard(client)
             return stays
 
     def _put_one_out(self) -> float:
         """End one handshake, unless it is too young. Return the seconds to wait before the next attempt."""
         held = Counter(host for host, _ in self._under_way.values())
         most = max(held.values())
-        guest, begin = next((g, begin) for g, (host, begin) in self._under_way.items() if held[host] == most)
+        client, begin = next((g, begin) for g, (host, begin) in self._under_way.items() if held[host] == most)
         left = begin + _SURE_SECONDS - time.monotonic()
         if left > 0:
             return left
-        self._put_out.add(guest)
+        self._put_out.add(client)
         with suppress(OSError):
-            guest.shutdown(socket.SHUT_RDWR)  # wakes the guest's thread, which waits for a message
+            client.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which waits for a message
         return _SURE_SECONDS
 
 
 class Refusals:
-    """Logs refused guests: the first few one by one, and then their number from time to time."""
+    """Logs refused clients: the first few one by one, and then their number from time to time."""
 
     def __init__(self) -> None:
         self._count = self._told = 0

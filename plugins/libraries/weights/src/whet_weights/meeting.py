@@ -17,9 +17,9 @@ from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import receive_exactly
 from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
-from whet_weights.door import knock
+from whet_weights.handshake import connect_to
 from whet_weights.manifest import Entry, Manifest, byte_count, check, checksum, title
-from whet_weights.staged_copy import KeptCopy
+from whet_weights.staged_copy import StagedCopy
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +34,10 @@ class UnreachableError(WeightSyncError):
     """A sender, or the exchange, cannot be reached."""
 
 
-def announce(spec: TransferSpec, copy: KeptCopy, sender: int, place: str = "") -> None:
+def announce(spec: TransferSpec, copy: StagedCopy, sender: int, place: str = "") -> None:
     """Report to the exchange where a sender is. `place`: its GPU."""
     with closing(connect(spec, spec.address, f"sender/{spec.session}/{sender}")) as exchange:
-        words = {"version": spec.version, "address": list(copy.door.address), "place": place}
+        words = {"version": spec.version, "address": list(copy.server.address), "place": place}
         send_message(exchange, encode(words))
         said(spec, exchange, time.monotonic() + spec.timeout_seconds)
 
@@ -91,7 +91,7 @@ def connect(spec: TransferSpec, address: str, name: str) -> socket.socket:
     """Return a connection to the exchange or a sender under a name. Raises `UnreachableError`."""
     host, _, port = address.rpartition(":")
     try:
-        connection = knock((host, int(port)), bytes.fromhex(spec.token), name)
+        connection = connect_to((host, int(port)), bytes.fromhex(spec.token), name)
     except (OSError, EOFError, WhetError, ValueError) as error:
         raise UnreachableError(f"{title(spec)}: no connection to {address}: {in_words(error)}") from error
     connection.settimeout(spec.timeout_seconds)

@@ -2,7 +2,7 @@
 
     "receiver/SESSION/0"   <- {"manifest": {...}}, the bytes of every tensor, {"session": SESSION}; a receiver that
                            comes before its session has begun waits for the next session
-    "lane/SESSION/0"       a receiver that takes part while the tensors are sent, see `whet_weights.bucket_stream`
+    "stream/SESSION/0"     a receiver that takes part while the tensors are sent, see `whet_weights.bucket_stream`
 
 The last message of a receiver's connection names the session again: bytes that a newer session overwrote are refused.
 """
@@ -20,7 +20,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.runtime.channel import receive as receive_message
 from whet.runtime.channel import send as send_message
 from whet.runtime.wire import decode, encode
-from whet_weights.door import Door
+from whet_weights.handshake import Server
 from whet_weights.manifest import Entry, Manifest, byte_count, checksum, dtype_name
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ _SESSIONS_KNOWN = 256
 
 
 @attrs.frozen
-class Guest:
+class StreamReceiver:
     """A receiver that came in time to take part in a session."""
 
     connection: socket.socket
     said: dict[str, Any]
 
 
-class KeptCopy:
+class StagedCopy:
     """The staged copy of one sender in this process."""
 
     def __init__(self, address: str, token: str) -> None:
@@ -52,27 +52,27 @@ class KeptCopy:
         self._begun: deque[str] = deque(maxlen=_SESSIONS_KNOWN)
         """Sessions that have begun. A receiver that names another one has come before its session."""
         self._manifest: Manifest | None = None
-        self._guests: list[Guest] | None = None
+        self._receivers: list[StreamReceiver] | None = None
         """Receivers of the running session; None: it admits no more."""
         self._changed = threading.Condition()
-        self.door = Door(address, bytes.fromhex(token), self._serve, purpose="weight syncs")
+        self.server = Server(address, bytes.fromhex(token), self._serve, purpose="weight syncs")
 
-    def begin(self, spec: TransferSpec, *, lane: bool = False) -> None:
-        """Begin a session: discard the published manifest. `lane`: admit receivers while this session is sent."""
+    def begin(self, spec: TransferSpec, *, stream: bool = False) -> None:
+        """Begin a session: discard the published manifest. `stream`: admit receivers while this session is sent."""
         with self._changed:
             self._session, self._timeout, self._manifest = spec.session, spec.timeout_seconds, None
             self._begun.append(spec.session)
-            self._guests = [] if lane else None
+            self._receivers = [] if stream else None
             self._end = 0
             self._changed.notify_all()
 
-    def guests(self, count: int, seconds: float) -> list[Guest]:
+    def receivers(self, count: int, seconds: float) -> list[StreamReceiver]:
         """Wait up to `seconds` for `count` receivers, and return those that came. No other receiver can take part after
         that.
         """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._guests or ()) >= count, seconds)
-            found, self._guests = self._guests or [], None
+            self._changed.wait_for(lambda: len(self._receivers or ()) >= count, seconds)
+            found, self._receivers = self._receivers or [], None
             return found
 
     def keep(self, name: str, tensor: "torch.Tensor", dtype: str) -> Entry:
@@ -106,60 +106,60 @@ class KeptCopy:
         assert self._buffer is not None
         return self._buffer
 
-    def _serve(self, name: str, guest: socket.socket) -> None:
+    def _serve(self, name: str, connection: socket.socket) -> None:
         kind, session, _ = name.split("/")
-        if kind == "lane":
-            self._admit(session, guest)
+        if kind == "stream":
+            self._admit(session, connection)
         else:
-            with closing(guest):
-                self._give(session, guest)
+            with closing(connection):
+                self._give(session, connection)
 
-    def _admit(self, session: str, guest: socket.socket) -> None:
+    def _admit(self, session: str, connection: socket.socket) -> None:
         """Admit a receiver to the stream, or tell it that it came too late."""
-        said = decode(receive_message(guest, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
+        said = decode(receive_message(connection, _LARGEST_HELLO, time.monotonic() + _HELLO_SECONDS), records=False)
         with self._changed:
-            guest.settimeout(self._timeout)
-            if self._session == session and self._guests is not None:
-                self._guests.append(Guest(guest, said))
+            connection.settimeout(self._timeout)
+            if self._session == session and self._receivers is not None:
+                self._receivers.append(StreamReceiver(connection, said))
                 self._changed.notify_all()
                 return
-        with closing(guest):
-            send_message(guest, encode({"late": True}))
+        with closing(connection):
+            send_message(connection, encode({"late": True}))
 
-    def _give(self, session: str, guest: socket.socket) -> None:
+    def _give(self, session: str, connection: socket.socket) -> None:
         """Send a receiver the copy of its session. If the session is running, wait until it is complete."""
         with self._changed:
             before, until = self._session, time.monotonic() + self._timeout
             if session not in self._begun:
                 self._changed.wait_for(lambda: self._session != before, self._timeout)
-            guest.settimeout(self._timeout)
+            connection.settimeout(self._timeout)
             self._changed.wait_for(
                 lambda: self._session != session or self._manifest is not None, max(0.0, until - time.monotonic())
             )
             held, manifest, buffer = self._session, self._manifest, self._buffer
         if manifest is None or manifest.session != session:
             found = f"session {held}" if manifest else f"session {held}, which is not complete"
-            send_message(guest, encode({"refused": f"it holds {found}"}))
+            send_message(connection, encode({"refused": f"it holds {found}"}))
             return
-        send_message(guest, encode({"manifest": {**attrs.asdict(manifest), "entries": plain(manifest.entries)}}))
+        send_message(connection, encode({"manifest": {**attrs.asdict(manifest), "entries": plain(manifest.entries)}}))
         for entry in manifest.entries:
             assert buffer is not None  # there are entries
-            guest.sendall(buffer[entry.offset : entry.offset + byte_count(entry)].numpy().data)
+            connection.sendall(buffer[entry.offset : entry.offset + byte_count(entry)].numpy().data)
         with self._changed:
             now = "" if self._manifest is None else self._manifest.session
-        send_message(guest, encode({"session": now}))
+        send_message(connection, encode({"session": now}))
 
 
-def kept_copy(spec: TransferSpec, sender: int) -> KeptCopy:
+def staged_copy_of(spec: TransferSpec, sender: int) -> StagedCopy:
     """Return the copy of a sender in this process, which is the same for all sessions of a run."""
     with _lock:
         found = _copies.get((spec.address, sender))
         if found is None or found.token != spec.token:
-            found = _copies[spec.address, sender] = KeptCopy(own_address(spec), spec.token)
+            found = _copies[spec.address, sender] = StagedCopy(own_address(spec), spec.token)
         return found
 
 
-_copies: dict[tuple[str, int], KeptCopy] = {}
+_copies: dict[tuple[str, int], StagedCopy] = {}
 """Copies by address of the exchange and sender."""
 _lock = threading.Lock()
 

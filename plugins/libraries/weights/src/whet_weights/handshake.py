@@ -1,12 +1,12 @@
 """Connections over TCP between processes of one run: both ends prove that they know the run's token.
 
-    guest   "whet" + its nonce              ->
-            <-  the door's nonce + HMAC(token, "door" + both nonces)              door
-    guest   HMAC(token, "guest" + both nonces + name) + name  ->
-            <-  "in"                                                              door
+    client   "whet" + its nonce                                    ->
+             <-  the server's nonce + HMAC(token, "server" + both nonces)    server
+    client   HMAC(token, "client" + both nonces + name) + name     ->
+             <-  "in"                                                        server
 
-The token itself is never sent. If a guest does not know the token, the door refuses the guest and logs the refusal.
-Each handshake has a deadline. It ends sooner when other guests wait for its place. A guest that loses its place to
+The token itself is never sent. If a client does not know the token, the server refuses the client and logs the refusal.
+Each handshake has a deadline. It ends sooner when other clients wait for its place. A client that loses its place to
 strangers tries again. Later messages are neither encrypted nor signed: whet trusts the network between the nodes, as
 Ray does for its own traffic.
 """
@@ -32,7 +32,7 @@ _MAGIC: Final = b"whet\x00\x01\r\n"
 _NONCE: Final = 32
 _WELCOME: Final = b"in"
 _HANDSHAKE_SECONDS: Final = 10.0
-_KNOCK_SECONDS: Final = 30.0
+_CONNECT_SECONDS: Final = 30.0
 _LONGEST_NAME: Final = 255
 _PAUSE_SECONDS: Final = 0.1
 _LEAST_SECONDS: Final = 1e-4
@@ -40,12 +40,12 @@ _SILENCE_SECONDS: Final = 60
 """A connection is given up when its other end has not answered the kernel's probes for this long."""
 
 
-class DoorError(WhetError):
-    """A connection was refused: one end does not know the run's token, or the guest is not expected."""
+class HandshakeError(WhetError):
+    """A connection was refused: one end does not know the run's token, or the client is not expected."""
 
 
-class Door:
-    """Listens for guests. Calls `take` with the name and the connection of a guest, in one thread per guest."""
+class Server:
+    """Listens for clients. Calls `take` with the name and the connection of a client, in one thread per client."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class Door:
     ) -> None:
         """Listen on an address of this machine, at a free port. If no port is free, the error names the `purpose`.
 
-        `take` owns the connection that it gets. If `take` raises `DoorError`, the guest is refused.
+        `take` owns the connection that it gets. If `take` raises `HandshakeError`, the client is refused.
         """
         self._listener = listen(address, purpose)
         self._closed = False
         self._token, self._take, self._seconds = token, take, handshake_seconds
         self._greetings, self._refusals = Greetings(), Refusals()
-        watched("whet-door", self._listen, self._lost, lambda: self._closed)
+        watched("whet-handshake", self._listen, self._lost, lambda: self._closed)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Return the host and port on which the door listens."""
+        """Return the host and port on which the server listens."""
         host, port, *_ = self._listener.getsockname()
         return host, port
 
@@ -86,91 +86,91 @@ class Door:
             except Exception as error:
                 if self._closed:
                     return
-                # No file descriptor or thread is left, or the guest left while it waited. Other guests will come.
-                self._refusals.add(f"could not let a guest in: {error}")
+                # No file descriptor or thread is left, or the client left while it waited. Other clients will come.
+                self._refusals.add(f"could not let a client in: {error}")
                 time.sleep(_PAUSE_SECONDS)
 
     def _lost(self, words: str) -> None:
-        """Close the listening socket, so that guests are refused at once and do not wait for an answer."""
+        """Close the listening socket, so that clients are refused at once and do not wait for an answer."""
         self._refusals.add(words)
         self._listener.close()
 
-    def _let_in(self, guest: socket.socket, address: tuple[str, int]) -> None:
-        self._greetings.enter(guest, address[0])
+    def _let_in(self, client: socket.socket, address: tuple[str, int]) -> None:
+        self._greetings.enter(client, address[0])
         try:
-            threading.Thread(target=self._greet, args=(guest, address), name="whet-greeting", daemon=True).start()
+            threading.Thread(target=self._greet, args=(client, address), name="whet-greeting", daemon=True).start()
         except RuntimeError:
-            self._greetings.leave(guest)
-            guest.close()
+            self._greetings.leave(client)
+            client.close()
             raise
 
-    def _greet(self, guest: socket.socket, address: tuple[str, int]) -> None:
+    def _greet(self, client: socket.socket, address: tuple[str, int]) -> None:
         try:
-            name = self._name_of(guest)
-            guest.sendall(_WELCOME)
-            _keep_open(guest)
-            self._take(name, guest)
+            name = self._name_of(client)
+            client.sendall(_WELCOME)
+            _keep_open(client)
+            self._take(name, client)
         except (OSError, EOFError, WhetError) as error:
             words = str(error) or type(error).__name__
             self._refusals.add(f"refused a connection from {address[0]}:{address[1]}: {words}")
-            guest.close()
+            client.close()
 
-    def _name_of(self, guest: socket.socket) -> str:
+    def _name_of(self, client: socket.socket) -> str:
         try:
-            return greet(guest, self._token, self._seconds)
+            return greet(client, self._token, self._seconds)
         finally:
-            if not self._greetings.leave(guest):
-                raise DoorError("others waited for its place")
+            if not self._greetings.leave(client):
+                raise HandshakeError("others waited for its place")
 
 
 class Expected:
-    """The guests that are expected, by name. Pass the method `take` to a `Door`."""
+    """The clients that are expected, by name. Pass the method `take` to a `Server`."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[socket.socket]] = {}
         self._lock = threading.Lock()
 
     def expect(self, name: str) -> "Future[socket.socket]":
-        """Return a future of the connection of the guest with this name."""
+        """Return a future of the connection of the client with this name."""
         with self._lock:
             return self._futures.setdefault(name, Future())
 
     def forget(self, name: str) -> None:
-        """Stop expecting a guest."""
+        """Stop expecting a client."""
         with self._lock:
             self._futures.pop(name, None)
 
-    def take(self, name: str, guest: socket.socket) -> None:
-        """Set the future of this guest to its connection. Raises `DoorError` for a guest that is not expected."""
+    def take(self, name: str, client: socket.socket) -> None:
+        """Set the future of this client to its connection. Raises `HandshakeError` if nobody expects the client."""
         with self._lock:
             future = self._futures.pop(name, None)
         if future is None:
-            raise DoorError(f"nobody expects {name!r}")
-        future.set_result(guest)
+            raise HandshakeError(f"nobody expects {name!r}")
+        future.set_result(client)
 
 
-def greet(guest: socket.socket, token: bytes, seconds: float) -> str:
-    """Do the door's side of the handshake on one connection, up to the welcome, and return the guest's name.
+def greet(client: socket.socket, token: bytes, seconds: float) -> str:
+    """Do the server's side of the handshake on one connection, up to the welcome, and return the client's name.
 
-    Raises `DoorError`, `EOFError` or `OSError`.
+    Raises `HandshakeError`, `EOFError` or `OSError`.
     """
-    receive = _receiver(guest, seconds)
+    receive = _receiver(client, seconds)
     if receive(len(_MAGIC)) != _MAGIC:
-        raise DoorError("it does not speak whet's language")
+        raise HandshakeError("it does not speak whet's language")
     theirs, mine = receive(_NONCE), os.urandom(_NONCE)
-    guest.sendall(mine + _proof(token, b"door", theirs, mine))
+    client.sendall(mine + _proof(token, b"server", theirs, mine))
     proof, length = receive(_NONCE), receive(1)[0]
     name = receive(length)
-    if not hmac.compare_digest(proof, _proof(token, b"guest", theirs, mine, name)):
-        raise DoorError("it does not know the run's token")
+    if not hmac.compare_digest(proof, _proof(token, b"client", theirs, mine, name)):
+        raise HandshakeError("it does not know the run's token")
     return name.decode()
 
 
-def knock(address: tuple[str, int], token: bytes, name: str, seconds: float = _KNOCK_SECONDS) -> socket.socket:
-    """Connect to a door under a name, and return the connection.
+def connect_to(address: tuple[str, int], token: bytes, name: str, seconds: float = _CONNECT_SECONDS) -> socket.socket:
+    """Connect to a server under a name, and return the connection.
 
-    The door may drop the connection during the handshake, to make room for other guests. Then this function connects
-    again, until `seconds` are over. Raises `DoorError`, `EOFError` or `OSError`.
+    The server may drop the connection during the handshake, to make room for other clients. Then this function
+    connects again, until `seconds` are over. Raises `HandshakeError`, `EOFError` or `OSError`.
     """
     words = name.encode()
     if len(words) > _LONGEST_NAME:
@@ -197,9 +197,9 @@ def _introduce(connection: socket.socket, address: tuple[str, int], token: bytes
     mine = os.urandom(_NONCE)
     connection.sendall(_MAGIC + mine)
     theirs, proof = receive(_NONCE), receive(_NONCE)
-    if not hmac.compare_digest(proof, _proof(token, b"door", mine, theirs)):
-        raise DoorError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
-    connection.sendall(_proof(token, b"guest", mine, theirs, name) + bytes([len(name)]) + name)
+    if not hmac.compare_digest(proof, _proof(token, b"server", mine, theirs)):
+        raise HandshakeError(f"who listens at {address[0]}:{address[1]} does not know the run's token")
+    connection.sendall(_proof(token, b"client", mine, theirs, name) + bytes([len(name)]) + name)
     receive(len(_WELCOME))
     _keep_open(connection)
 
