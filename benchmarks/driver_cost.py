@@ -266,7 +266,7 @@ def measure(wanted: int, steps: int, work_seconds: float) -> tuple[dict[str, flo
         Cluster(Stage(ends), Path(logs), DeadlinesSection(heartbeat=0.0)) as cluster,
         asyncio.Runner() as runner,
     ):
-        workers = cluster.slice("backend", wanted).spawn("x:Y", {})
+        workers = cluster.worker_group("backend", wanted).spawn("x:Y", {})
         replicas = Replicas(workers, None)
 
         async def generate() -> None:

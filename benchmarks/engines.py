@@ -92,7 +92,7 @@ def engine(options: argparse.Namespace, folder: Path) -> None:
     config = resolve(CONFIGS[options.engine])(cache_gib=0.5)
     with LocalCluster(folder, DeadlinesSection(start=1800.0)) as cluster, asyncio.Runner() as runner:
         context = make_context(
-            folder, "generator", model, cluster.slice("generator", threads=options.threads), max_context=512
+            folder, "generator", model, cluster.worker_group("generator", threads=options.threads), max_context=512
         )
         generator = resolve(GENERATORS[options.engine])(config, context)
         generate, close = {"vllm": vllm_by_hand, "sglang": sglang_by_hand}[options.engine](config, context, runner)

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from whet.data.records import Request, Sampling
-from whet.runtime.inline import InlineSlice
+from whet.runtime.inline import InlineWorkerGroup
 from whet_hf.config import HfConfig
 from whet_hf.generator import HfGenerator
 from whet_start.small_models import make_model, make_tokenizer
@@ -57,7 +57,9 @@ def main() -> None:
             Path(folder) / "model", make_tokenizer(["Compute 7+8-3."]), hidden=options.hidden, layers=options.layers,
             heads=options.heads, kv_heads=options.kv_heads, head_dim=max(16, options.hidden // options.heads),
         )  # fmt: skip
-        context = make_context(Path(folder), "generator", model, InlineSlice("generator", threads=options.threads))
+        context = make_context(
+            Path(folder), "generator", model, InlineWorkerGroup("generator", threads=options.threads)
+        )
         generator = HfGenerator(HfConfig(decoder=options.decoder), context)
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         torch.set_num_threads(options.threads)

@@ -29,7 +29,7 @@ class DeafConfig(HfConfig):
 
 
 @frozen
-class DeafSlice:
+class DeafWorkerGroup:
     """Spawns workers around others."""
 
     whole: object
@@ -87,13 +87,13 @@ def partly(config, site):
     """Build `hf` with workers that are deaf to a part."""
     from whet_hf.generator import HfGenerator
 
-    deaf = DeafSlice(site.slice, "PartlyDeaf", {"keeps": config.keeps, "replica": config.replica})
-    return HfGenerator(config, attrs.evolve(site, slice=deaf))
+    deaf = DeafWorkerGroup(site.worker_group, "PartlyDeaf", {"keeps": config.keeps, "replica": config.replica})
+    return HfGenerator(config, attrs.evolve(site, worker_group=deaf))
 
 
 def deaf(target, config, site):
     """Build a generator with deaf workers."""
-    return resolve(target)(config, attrs.evolve(site, slice=DeafSlice(site.slice, "Deaf", {})))
+    return resolve(target)(config, attrs.evolve(site, worker_group=DeafWorkerGroup(site.worker_group, "Deaf", {})))
 
 
 vllm = partial(deaf, "whet_vllm.generator:VllmGenerator")

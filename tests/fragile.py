@@ -24,7 +24,7 @@ class FragileConfig(HfConfig):
 
 
 @frozen
-class FragileSlice:
+class FragileWorkerGroup:
     """Spawns fragile workers."""
 
     whole: object
@@ -39,7 +39,9 @@ def fragile(config, site):
     """Build the generator `hf` with fragile workers."""
     from whet_hf.generator import HfGenerator
 
-    return HfGenerator(config, attrs.evolve(site, slice=FragileSlice(site.slice, config.longest_prompt)))
+    return HfGenerator(
+        config, attrs.evolve(site, worker_group=FragileWorkerGroup(site.worker_group, config.longest_prompt))
+    )
 
 
 class FragileWorker:

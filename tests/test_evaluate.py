@@ -66,7 +66,7 @@ class Worker:
         raise LookupError("there is no such engine")
 
 def build(config, site):
-    return site.slice.spawn("file:" + __file__ + ":Worker", {})
+    return site.worker_group.spawn("file:" + __file__ + ":Worker", {})
 
 @hookimpl
 def whet_generators():

@@ -175,7 +175,7 @@ from whet.errors import WorkerLost
 from whet_testing.scripted_worker import TARGET
 
 with RayCluster(Path(sys.argv[1]), address=sys.argv[2], resources={"a": {"gen": 1}, "b": {"gen": 1}}) as cluster:
-    idle, asked = (cluster.slice(role, threads=1).spawn(TARGET, {}) for role in "ab")
+    idle, asked = (cluster.worker_group(role, threads=1).spawn(TARGET, {}) for role in "ab")
     waiting = [idle.start("hang", phase="generate")]
     print("ready", flush=True)
     sys.stdin.readline()

@@ -69,7 +69,7 @@ def build(tmp_path: Any, tiny_model_folder: Any) -> Any:
     with LocalCluster(tmp_path / "logs") as cluster:
 
         def make(ranks: int = 1, **config: Any) -> Fsdp2Backend:
-            place = cluster.slice("backend", ranks) if ranks > 1 else None
+            place = cluster.worker_group("backend", ranks) if ranks > 1 else None
             context = make_context(tmp_path / str(len(built)), "backend", tiny_model_folder, place)
             built.append(Fsdp2Backend(Fsdp2Config(optimizer=OptimizerConfig(lr=1e-3), **config), context))
             return built[-1]

@@ -57,7 +57,7 @@ def test_two_ranks_give_the_numbers_of_one(backend, tmp_path, head):
     batch = some_batch(1)
     one = backend(head=head)
     with LocalCluster(tmp_path / "logs") as cluster:
-        two = backend(cluster.slice("backend", 2), micro_batch_tokens=40, head=head)
+        two = backend(cluster.worker_group("backend", 2), micro_batch_tokens=40, head=head)
         expected, found = (numbers(which.train(batch, LOSSES[head])) for which in (one, two))
         assert found == pytest.approx(expected, rel=5e-5, abs=1e-6)
         two.close()

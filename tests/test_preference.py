@@ -77,7 +77,7 @@ def test_two_ranks_give_the_numbers_of_one(backend, tmp_path):
     batch = pairs(1)
     one = backend()
     with LocalCluster(tmp_path / "logs") as cluster:
-        two = backend(cluster.slice("backend", 2), micro_batch_tokens=40)
+        two = backend(cluster.worker_group("backend", 2), micro_batch_tokens=40)
         for loss in (LOSSES[name] for name in LOSSES if "prompts" not in name):
             expected, found = (numbers(which.evaluate(batch, loss)) for which in (one, two))
             assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)

@@ -72,7 +72,7 @@ def test_two_ranks_give_the_numbers_of_one(backend, tmp_path):
     batch = pairs(1)
     one = backend()
     with LocalCluster(tmp_path / "logs") as cluster:
-        two = backend(cluster.slice("backend", 2), micro_batch_tokens=40)
+        two = backend(cluster.worker_group("backend", 2), micro_batch_tokens=40)
         for how in ("evaluate", "train"):
             expected, found = (numbers(getattr(which, how)(batch, LOSS)) for which in (one, two))
             assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)

@@ -75,7 +75,7 @@ def test_coordinates_that_are_no_grid_are_refused(places):
 def test_two_tensor_parallel_ranks_get_a_shard_from_the_driver_once(tmp_path):
     batch = make(8)
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 4).spawn(SHARING, {"tensor": 2})
+        workers = cluster.worker_group("backend", 4).spawn(SHARING, {"tensor": 2})
         axes = ParallelAxes.reported_by(workers)
         found = metrics.plain(metrics.merge(axes.scatter(workers, "train", batch.shard(axes.data), "loss")))
         assert found == {"tokens": batch.tokens, "sum": batch["tokens"].sum()}

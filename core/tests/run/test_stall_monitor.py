@@ -99,7 +99,7 @@ def test_the_age_of_a_wait_is_not_cut_by_the_end_of_a_step(spans):
 
 def test_workers_that_owe_an_answer_are_named_with_what_they_do(spans, tmp_path, capsys):
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         monitor = looking(spans, tmp_path, cluster=cluster)
         with spans.phase("backend", "train"):
             pending = workers.start("hang", phase="train")

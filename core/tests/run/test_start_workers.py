@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from whet.plan.placement import RolePlan
-from whet.run.start_workers import lanes, start_roles
+from whet.run.start_workers import build_groups, start_roles
 
 
 class Handle:
@@ -29,13 +29,13 @@ def test_roles_that_share_processes_or_a_device_are_in_one_lane():
         place("judge", "judge", "cuda:1"),
         place("other", "other", "cpu"),
     ]
-    assert lanes(places) == [["backend", "critic", "judge"], ["generator"], ["teacher"], ["other"]]
+    assert build_groups(places) == [["backend", "critic", "judge"], ["generator"], ["teacher"], ["other"]]
 
 
 def test_lanes_that_meet_through_a_third_are_one():
-    assert lanes([place("a", "a", "cuda:0"), place("b", "b", "cuda:1"), place("c", "c", "cuda:0", "cuda:1")]) == [
-        ["a", "b", "c"]
-    ]
+    assert build_groups(
+        [place("a", "a", "cuda:0"), place("b", "b", "cuda:1"), place("c", "c", "cuda:0", "cuda:1")]
+    ) == [["a", "b", "c"]]
 
 
 def test_lanes_start_at_the_same_time():

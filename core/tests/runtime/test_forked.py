@@ -30,7 +30,7 @@ A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(10
 
 
 def slice_of(cluster: Cluster, role: str, ranks: int, modules: Sequence[str] = ()) -> WorkerGroup:
-    part = cluster.slice(role, ranks)
+    part = cluster.worker_group(role, ranks)
     cluster.warm({role: modules}, [role])
     return part
 
@@ -86,7 +86,7 @@ def test_what_several_processes_need_is_imported_once(tmp_path: Path, module: Ca
 
 def test_each_has_its_name_its_log_its_session_and_its_environment(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, environment={"MARK": "x"}) as cluster:
-        part = cluster.slice("backend", 2, threads=3)
+        part = cluster.worker_group("backend", 2, threads=3)
         cluster.warm({"backend": []}, ["backend"])
         workers = part.spawn(TARGET, {})
         assert isinstance(workers, ConnectedWorkers)
@@ -118,12 +118,12 @@ def test_where_an_import_starts_a_thread_nothing_is_forked(tmp_path: Path, modul
 
 def test_only_processes_that_are_alike_and_may_be_forked_are(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, python={"own": sys.executable}) as cluster:
-        alike = [cluster.slice("one"), cluster.slice("other")]
+        alike = [cluster.worker_group("one"), cluster.worker_group("other")]
         apart = [
-            cluster.slice("more", threads=2),
-            cluster.slice("own"),
-            cluster.slice("unsafe"),
-            cluster.slice("device", device="cuda:0"),
+            cluster.worker_group("more", threads=2),
+            cluster.worker_group("own"),
+            cluster.worker_group("unsafe"),
+            cluster.worker_group("device", device="cuda:0"),
         ]
         roles = [part.role for part in (*alike, *apart)]
         cluster.warm(dict.fromkeys(roles, ()), set(roles) - {"unsafe"})
@@ -215,7 +215,7 @@ from whet.runtime.local import LocalCluster
 from whet_testing.scripted_worker import TARGET
 
 cluster = LocalCluster(Path(sys.argv[1]))
-part = cluster.slice("backend", 2)
+part = cluster.worker_group("backend", 2)
 cluster.warm({"backend": ()}, ["backend"])
 workers = part.spawn(TARGET, {})
 pids = [state["pid"] for state in workers.call("state")]

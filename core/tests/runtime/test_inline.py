@@ -8,7 +8,7 @@ import pytest
 
 from whet.errors import WorkerError
 from whet.interfaces.workers import WorkerGroup
-from whet.runtime.inline import InlineSlice
+from whet.runtime.inline import InlineWorkerGroup
 from whet.runtime.worker_process import compute_thread
 from whet_testing.contracts.workers import WorkersContract
 from whet_testing.scripted_worker import TARGET
@@ -17,27 +17,27 @@ from whet_testing.scripted_worker import TARGET
 class TestInline(WorkersContract):
     @contextmanager
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
-        yield lambda role, size: InlineSlice(role, size)
+        yield lambda role, size: InlineWorkerGroup(role, size)
 
 
 def test_sync_methods_run_in_the_calling_thread_so_that_a_debugger_works() -> None:
-    workers = InlineSlice("actor").spawn(TARGET, {})
+    workers = InlineWorkerGroup("actor").spawn(TARGET, {})
     assert workers.call("remember", 0) == [threading.get_ident()]
 
 
 def test_errors_are_chained_from_what_was_raised() -> None:
-    workers = InlineSlice("actor").spawn(TARGET, {})
+    workers = InlineWorkerGroup("actor").spawn(TARGET, {})
     with pytest.raises(WorkerError) as caught:
         workers.call("fail")
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_all_roles_share_one_process() -> None:
-    assert set(InlineSlice("a", 2).host_groups) == set(InlineSlice("b").host_groups)
+    assert set(InlineWorkerGroup("a", 2).host_groups) == set(InlineWorkerGroup("b").host_groups)
 
 
 def test_a_coroutine_method_runs_on_the_loop_where_streams_run() -> None:
-    workers = InlineSlice("actor").spawn(TARGET, {})
+    workers = InlineWorkerGroup("actor").spawn(TARGET, {})
 
     async def run() -> list[object]:
         async for _ in workers.stream(0, "count", 1):

@@ -33,7 +33,7 @@ def test_what_a_process_dies_of_is_quoted_whatever_it_says_after_that(tmp_path: 
         LocalCluster(tmp_path / "logs", environment={"PYTHONPATH": str(tmp_path)}) as cluster,
         pytest.raises(WorkerLost, match="its process exited with code 1") as caught,
     ):
-        cluster.slice("generator").spawn(TARGET, {})
+        cluster.worker_group("generator").spawn(TARGET, {})
     assert (tmp_path / "logs/generator-0.log").read_text().count("leaked semaphores") >= 40
     assert caught.value.last_words.endswith(CAUSE)
 
@@ -58,3 +58,12 @@ def test_an_exception_that_warnings_have_washed_away_comes_before_the_last_lines
         ("x.py:1: UserWarning: a\n" * 9, ["x.py:1: UserWarning: a"] * 4),
     ):
         assert printable(text.encode(), 4).splitlines() == quoted
+
+
+def test_a_traceback_that_is_still_being_written_is_left_out() -> None:
+    begun = ["Traceback (most recent call last):", '  File "worker.py", line 3, in run', "    self.take()"]
+    assert printable("\n".join(["loading", *begun]).encode()) == "loading"
+    assert (
+        printable("\n".join([*begun, "ValueError: no", "going on", *begun]).encode(), 2) == "ValueError: no\ngoing on"
+    )
+    assert printable("\n".join(begun).encode()) == "\n".join(begun)

@@ -37,12 +37,16 @@ class TestLocal(ProcessWorkersContract):
     @contextmanager
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         with LocalCluster(folder) as cluster:
-            yield cluster.slice
+            yield cluster.worker_group
 
 
 def test_roles_that_share_live_in_one_process_and_on_one_thread(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        backend, generator, other = cluster.slice("backend", 2), cluster.slice("generator"), cluster.slice("critic")
+        backend, generator, other = (
+            cluster.worker_group("backend", 2),
+            cluster.worker_group("generator"),
+            cluster.worker_group("critic"),
+        )
         assert generator.host_groups == backend.host_groups[:1]
         assert not set(other.host_groups) & set(backend.host_groups)
         first, second = backend.spawn(TARGET, {}), generator.spawn(TARGET, {})
@@ -54,7 +58,10 @@ def test_roles_that_share_live_in_one_process_and_on_one_thread(tmp_path: Path) 
 
 def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        first, second = cluster.slice("backend").spawn(TARGET, {}), cluster.slice("generator").spawn(TARGET, {})
+        first, second = (
+            cluster.worker_group("backend").spawn(TARGET, {}),
+            cluster.worker_group("generator").spawn(TARGET, {}),
+        )
         threading.Timer(0.2, second.close).start()
         with pytest.raises(WorkerError, match="generator rank 0 failed in count: it was cancelled"):
             collect(second.stream(0, "count", 2, -1, 1000.0))
@@ -64,15 +71,15 @@ def test_closing_one_of_two_roles_in_a_process_ends_its_streams(tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_live_through_signals_that_a_job_manager_sends_to_all_processes(tmp_path: Path, number: int) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         os.kill(workers.call("state")[0]["pid"], number)
         assert workers.call("add", 1) == [1]
 
 
 def test_output_goes_to_the_log_of_the_role_and_of_those_that_share(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        cluster.slice("generator").spawn(TARGET, {}).close()
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        cluster.worker_group("generator").spawn(TARGET, {}).close()
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         with pytest.raises(WorkerError, match=r"backend-0\.log"):
             workers.call("fail", (0,), "quoted in the log")
     assert "quoted in the log" in (tmp_path / "backend-0.log").read_text()
@@ -84,7 +91,7 @@ def test_a_failure_is_heard_of_where_the_log_cannot_be_written(tmp_path: Path) -
         pytest.skip("needs /dev/full, whose disk is always full")
     (tmp_path / "backend-0.log").symlink_to("/dev/full")
     with LocalCluster(tmp_path, DeadlinesSection(train=20.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         with pytest.raises(WorkerError, match="said all the same"):
             workers.call("fail", (0,), "said all the same", phase="train")
         assert workers.call("add", 1) == [1]
@@ -94,8 +101,8 @@ def test_the_environment_says_threads_and_devices(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     with LocalCluster(tmp_path, environment={"MARK": "x"}) as cluster:
-        gpus = cluster.slice("backend", 2, threads=3, device=["cuda:0", "cuda:1,2"]).spawn(TARGET, {})
-        cpu = cluster.slice("generator").spawn(TARGET, {})
+        gpus = cluster.worker_group("backend", 2, threads=3, device=["cuda:0", "cuda:1,2"]).spawn(TARGET, {})
+        cpu = cluster.worker_group("generator").spawn(TARGET, {})
         assert [place.device for place in gpus.call("place")] == ["cuda:0", "cuda:0"]
         assert [e["CUDA_VISIBLE_DEVICES"] for e in gpus.call("environment")] == ["4", "5,6"]
         environment = gpus.call("environment")[0]
@@ -106,9 +113,9 @@ def test_the_environment_says_threads_and_devices(tmp_path: Path, monkeypatch: p
 
 def test_roles_that_share_a_process_cannot_have_two_gpus(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        cluster.slice("backend", device=["cuda:0"])
+        cluster.worker_group("backend", device=["cuda:0"])
         with pytest.raises(ConfigError, match="backend cuda:0, generator cuda:1"):
-            cluster.slice("generator", device=["cuda:1"])
+            cluster.worker_group("generator", device=["cuda:1"])
 
 
 SINGLE_FILE = """
@@ -133,12 +140,12 @@ def test_a_role_runs_in_a_python_of_its_own_and_sees_nothing_that_is_installed_i
     (tmp_path / "mine" / "beside_the_script.py").write_text(SINGLE_FILE)
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
     with LocalCluster(tmp_path / "logs", python={"generator": python}) as cluster:
-        here, there = (cluster.slice(role).spawn(TARGET, {}) for role in ("backend", "generator"))
+        here, there = (cluster.worker_group(role).spawn(TARGET, {}) for role in ("backend", "generator"))
         assert here.call("imported", "rich") == [(rich.__file__, sys.executable)]
         assert there.call("imported", "rich") == [(f"{site}/rich.py", python)], "another version of it"
         assert there.call("imported", "only_there") == [(f"{site}/only_there.py", python)]
         assert there.call("imported", "beside_the_script")[0][0] == f"{tmp_path}/mine/beside_the_script.py"
-        single = cluster.slice("generator").spawn(f"file:{tmp_path}/mine/beside_the_script.py:Worker", {})
+        single = cluster.worker_group("generator").spawn(f"file:{tmp_path}/mine/beside_the_script.py:Worker", {})
         assert single.call("where") == [python]
         with pytest.raises(WorkerError, match="generator rank 0 failed in imported: ModuleNotFoundError"):
             there.call("imported", "pluggy")
@@ -152,7 +159,7 @@ def test_a_worker_whose_core_is_another_ends_at_once_and_says_so(
 ) -> None:
     monkeypatch.setattr("whet.runtime.launcher.WIRE_FORMAT", 77)
     with LocalCluster(tmp_path) as cluster, pytest.raises(WorkerLost) as caught:
-        cluster.slice("generator").spawn(TARGET, {})
+        cluster.worker_group("generator").spawn(TARGET, {})
     assert f"{sys.executable} has whet {whet.__version__} (wire format {WIRE_FORMAT}), and the driver whet" in str(
         caught.value
     )
@@ -161,21 +168,21 @@ def test_a_worker_whose_core_is_another_ends_at_once_and_says_so(
 
 def test_roles_that_share_a_process_cannot_have_two_pythons(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]], python={"generator": "/x/python"}) as cluster:
-        cluster.slice("backend")
+        cluster.worker_group("backend")
         with pytest.raises(ConfigError, match="must share its Python, found backend the driver, generator /x/python"):
-            cluster.slice("generator")
+            cluster.worker_group("generator")
 
 
 def test_a_phase_has_the_deadline_that_is_configured(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(train=0.2)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         with pytest.raises(WorkerError, match=r"failed in train: no answer within 0\.2 s"):
             workers.call("hang", phase="train")
 
 
 def test_a_missed_deadline_shows_where_the_worker_hangs(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         with pytest.raises(WorkerError) as caught:
             workers.call("hang", timeout_seconds=0.2)
     assert "in hang" in caught.value.last_words
@@ -183,7 +190,7 @@ def test_a_missed_deadline_shows_where_the_worker_hangs(tmp_path: Path) -> None:
 
 def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 3).spawn(TARGET, {})
+        workers = cluster.worker_group("backend", 3).spawn(TARGET, {})
         os.kill(workers.call("state")[1]["pid"], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"rank 1 failed in hang: .* its process is stopped"):
             workers.call("hang", timeout_seconds=0.3)
@@ -191,7 +198,7 @@ def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(tmp_pa
 
 def test_a_rank_that_died_is_named_rather_than_one_that_noticed(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
         with pytest.raises(WorkerError, match="rank 1 failed in fail_or_die: its process exited with code 3") as caught:
             workers.call("fail_or_die", 0)
         assert "rank 0 failed in fail_or_die: ConnectionError" in str(caught.value.__cause__)
@@ -203,7 +210,7 @@ def test_deadlines_are_kept_also_where_stacks_cannot_be_had(tmp_path: Path, monk
 
     monkeypatch.setattr(LocalProcess, "show_stacks", refuse)
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         for _ in range(2):
             with pytest.raises(WorkerError, match="no answer within"):
                 workers.call("hang", timeout_seconds=0.2)
@@ -212,7 +219,7 @@ def test_deadlines_are_kept_also_where_stacks_cannot_be_had(tmp_path: Path, monk
 
 def test_a_missed_deadline_shows_where_every_rank_hangs(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
         with pytest.raises(WorkerError) as caught:
             workers.call("hang", timeout_seconds=0.3)
     assert [line for line in caught.value.last_words.splitlines() if line.startswith("backend-")] == [
@@ -224,7 +231,7 @@ def test_a_missed_deadline_shows_where_every_rank_hangs(tmp_path: Path) -> None:
 
 def test_a_stream_s_deadline_is_for_each_item(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(generate=0.5)) as cluster:
-        workers = cluster.slice("generator").spawn(TARGET, {})
+        workers = cluster.worker_group("generator").spawn(TARGET, {})
         assert len(collect(workers.stream(0, "count", 8, -1, 0.1, phase="generate"))) == 8
         with pytest.raises(WorkerError, match=r"failed in generate: no answer within 0\.5 s"):
             collect(workers.stream(0, "hang_in_stream", phase="generate"))
@@ -235,12 +242,12 @@ def test_a_constructor_that_hangs_misses_the_deadline_of_the_start(tmp_path: Pat
         LocalCluster(tmp_path, DeadlinesSection(start=0.3)) as cluster,
         pytest.raises(WorkerError, match=r"failed in start: no answer within 0\.3 s"),
     ):
-        cluster.slice("backend").spawn(TARGET, {"hang": True})
+        cluster.worker_group("backend").spawn(TARGET, {"hang": True})
 
 
 def test_a_process_that_stands_still_is_found_long_before_its_deadline(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         pid = workers.call("state")[0]["pid"]
         pending = workers.start("hang", phase="train")
         os.kill(pid, signal.SIGSTOP)
@@ -253,7 +260,7 @@ def test_a_process_that_stands_still_is_found_long_before_its_deadline(tmp_path:
 
 def test_a_process_that_stands_still_while_nobody_waits_is_found_too(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         pid = workers.call("state")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: not alive(pid), "the process is gone")
@@ -263,7 +270,7 @@ def test_a_process_that_stands_still_while_nobody_waits_is_found_too(tmp_path: P
 
 def test_a_stream_is_of_the_process_that_the_rank_had_when_it_was_asked_for(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("generator").spawn(TARGET, {})
+        workers = cluster.worker_group("generator").spawn(TARGET, {})
         early = workers.stream(0, "count", 3, phase="generate")
         workers.restart(0)
         with pytest.raises(WorkerLost, match=r"rank 0 failed in generate: its process was ended because .*anew"):
@@ -327,7 +334,7 @@ def test_an_answer_that_takes_longer_to_come_than_silence_may_last_is_not_silenc
 
 def test_a_busy_process_is_not_silent_and_says_what_it_does(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(heartbeat=2.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         assert cluster.under_way() == []
         pending = workers.start("hang", 3.5, phase="train")
         wait_until(lambda: cluster.under_way()[0].doing == "hang", "it says what it does")
@@ -345,7 +352,7 @@ import os, pathlib, signal, sys, threading, time
 from whet.runtime.local import LocalCluster
 from whet.config.sections import DeadlinesSection
 with LocalCluster(pathlib.Path(sys.argv[1]), DeadlinesSection(heartbeat=1.5)) as cluster:
-    workers = cluster.slice("backend").spawn("whet_testing.scripted_worker:ObedientWorker", {})
+    workers = cluster.worker_group("backend").spawn("whet_testing.scripted_worker:ObedientWorker", {})
     time.sleep(0.5)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -379,7 +386,7 @@ def test_a_process_that_lives_on_without_its_connection_is_ended(
 ) -> None:
     monkeypatch.setattr("whet.runtime.connection._PATIENCE_FOR_AN_END", 0.2)
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 2).spawn(f"file:{Path(__file__).with_name('rude.py')}:RudeWorker", {})
+        workers = cluster.worker_group("backend", 2).spawn(f"file:{Path(__file__).with_name('rude.py')}:RudeWorker", {})
         pids = workers.call("pid")
         with pytest.raises(WorkerLost, match=f"rank 1 failed in {method}: {cause}"):
             workers.start_on(1, method).result()
@@ -389,7 +396,7 @@ def test_a_process_that_lives_on_without_its_connection_is_ended(
 
 def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        part = cluster.slice("backend")
+        part = cluster.worker_group("backend")
         workers = part.spawn(TARGET, {})
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
             workers.call("die", signal.SIGKILL)
@@ -399,7 +406,7 @@ def test_a_role_can_be_spawned_again_after_its_process_died(tmp_path: Path) -> N
 
 def test_a_missed_deadline_does_not_end_the_process_that_took_the_place_since(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         restarted = threading.Event()
 
         def restart(failed: object) -> None:
@@ -412,13 +419,13 @@ def test_a_missed_deadline_does_not_end_the_process_that_took_the_place_since(tm
             pending.result()
         assert restarted.wait(30)
         with pytest.raises(WorkerLost, match=r"no answer within 0\.3 s"):  # the same thread has finished by then
-            cluster.slice("other").spawn(TARGET, {}).call("hang", timeout_seconds=0.3)
+            cluster.worker_group("other").spawn(TARGET, {}).call("hang", timeout_seconds=0.3)
         assert workers.call("add", 1) == [1]
 
 
 def test_what_could_steer_a_terminal_is_not_quoted_as_it_is(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         with pytest.raises(WorkerError) as caught:
             workers.call("die", -4, "\x1b]0;owned\x07 red")
     assert "\x1b" not in str(caught.value)
@@ -428,7 +435,7 @@ def test_what_could_steer_a_terminal_is_not_quoted_as_it_is(tmp_path: Path) -> N
 
 def test_warm_processes_have_imported_before_they_are_asked(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        part = cluster.slice("backend")
+        part = cluster.worker_group("backend")
         cluster.warm({"backend": ["wave", "no_such_module"]})
         pid = part.spawn(TARGET, {}).call("state")[0]["pid"]
         assert pid == cluster.connection("backend-0").pid
@@ -436,7 +443,7 @@ def test_warm_processes_have_imported_before_they_are_asked(tmp_path: Path) -> N
 
 def test_warm_processes_that_nobody_used_are_ended(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        cluster.slice("backend")
+        cluster.worker_group("backend")
         cluster.warm({"backend": ()})
         pid = cluster.connection("backend-0").pid
         assert alive(pid)
@@ -445,7 +452,7 @@ def test_warm_processes_that_nobody_used_are_ended(tmp_path: Path) -> None:
 
 def test_a_closed_cluster_starts_nothing(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path)
-    part = cluster.slice("backend")
+    part = cluster.worker_group("backend")
     cluster.close()
     cluster.close()
     with pytest.raises(WorkerError, match="closed"):
@@ -454,13 +461,13 @@ def test_a_closed_cluster_starts_nothing(tmp_path: Path) -> None:
 
 def test_workers_open_when_the_cluster_closes_are_closed(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        cluster.slice("backend").spawn(TARGET, {"trace": str(tmp_path)})
+        cluster.worker_group("backend").spawn(TARGET, {"trace": str(tmp_path)})
     assert (tmp_path / "closed-backend-0").exists()
 
 
 def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         children = workers.call("start_child") + workers.call("start_child", True)
         with pytest.raises(WorkerError):
             workers.call("die", signal.SIGKILL)
@@ -474,7 +481,7 @@ from whet.runtime.local import LocalCluster
 from whet_testing.scripted_worker import TARGET
 
 cluster = LocalCluster(Path(sys.argv[1]))
-workers = cluster.slice("backend", 2).spawn(TARGET, {})
+workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
 pids = [state["pid"] for state in workers.call("state")]
 pids += workers.call("start_child") + workers.call("start_child", True)
 hanging = workers.start("hang")

@@ -32,7 +32,7 @@ SIX = 6
 @pytest.fixture
 def six(tmp_path: Path) -> Iterator[ConnectedWorkers]:
     with LocalCluster(tmp_path) as cluster:
-        yield cluster.slice("actor", SIX).spawn(NOTING, {})
+        yield cluster.worker_group("actor", SIX).spawn(NOTING, {})
 
 
 def pids(workers: Workers) -> list[int]:
@@ -48,7 +48,7 @@ def batch() -> Batch:
 def test_shards_reach_their_ranks_and_metrics_can_be_merged(tmp_path: Path) -> None:
     arguments = [(part, "all") for part in batch().shard(SIX)]
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
+        workers = cluster.worker_group("backend", SIX).spawn(COUNTING, {})
         found = workers.scatter("tokens", arguments)
         merged = metrics.merge(workers.scatter("count", arguments))
     assert [answer["rank"] for answer in found] == list(range(SIX))
@@ -150,7 +150,7 @@ def test_a_call_under_way_fails_where_a_rank_of_it_is_restarted(six: ConnectedWo
 
 def test_after_a_death_those_that_have_answered_owe_nothing(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        workers = cluster.worker_group("actor", SIX).spawn(TARGET, {})
         pid = pids(workers)[4]
         pending = workers.start("hang", 1.0, phase="train")
         os.kill(pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_of_ranks_that_miss_a_deadline_the_one_that_stands_still_is_named(six: C
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_process_that_stands_still_is_found_by_its_silence(tmp_path: Path, rank: int) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(heartbeat=1.5)) as cluster:
-        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        workers = cluster.worker_group("actor", SIX).spawn(TARGET, {})
         stopped = pids(workers)[rank]
         pending = workers.start("hang", phase="train")
         os.kill(stopped, signal.SIGSTOP)
@@ -191,7 +191,7 @@ def test_a_process_that_stands_still_is_found_by_its_silence(tmp_path: Path, ran
 
 def test_who_owes_an_answer_is_known(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        workers = cluster.worker_group("actor", SIX).spawn(TARGET, {})
         pending = workers.start("hang", 1.0, phase="train")
         assert {(u.role, u.rank, u.phase) for u in cluster.under_way()} == {("actor", n, "train") for n in range(SIX)}
         assert pending.result() == [None] * SIX
@@ -214,7 +214,7 @@ def test_a_rank_that_died_is_named_rather_than_those_that_noticed(six: Connected
 
 def test_a_role_that_closes_while_its_ranks_are_asked_ends_no_process_of_another(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        one, two = [cluster.slice(role, SIX).spawn(NOTING, {}) for role in ("backend", "generator")]
+        one, two = [cluster.worker_group(role, SIX).spawn(NOTING, {}) for role in ("backend", "generator")]
         before = pids(one)
         started = two.start_each(range(SIX), "outlive_cancelling", 60.0)
         time.sleep(0.3)
@@ -228,13 +228,13 @@ def test_a_role_that_closes_while_its_ranks_are_asked_ends_no_process_of_another
 
 def test_what_a_rank_does_to_its_arguments_is_not_for_the_others(tmp_path: Path) -> None:
     with LocalCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", SIX).spawn(COUNTING, {})
+        workers = cluster.worker_group("backend", SIX).spawn(COUNTING, {})
         assert workers.call("overwrite", np.zeros(3_000_000)) == [0.0] * SIX
 
 
 def test_a_role_that_leaves_ends_no_process_that_another_one_lives_in(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, share=[["backend", "generator"]]) as cluster:
-        first, second = (cluster.slice(role, SIX) for role in ("backend", "generator"))
+        first, second = (cluster.worker_group(role, SIX) for role in ("backend", "generator"))
         one, two = first.spawn(TARGET, {}), second.spawn(TARGET, {})
         before = pids(one)
         assert pids(two) == before

@@ -27,7 +27,7 @@ SIX = 6
 @pytest.fixture
 def six(tmp_path: Path) -> Iterator[ConnectedWorkers]:
     with LocalCluster(tmp_path) as cluster:
-        yield cluster.slice("actor", SIX).spawn(TARGET, {})
+        yield cluster.worker_group("actor", SIX).spawn(TARGET, {})
 
 
 def listen(workers: ConnectedWorkers, shares: dict[int, list[float]], then: Callable[[], None] = int) -> list[Heard]:
@@ -85,7 +85,7 @@ def test_a_rank_that_dies_takes_no_other_stream_with_it(six: ConnectedWorkers, r
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_misses_the_deadline_is_named_and_ended_alone(tmp_path: Path, rank: int) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(generate=1.0)) as cluster:
-        workers = cluster.slice("actor", SIX).spawn(TARGET, {})
+        workers = cluster.worker_group("actor", SIX).spawn(TARGET, {})
         heard = listen(workers, {one: [0.6, 30.0 if one == rank else 0.6] for one in range(3)})
         assert items(heard) == {one: [0.6, 0.6] for one in range(3) if one != rank}
         assert f"actor rank {rank} failed in generate: no answer within 1 s" in str(errors(heard)[rank])

@@ -73,7 +73,7 @@ def test_a_thread_that_returns_is_told_unless_it_may(may_end: bool) -> None:
 
 def test_a_deadline_that_no_clock_can_wait_for_does_not_end_the_clock(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(train=5.0, generate=1e6, heartbeat=0.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         workers.start("hang", 60.0, timeout_seconds=1e30)  # from then on the deadlines thread waits
         pending = workers.start("hang", 60.0, phase="train")
         with pytest.raises(WorkerLost, match=r"no answer within 5 s"):
@@ -129,7 +129,7 @@ def test_a_thread_of_the_driver_that_is_lost_fails_the_calls_under_way_in_words(
     tmp_path: Path, thread: str, no_longer: Callable[[], None]
 ) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(train=300.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         pending = workers.start("hang", 300.0, phase="train")
         end_by_force(thread)
         cluster.deadline_watch.watch(cluster.connection("backend-0"))  # the thread runs Python again
@@ -158,7 +158,7 @@ def no_longer() -> Callable[[], None]:
 @pytest.mark.parametrize("thread", ["whet-heart", "whet-loop", "whet-reader"])
 def test_a_thread_of_a_worker_that_is_lost_ends_its_process_and_is_quoted(tmp_path: Path, thread: str) -> None:
     with LocalCluster(tmp_path, DeadlinesSection(train=120.0, heartbeat=60.0)) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         workers.start("lose_thread", thread, phase="train")
         with pytest.raises(WorkerLost) as raised:
             for _ in range(600):  # the thread is lost when it next runs Python

@@ -38,7 +38,7 @@ class Backend(Protocol):
     """A handle on training workers. The algorithm decides on optimizer steps; the backend does the work of each step.
 
     The component's target is called as `target(config, context)` on the driver. The context is a
-    `whet.interfaces.workers.RoleContext`. The target starts its workers with `context.slice.spawn`.
+    `whet.interfaces.workers.RoleContext`. The target starts its workers with `context.worker_group.spawn`.
 
     With tensor parallelism, for example, several ranks work on the same data. Then the backend calls its workers
     through `whet.interfaces.axes.ParallelAxes`, which sends a batch shard once for each data-parallel rank.

@@ -36,12 +36,7 @@ class Launching(Protocol):
         ...
 
     def cluster(
-        self,
-        section: "ClusterSection",
-        run: str,
-        logs: Path,
-        share: Sequence[Sequence[str]],
-        python: Mapping[str, str],
+        self, section: "ClusterSection", run: str, logs: Path, share: Sequence[Sequence[str]], python: Mapping[str, str]
     ) -> Any:
         """Return a `whet.runtime.launcher.Cluster`. What takes time begins in the background.
 

@@ -4,6 +4,7 @@ Backends and generators use nothing else of the runtime. Launchers implement thi
 the driver's process, `whet.runtime.local` with worker processes, and plugins on clusters of several machines.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -229,7 +230,8 @@ class Replacing(Protocol):
 class RoleContext:
     """Everything that a backend or generator receives in addition to its config."""
 
-    slice: WorkerGroup
+    worker_group: WorkerGroup
+    """Starts the workers of this role."""
     model: "ModelInfo"
     run: "RunInfo"
     seed: int
@@ -244,6 +246,12 @@ class RoleContext:
     """Whether this role trains the model. If not, the model needs no optimizer."""
     replacing: Replacing | None = None
     """Only for generators. None: lost replicas are not replaced."""
+
+    @property
+    def slice(self) -> WorkerGroup:
+        """Return the worker group, under its name of before. It goes in the next version."""
+        warnings.warn("RoleContext.slice is RoleContext.worker_group now", DeprecationWarning, stacklevel=2)
+        return self.worker_group
 
 
 Slice, Site = WorkerGroup, RoleContext

@@ -121,11 +121,7 @@ def facts_of(selection: Selection, model: ModelInfo, kind: type[Of] = Facts) -> 
 
 
 def make_plan(
-    config: Config,
-    model: ModelInfo,
-    roles: Roles,
-    machine: Machine,
-    models: Mapping[str, ModelInfo] | None = None,
+    config: Config, model: ModelInfo, roles: Roles, machine: Machine, models: Mapping[str, ModelInfo] | None = None
 ) -> tuple[Plan | None, list[Problem]]:
     """Decide where everything runs. With problems there is no plan. `models` are those of roles with their own."""
     facts, algorithm = roles.facts, roles.algorithm

@@ -9,15 +9,7 @@ from typing import Any, TypeVar
 import attrs
 from attrs import field, frozen
 
-from whet.component import (
-    AlgorithmFacts,
-    BackendFacts,
-    EnvironmentFacts,
-    Facts,
-    RoleNeed,
-    Selection,
-    WorkerFacts,
-)
+from whet.component import AlgorithmFacts, BackendFacts, EnvironmentFacts, Facts, RoleNeed, Selection, WorkerFacts
 from whet.config.cluster import ClusterSection
 from whet.config.sections import Config
 

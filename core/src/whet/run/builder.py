@@ -35,7 +35,7 @@ from whet.run.recovery import Recovery
 from whet.run.resume import Opened, open_run
 from whet.run.run_folder import RunFolder
 from whet.run.stall_monitor import StallMonitor
-from whet.run.start_workers import Slices, lanes, make_slices, start_roles
+from whet.run.start_workers import WorkerGroups, build_groups, make_worker_groups, start_roles
 from whet.run.startup_time import Startup
 from whet.run.weight_sync import WeightSync, make_probe, make_weight_sync
 
@@ -77,7 +77,7 @@ class Attempt:
 class Begun:
     """The parts of a run that exist before any model is started."""
 
-    slices: Slices
+    worker_groups: WorkerGroups
     stalls: StallMonitor
     inputs: Inputs
     run: Opened
@@ -115,14 +115,14 @@ def begin(prepared: Prepared, attempt: Attempt) -> Begun:
     if not attempt.again:
         spans.add(prepared.spans)
     places, closers = prepared.plan.roles, attempt.closers
-    slices = make_slices(config.cluster, folder.path.name, places, prepared.roles, folder.logs, closers)
-    stalls = StallMonitor(spans, folder.logs / "waits.log", config.cluster.deadlines.notice, slices.cluster)
+    worker_groups = make_worker_groups(config.cluster, folder.path.name, places, prepared.roles, folder.logs, closers)
+    stalls = StallMonitor(spans, folder.logs / "waits.log", config.cluster.deadlines.notice, worker_groups.cluster)
     closers.append(stalls.close)
     with spans.phase("run", "prepare"):
         inputs = read_inputs(prepared, folder.began(), attempt.roles, spans, status, closers)
         run = open_run(prepared, folder, inputs.data, inputs.training, status, attempt.again)
     info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config), run.total, run.done)
-    return Begun(slices, stalls, inputs, run, info, startup)
+    return Begun(worker_groups, stalls, inputs, run, info, startup)
 
 
 def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflineParts | OnlineParts:
@@ -136,7 +136,7 @@ def build_parts(prepared: Prepared, attempt: Attempt, begun: Begun) -> OfflinePa
         for chosen in config.loggers:
             attempt.observers.add(chosen.name, build_selection(chosen, begun.info))
     sync = make_weight_sync(
-        prepared.plan.way, folder.scratch, config.cluster, begun.slices.cluster, attempt.spans,
+        prepared.plan.way, folder.scratch, config.cluster, begun.worker_groups.cluster, attempt.spans,
         config.rollout.on_weight_update, attempt.closers,
     ) if prepared.plan.way else None  # fmt: skip
     models = _start_models(prepared, attempt, begun, sync)
@@ -203,16 +203,16 @@ def _start_models(prepared: Prepared, attempt: Attempt, begun: Begun, sync: Weig
     """Start the workers of all roles. Roles that take turns sleep until their turn comes."""
     from whet.rollout.event_loop import EpisodeLoop
 
-    loop, spans, slices = EpisodeLoop(), attempt.spans, begun.slices
+    loop, spans, worker_groups = EpisodeLoop(), attempt.spans, begun.worker_groups
     begun.stalls.episodes = loop.where
     turns = Turns(prepared.plan.turns, spans, loop)
     attempt.closers.append(turns.close)
     try:
-        built = start(prepared, attempt, prepared.roles.names, slices.of, begun.info, sync, turns)
+        built = start(prepared, attempt, prepared.roles.names, worker_groups.of, begun.info, sync, turns)
     finally:
         attempt.closers.append(loop.close)
-    if slices.cluster is not None:
-        spans.add(slices.cluster.launcher.preparations())
+    if worker_groups.cluster is not None:
+        spans.add(worker_groups.cluster.launcher.preparations())
     backend = BackendHandle(built["backend"], *turns.around("backend"), timed(spans))
     generator = GeneratorHandle(
         built["generator"], *turns.requests(), busy(spans), receiving=turns.took_weights
@@ -234,7 +234,7 @@ def start(
 
     def build(role: str) -> Any:
         context = RoleContext(
-            slice=group_of(role),
+            worker_group=group_of(role),
             model=prepared.models.get(role, prepared.model),
             run=info,
             seed=prepared.config.run.seed,
@@ -252,7 +252,7 @@ def start(
             turns.join(role, handle)
         return handle
 
-    groups = [roles] if prepared.plan.inline else lanes(map(prepared.plan.role, roles))
+    groups = [roles] if prepared.plan.inline else build_groups(map(prepared.plan.role, roles))
     built = start_roles(roles, groups, build, attempt.closers)
     for role in roles:
         if role in prepared.config.roles:

@@ -1,6 +1,6 @@
 """Build the parts of a run from its plan, and run it.
 
-load YAML -> structure -> problems -> plan -> slices -> parts -> run -> close in reverse order
+load YAML -> structure -> problems -> plan -> worker groups -> parts -> run -> close in reverse order
 """
 
 import shutil
@@ -50,11 +50,7 @@ class Outcome:
 
 
 def run(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    registry: "Registry | None" = None,
-    began: float | None = None,
+    path: str | Path, overrides: Sequence[str] = (), *, registry: "Registry | None" = None, began: float | None = None
 ) -> Outcome:
     """Run a config from beginning, or from its last checkpoint, to the end.
 

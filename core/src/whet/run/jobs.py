@@ -27,7 +27,7 @@ from whet.run.interrupts import Interrupts
 from whet.run.observers import Observers
 from whet.run.recovery import Recovery
 from whet.run.run_folder import RunFolder, closing_all
-from whet.run.start_workers import make_slices
+from whet.run.start_workers import make_worker_groups
 
 if TYPE_CHECKING:
     from whet.config.sections import Config
@@ -239,6 +239,6 @@ def _start(prepared: Prepared, attempt: Attempt, roles: Sequence[str]) -> dict[s
     config, folder = prepared.config, attempt.folder
     places = [prepared.plan.role(role) for role in roles]
     name = Path(config.run.folder).name
-    slices = make_slices(config.cluster, name, places, prepared.roles, folder.logs, attempt.closers)
+    worker_groups = make_worker_groups(config.cluster, name, places, prepared.roles, folder.logs, attempt.closers)
     info = RunInfo(folder.path.resolve(), folder.path.name, unstructure(config))
-    return start(prepared, attempt, roles, slices.of, info)
+    return start(prepared, attempt, roles, worker_groups.of, info)

@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Slices:
+class WorkerGroups:
     """Where roles get their workers."""
 
     of: "Callable[[str], WorkerGroup]"
-    """(role) -> its slice."""
+    """(role) -> its worker group."""
     cluster: "Cluster | None" = None
     """None: the workers live in this process."""
 
 
-def make_slices(
+def make_worker_groups(
     section: "ClusterSection", name: str, places: Sequence[RolePlan], roles: Roles, logs: Path,
     closers: list[Callable[[], None]],
-) -> Slices:  # fmt: skip
+) -> WorkerGroups:  # fmt: skip
     """Start the processes of the roles at `places`; they import while the driver prepares. `name` is the run's.
 
     A launcher is imported only where it is used. What takes time begins in the background.
     """
     if section.workers == "inline":
-        from whet.runtime.inline import InlineSlice
+        from whet.runtime.inline import InlineWorkerGroup
 
         at = {place.role: place for place in places}
-        return Slices(lambda role: InlineSlice(role, threads=at[role].threads, device=at[role].devices[0]))
+        return WorkerGroups(lambda role: InlineWorkerGroup(role, threads=at[role].threads, device=at[role].devices[0]))
     shared = [[role for role in group if role in {place.role for place in places}] for group in roles.groups]
     groups = [group for group in shared if group]
     python = {role: str(located(named)) for role, named in section.python.items()}
@@ -52,24 +52,24 @@ def make_slices(
     else:
         cluster = launching(section.launcher).cluster(section, name, logs, groups, python)
     closers.append(cluster.close)
-    slices = {r.role: cluster.slice(r.role, r.ranks, r.threads, r.devices) for r in places}
-    facts = {role: roles[role].facts for role in slices}
+    worker_groups = {r.role: cluster.worker_group(r.role, r.ranks, r.threads, r.devices) for r in places}
+    facts = {role: roles[role].facts for role in worker_groups}
     forkable = [role for role, found in facts.items() if found.forkable]
     cluster.warm({role: found.imports for role, found in facts.items()}, forkable)
-    return Slices(slices.__getitem__, cluster)
+    return WorkerGroups(worker_groups.__getitem__, cluster)
 
 
-def lanes(places: Iterable[RolePlan]) -> list[list[str]]:
+def build_groups(places: Iterable[RolePlan]) -> list[list[str]]:
     """Group roles by what they share, directly or through others; in the order of the first of each group."""
     found: list[tuple[list[str], set[str]]] = []
     for place in places:
         gpus = {gpu for device in place.devices if device != "cpu" for gpu in device.partition(":")[2].split(",")}
         held = {f"process {place.processes}", *(f"GPU {gpu}" for gpu in gpus)}
-        meeting = [lane for lane in found if lane[1] & held]
+        meeting = [group for group in found if group[1] & held]
         joined = [role for roles, _ in meeting for role in roles] + [place.role]
         merged = joined, held.union(*(things for _, things in meeting))
         at = found.index(meeting[0]) if meeting else len(found)
-        found = [lane for lane in found if lane not in meeting]
+        found = [group for group in found if group not in meeting]
         found.insert(at, merged)
     return [roles for roles, _ in found]
 
@@ -85,21 +85,21 @@ def start_roles(
     first, *others = groups
     made = {role: Future[Any]() for role in roles}
 
-    def build_all(lane: Sequence[str]) -> None:
+    def build_all(group: Sequence[str]) -> None:
         """Build one role after the other, until one fails."""
-        for at, role in enumerate(lane):
+        for at, role in enumerate(group):
             try:
                 made[role].set_result(build(role))
             except BaseException as error:
-                for left in lane[at:]:
+                for left in group[at:]:
                     made[left].set_exception(error)
                 if not isinstance(error, Exception):  # Ctrl-C waits for nobody
                     raise
                 return
 
     try:
-        for lane in others:
-            threading.Thread(target=build_all, args=(lane,), name="whet-build", daemon=True).start()
+        for group in others:
+            threading.Thread(target=build_all, args=(group,), name="whet-build", daemon=True).start()
         build_all(first)
         return {role: made[role].result() for role in roles}
     finally:

@@ -1,4 +1,4 @@
-"""Slices of a cluster, the workers on them, and the wire between."""
+"""Worker groups on a cluster, their workers, and the wire to the driver."""
 
 WIRE_FORMAT = 10
 """Of what crosses between driver and workers; raised with every change that another core would misunderstand."""

@@ -25,8 +25,8 @@ from whet.runtime.workers import Answers
 
 
 @frozen
-class InlineSlice:
-    """A slice whose workers are objects of this process."""
+class InlineWorkerGroup:
+    """A worker group whose workers are objects of this process."""
 
     role: str
     size: int = 1

@@ -1,6 +1,6 @@
 """A cluster of worker processes: which roles live in which process, and how the processes start and end.
 
-Cluster ── slice(role) ──> ProcessSlice ── spawn(target) ──> ConnectedWorkers
+Cluster ── worker_group(role) ──> ProcessWorkerGroup ── spawn(target) ──> ConnectedWorkers
    │                                                              │ call, scatter, stream
    ├── one `Connection` for each process, used by all roles that share the process <──┘
    └── a `Launcher` starts the processes: `whet.runtime.local` on this machine, plugins elsewhere
@@ -37,7 +37,7 @@ _NO_PHASES = ("heartbeat", "notice")
 
 
 class Cluster:
-    """Makes slices whose workers are processes, and ends all the processes."""
+    """Makes worker groups whose workers are processes, and ends all the processes."""
 
     def __init__(
         self,
@@ -63,14 +63,16 @@ class Cluster:
         self.deadline_watch, self.traffic = DeadlineWatch(self._lose), Traffic(self._lose)
         self._broken = ""
         """Why no process can be used: a thread of the driver was lost. Empty: none was."""
-        self._slices: dict[str, ProcessSlice] = {}
+        self._worker_groups: dict[str, ProcessWorkerGroup] = {}
         self._groups: dict[str, list[Host]] = {}
         """Groups of processes, by the role that names them."""
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def slice(self, role: str, size: int = 1, threads: int = 1, device: str | Sequence[str] = "cpu") -> "ProcessSlice":
+    def worker_group(
+        self, role: str, size: int = 1, threads: int = 1, device: str | Sequence[str] = "cpu"
+    ) -> "ProcessWorkerGroup":
         """Return the share of a role: `size` ranks, with `threads` compute threads each, and their devices.
 
         `device` is one device for all ranks, or a list with one for each rank. A device is `cpu`, `cuda:2`, or
@@ -78,10 +80,10 @@ class Cluster:
         """
         devices = (device,) * size if isinstance(device, str) else tuple(device)
         if size < 1 or len(devices) != size:
-            raise ConfigError(f"the slice of {role} has {size} ranks and {len(devices)} devices; give each rank one")
+            raise ConfigError(f"{role} has {size} ranks and {len(devices)} devices; give each rank one")
         names = tuple(f"{self._sharing(role)[0]}-{rank}" for rank in range(size))
-        made = ProcessSlice(self, role, size, threads, devices, names)
-        self._slices[role] = made
+        made = ProcessWorkerGroup(self, role, size, threads, devices, names)
+        self._worker_groups[role] = made
         self._groups.clear()
         for name in made.host_groups:
             self._host(name)  # roles that share a process must agree on it
@@ -90,10 +92,10 @@ class Cluster:
     def warm(self, modules: Mapping[str, Sequence[str]], forkable: Collection[str] = ()) -> None:
         """Start the processes of roles and make them import each role's modules, without waiting.
 
-        Make all slices first: the threads and devices of a process depend on all the roles that share it. A process
+        Make all groups first: the threads and devices of a process depend on all the roles that share it. A process
         whose roles are all `forkable` may be forked from a server that has imported the modules of all such processes.
         """
-        hosts = {name: self._host(name) for role in modules for name in self._slices[role].host_groups}
+        hosts = {name: self._host(name) for role in modules for name in self._worker_groups[role].host_groups}
         wanted = {
             host: [module for role in host.roles for module in modules.get(role, ())]
             for host in hosts.values() if set(host.roles) <= set(forkable) and not host.gpus and not host.python
@@ -101,7 +103,7 @@ class Cluster:
         self._logs.mkdir(parents=True, exist_ok=True)
         self.launcher.fork(wanted, self._logs, self._deadlines.start / 2)
         for role, own in modules.items():
-            for name in self._slices[role].host_groups:
+            for name in self._worker_groups[role].host_groups:
                 self.connection(name).tell({"do": "import", "modules": list(own)})
 
     def connection(self, name: str) -> Connection:
@@ -121,7 +123,9 @@ class Cluster:
                 core = {"core": CORE_VERSION, "wire": WIRE_FORMAT}
                 found.tell({**core, **self.launcher.import_folders(host)})
                 if self._deadlines.heartbeat:
-                    found.expect_heartbeats(self._deadlines.heartbeat, sum(part.size for part in self._slices.values()))
+                    found.expect_heartbeats(
+                        self._deadlines.heartbeat, sum(g.size for g in self._worker_groups.values())
+                    )
                 self._connections[name] = found
             return found
 
@@ -129,7 +133,7 @@ class Cluster:
         self, memory: str, size: int, node: str, have: Collection[str], seconds: float, role: str = "generator"
     ) -> "Mapping[str, Copy]":
         """Copy a memory of a process to the nodes of a role; see `Launcher.copy_memory`."""
-        hosts = [self._host(name) for name in self._slices[role].host_groups]
+        hosts = [self._host(name) for name in self._worker_groups[role].host_groups]
         return self.launcher.copy_memory(memory, size, node, hosts, have, seconds)
 
     def under_way(self) -> list[InFlightCall]:
@@ -184,7 +188,7 @@ class Cluster:
     def _host(self, name: str) -> Host:
         first, _, number = name.rpartition("-")
         rank = int(number)  # parsed, because a search among all names is quadratic in the number of processes
-        here = [(p, rank) for p in self._slices.values() if self._sharing(p.role)[0] == first and rank < p.size]
+        here = [(p, rank) for p in self._worker_groups.values() if self._sharing(p.role)[0] == first and rank < p.size]
         devices = {part.role: part.devices[rank] for part, rank in here}
         gpus = {device.partition(":")[2] or "0" for device in devices.values() if device != "cpu"}
         pythons = {role: self._python.get(role) or "the driver" for role in devices}
@@ -206,7 +210,7 @@ class Cluster:
     def _group(self, name: str) -> list[Host]:
         first = name.rpartition("-")[0]
         if first not in self._groups:  # kept, because a list made for each process is quadratic in their number
-            parts = [part for part in self._slices.values() if part.role in self._sharing(first)]
+            parts = [part for part in self._worker_groups.values() if part.role in self._sharing(first)]
             names = max((part.host_groups for part in parts), key=len, default=(name,))
             self._groups[first] = [self._host(name) for name in names]
         return self._groups[first]
@@ -223,7 +227,7 @@ class Cluster:
 
 
 @frozen(eq=False)
-class ProcessSlice:
+class ProcessWorkerGroup:
     """A role's share of a cluster: a process for each rank."""
 
     cluster: Cluster

@@ -29,7 +29,7 @@ LEAST_FORKED: Final = 2
 
 
 class LocalCluster(Cluster):
-    """Makes slices whose workers are processes of this machine, and ends all the processes."""
+    """Makes worker groups whose workers are processes of this machine, and ends all the processes."""
 
     def __init__(
         self,
@@ -133,12 +133,7 @@ class LocalProcess:
     """Empty: the process is on the driver's machine."""
 
     def __init__(
-        self,
-        name: str,
-        environment: Mapping[str, str],
-        log: Path,
-        python: str = "",
-        server: ForkServer | None = None,
+        self, name: str, environment: Mapping[str, str], log: Path, python: str = "", server: ForkServer | None = None
     ) -> None:
         self._name, self._environment, self._log, self._python = name, environment, log, python
         self._server = server

@@ -23,9 +23,9 @@ def cluster(tmp_path_factory):
     """Start two processes once. A role that holds them keeps them from test to test: their imports take seconds."""
     with LocalCluster(tmp_path_factory.mktemp("logs"), share=[("backend", "holder")]) as made:
         for role in ("backend", "holder"):
-            made.slice(role, 2)
+            made.worker_group(role, 2)
         made.warm(dict.fromkeys(("backend", "holder"), IMPORTS), ("backend", "holder"))
-        made.slice("holder", 2).spawn(TARGET, {})
+        made.worker_group("holder", 2).spawn(TARGET, {})
         yield made
 
 
@@ -37,7 +37,7 @@ def backends(cluster, folders, tmp_path):
     def build(dtype="float32", family="qwen3", **config):
         config = Fsdp2Config(optimizer=OptimizerConfig(lr=1e-2), **config)
         for size in (1, 2):
-            place = cluster.slice("backend", size) if size > 1 else None
+            place = cluster.worker_group("backend", size) if size > 1 else None
             context = make_context(tmp_path / f"{dtype}-{size}", "backend", folders(family), place, dtype=dtype)
             built.append(Fsdp2Backend(config, context))
         return built[-2:]
@@ -162,7 +162,7 @@ def test_two_and_four_ranks_give_the_numbers_of_one_wherever_they_run(launcher, 
     module = import_module(f"whet.runtime.{launcher}")
     expected = trained(build(None, "one"))
     with getattr(module, f"{launcher.title()}Cluster")(tmp_path / "logs") as cluster:
-        places = {size: cluster.slice(f"backend{size}", size) for size in (2, 4)}
+        places = {size: cluster.worker_group(f"backend{size}", size) for size in (2, 4)}
         roles = [place.role for place in places.values()]
         cluster.warm(dict.fromkeys(roles, IMPORTS), roles)
         for size, place in places.items():

@@ -41,7 +41,7 @@ class TestInThisProcess(Contract):
     def probe(self, subject: Subject) -> Any:
         """Put a worker of the tests into the engine's process."""
         (worker,) = subject.generator._replicas.workers._workers  # type: ignore[attr-defined]
-        place = worker._cluster.slice("sglang-generator-0")
+        place = worker._cluster.worker_group("sglang-generator-0")
         return place.spawn(f"file:{Path(__file__).parent / 'probe.py'}:Probe", {})
 
     def test_what_a_prompts_beginning_left_in_the_cache_is_forgotten_with_the_weights(

@@ -25,8 +25,8 @@ MEGABYTES = 20
 def ends(two_nodes: Any, tmp_path: Path) -> Iterator[tuple[RayCluster, Any, Any]]:
     """A sender on one node and two receivers on the other."""
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
-        slices = cluster.slice("backend"), cluster.slice("generator", 2, threads=1)
-        backend, generator = (part.spawn(HOLDER, {}) for part in slices)
+        groups = cluster.worker_group("backend"), cluster.worker_group("generator", 2, threads=1)
+        backend, generator = (part.spawn(HOLDER, {}) for part in groups)
         yield cluster, backend, generator
 
 

@@ -32,7 +32,7 @@ class TestRay(ProcessWorkersContract):
     @contextmanager
     def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
         with RayCluster(folder) as cluster:
-            yield cluster.slice
+            yield cluster.worker_group
 
 
 def stat(pid: int) -> list[str]:
@@ -47,7 +47,7 @@ def stop(pid: int) -> None:
 
 def test_a_late_answer_of_a_node_agent_is_not_taken_for_that_to_another_question(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         assert isinstance(workers, ConnectedWorkers)
         process, pid = workers.processes[0], workers.call("state")[0]["pid"]
         agent = int(stat(pid)[1])
@@ -64,7 +64,7 @@ def test_a_late_answer_of_a_node_agent_is_not_taken_for_that_to_another_question
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_node_agent_that_did_not_end_its_process_in_time_is_ended_itself(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         assert isinstance(workers, ConnectedWorkers)
         stop(int(stat(workers.call("state")[0]["pid"])[1]))
         hanging = workers.start("hang", timeout_seconds=0.5)
@@ -76,7 +76,7 @@ def test_a_node_agent_that_did_not_end_its_process_in_time_is_ended_itself(own_r
 
 def test_a_thousand_calls_in_flight_take_no_more_threads_of_the_agent(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         threads = Path(f"/proc/{stat(workers.call('state')[0]['pid'])[1]}/task")
         pending = [workers.start("add", number) for number in range(20)]
         assert [call.result() for call in pending] == [[number] for number in range(20)]
@@ -99,7 +99,7 @@ def test_a_large_argument_of_all_ranks_is_stored_once_and_one_of_a_single_rank_f
 
     monkeypatch.setattr(ray, "put", counted)
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend", 2).spawn(TARGET, {})
+        workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
         large = np.arange(1_000_000)
         for (result,) in workers.call("echo", large):
             assert np.array_equal(result, large)
@@ -117,7 +117,7 @@ def test_a_cluster_gives_its_places_back_where_another_session_keeps_ray(own_ray
     from ray.util import placement_group_table
 
     with RayCluster(tmp_path) as cluster:
-        cluster.slice("backend").spawn(TARGET, {})
+        cluster.worker_group("backend").spawn(TARGET, {})
         assert "CREATED" in {group["state"] for group in placement_group_table().values()}
     assert ray.is_initialized()
     wait_until(
@@ -131,7 +131,7 @@ def test_a_breakpoint_in_the_driver_stays_that_of_python(own_ray: None) -> None:
 
 def test_a_process_ends_with_its_node_agent(own_ray: None, tmp_path: Path) -> None:
     with RayCluster(tmp_path, environment={"MARK": "x"}) as cluster:
-        part = cluster.slice("backend", threads=2)
+        part = cluster.worker_group("backend", threads=2)
         cluster.warm({"backend": ["wave"]}, ["backend"])
         workers = part.spawn(TARGET, {})
         (pid,), (environment,) = [state["pid"] for state in workers.call("state")], workers.call("environment")
@@ -153,7 +153,7 @@ def test_a_role_runs_in_a_python_of_its_own(own_ray: None, tmp_path: Path) -> No
     """One that has no Ray: that is the business of who starts the process."""
     python = str(make_environment(tmp_path / "other", without=["ray"]))
     with RayCluster(tmp_path / "logs", python={"generator": python}) as cluster:
-        workers = cluster.slice("generator").spawn(TARGET, {})
+        workers = cluster.worker_group("generator").spawn(TARGET, {})
         assert workers.call("imported", "numpy")[0][1] == python
         with pytest.raises(WorkerError, match="No module named 'ray'"):
             workers.call("imported", "ray")
@@ -166,4 +166,4 @@ def test_a_python_without_core_is_refused_by_the_node_before_anything_starts(own
         RayCluster(tmp_path / "logs", python={"generator": python}) as cluster,
         pytest.raises(WorkerError, match=f"generator rank 0 failed in start: .*: {python} has no whet"),
     ):
-        cluster.slice("generator").spawn(TARGET, {})
+        cluster.worker_group("generator").spawn(TARGET, {})

@@ -44,8 +44,12 @@ def test_roles_go_to_the_nodes_that_have_their_resources_and_ranks_meet_over_tcp
     two_nodes: Any, tmp_path: Path
 ) -> None:
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART, share=[["backend", "critic"]]) as cluster:
-        slices = [cluster.slice("backend", 2), cluster.slice("critic"), cluster.slice("generator", 2, threads=1)]
-        backend, critic, generator = (part.spawn(TARGET, {}) for part in slices)
+        groups = [
+            cluster.worker_group("backend", 2),
+            cluster.worker_group("critic"),
+            cluster.worker_group("generator", 2, threads=1),
+        ]
+        backend, critic, generator = (part.spawn(TARGET, {}) for part in groups)
         assert len({raylet_of(workers) for workers in (backend, critic, generator)}) == 2
         assert raylet_of(backend) == raylet_of(critic)
         assert critic.call("state")[0]["pid"] == backend.call("state")[0]["pid"]
@@ -76,11 +80,11 @@ def test_no_process_of_a_run_listens_at_a_socket_of_its_own(two_nodes: Any, tmp_
 
     before = listening(os.getpid())  # what other tests of this process hold
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
-        first = cluster.slice("generator", 2).spawn(TARGET, {})
+        first = cluster.worker_group("generator", 2).spawn(TARGET, {})
         driver = listening(os.getpid())
         bare: Any = ray.remote(num_cpus=0)(Bare).remote()
         of_ray = len(listening(ray.get(bare.pid.remote())))
-        second = cluster.slice("backend", 2).spawn(TARGET, {})
+        second = cluster.worker_group("backend", 2).spawn(TARGET, {})
         assert second.call("echo", bytes(1_000_000)) == [[bytes(1_000_000)]] * 2
         processes = [state["pid"] for workers in (first, second) for state in workers.call("state")]
         assert [listening(pid) for pid in processes] == [set()] * 4
@@ -91,7 +95,7 @@ def test_no_process_of_a_run_listens_at_a_socket_of_its_own(two_nodes: Any, tmp_
 
 def test_output_of_workers_on_nodes_ends_in_the_run_s_logs(two_nodes: Any, tmp_path: Path) -> None:
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
-        workers = cluster.slice("generator").spawn(TARGET, {})
+        workers = cluster.worker_group("generator").spawn(TARGET, {})
         with pytest.raises(WorkerError, match=r"generator-0\.log"):
             workers.call("fail", (0,), "quoted in the log")
     assert "quoted in the log" in (tmp_path / "generator-0.log").read_text()
@@ -101,7 +105,7 @@ def test_a_missed_deadline_shows_where_a_worker_on_a_node_hangs_and_one_that_sta
     two_nodes: Any, tmp_path: Path
 ) -> None:
     with RayCluster(tmp_path, address=two_nodes.address) as cluster:
-        part = cluster.slice("backend", 2)
+        part = cluster.worker_group("backend", 2)
         workers = part.spawn(TARGET, {})
         with pytest.raises(WorkerError) as caught:
             workers.call("hang", timeout_seconds=0.3)
@@ -117,7 +121,7 @@ def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_there_is(
     wanted = {"backend": {"train": 9}}
     with RayCluster(tmp_path, DeadlinesSection(start=3.0), address=two_nodes.address, resources=wanted) as cluster:
         with pytest.raises(WorkerError) as caught:
-            cluster.slice("backend", threads=1).spawn(TARGET, {})
+            cluster.worker_group("backend", threads=1).spawn(TARGET, {})
         message = str(caught.value)
         assert "asked for 1 x CPU 1 + train 9" in message
         assert "CPU 2, train 8" in message
@@ -128,7 +132,10 @@ def test_a_killed_node_agent_is_named_with_its_node_and_takes_its_processes_alon
     two_nodes: Any, tmp_path: Path
 ) -> None:
     with RayCluster(tmp_path, address=two_nodes.address, resources=APART) as cluster:
-        backend, generator = cluster.slice("backend").spawn(TARGET, {}), cluster.slice("generator").spawn(TARGET, {})
+        backend, generator = (
+            cluster.worker_group("backend").spawn(TARGET, {}),
+            cluster.worker_group("generator").spawn(TARGET, {}),
+        )
         pid = generator.call("state")[0]["pid"]
         pids = [pid, *generator.call("start_child"), *generator.call("start_child", True)]
         hanging = generator.start("hang", phase="generate")
@@ -143,7 +150,7 @@ def test_a_killed_node_agent_is_named_with_its_node_and_takes_its_processes_alon
 
 def test_a_run_that_ends_leaves_no_node_agent_behind(two_nodes: Any, tmp_path: Path) -> None:
     with RayCluster(tmp_path, address=two_nodes.address) as cluster:
-        pids = [state["pid"] for state in cluster.slice("backend", 2).spawn(TARGET, {}).call("state")]
+        pids = [state["pid"] for state in cluster.worker_group("backend", 2).spawn(TARGET, {}).call("state")]
         agents = [parent(pid) for pid in pids]
     wait_until(lambda: not any(map(alive, [*pids, *agents])), "the agents are gone")
 
@@ -155,7 +162,7 @@ from whet_ray.cluster import RayCluster
 from whet_testing.scripted_worker import TARGET
 
 cluster = RayCluster(Path(sys.argv[1]), address=sys.argv[2])
-workers = cluster.slice("backend", 2).spawn(TARGET, {})
+workers = cluster.worker_group("backend", 2).spawn(TARGET, {})
 pids = [state["pid"] for state in workers.call("state")] + workers.call("start_child", True)
 hanging = workers.start("hang")
 print(*pids, flush=True)
@@ -176,7 +183,7 @@ def test_nothing_on_any_node_outlives_a_killed_driver(two_nodes: Any, tmp_path: 
 
 def test_a_node_agent_does_not_end_on_sigterm(two_nodes: Any, tmp_path: Path) -> None:
     with RayCluster(tmp_path, address=two_nodes.address) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         agent = parent(workers.call("state")[0]["pid"])
         os.kill(agent, signal.SIGTERM)
         assert workers.call("add", 1) == [1]
@@ -187,7 +194,10 @@ def test_a_lost_node_is_named_and_the_others_go_on(two_nodes: Any, tmp_path: Pat
     node = two_nodes.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=80 << 20)
     wanted = {"backend": {"train": 1}, "generator": {"lost": 1}}
     with RayCluster(tmp_path, address=two_nodes.address, resources=wanted) as cluster:
-        backend, generator = cluster.slice("backend").spawn(TARGET, {}), cluster.slice("generator").spawn(TARGET, {})
+        backend, generator = (
+            cluster.worker_group("backend").spawn(TARGET, {}),
+            cluster.worker_group("generator").spawn(TARGET, {}),
+        )
         pid = generator.call("state")[0]["pid"]
         hanging = generator.start("hang", phase="generate")
         begin = time.monotonic()

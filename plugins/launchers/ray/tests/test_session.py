@@ -113,7 +113,7 @@ from whet_ray.cluster import RayCluster
 from whet_testing.scripted_worker import TARGET
 
 cluster = RayCluster(Path(sys.argv[1]))
-cluster.slice("backend").spawn(TARGET, {}).call("state")
+cluster.worker_group("backend").spawn(TARGET, {}).call("state")
 print(1, flush=True)
 input()
 cluster.close()
@@ -144,7 +144,7 @@ def test_nothing_that_ray_started_outlives_it_or_its_driver(victim: str, tmp_pat
 def test_sigterm_to_every_process_ends_no_process_that_the_driver_needs(tmp_path: Path) -> None:
     before = descendants()
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         (state,) = workers.call("state")
         started = descendants() - before
         for process in started:
@@ -154,13 +154,13 @@ def test_sigterm_to_every_process_ends_no_process_that_the_driver_needs(tmp_path
         os.kill(child, signal.SIGTERM)
         wait_until(lambda: not alive(child), "a program that the worker started has ended on SIGTERM")
         assert workers.call("state")[0]["pid"] == state["pid"]
-        assert cluster.slice("generator").spawn(TARGET, {}).call("add", 2) == [2]
+        assert cluster.worker_group("generator").spawn(TARGET, {}).call("add", 2) == [2]
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_a_ray_that_is_lost_is_named_at_once_and_the_next_cluster_starts_another(name: str, tmp_path: Path) -> None:
     with RayCluster(tmp_path) as cluster:
-        workers = cluster.slice("backend").spawn(TARGET, {})
+        workers = cluster.worker_group("backend").spawn(TARGET, {})
         hanging = workers.start("hang", timeout_seconds=100.0)
         (process,) = [p for p in descendants() if f"/{name} " in p.command]
         began = time.monotonic()
@@ -168,10 +168,10 @@ def test_a_ray_that_is_lost_is_named_at_once_and_the_next_cluster_starts_another
         with pytest.raises(ClusterLost, match=rf"Ray's {name} on this machine is gone: .* killed by SIGKILL"):
             hanging.result()
         with pytest.raises(ClusterLost, match=name):
-            cluster.slice("generator").spawn(TARGET, {})
+            cluster.worker_group("generator").spawn(TARGET, {})
     assert time.monotonic() - began < 20.0
     with RayCluster(tmp_path) as cluster:
-        assert cluster.slice("backend").spawn(TARGET, {}).call("add", 1)
+        assert cluster.worker_group("backend").spawn(TARGET, {}).call("add", 1)
 
 
 def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
@@ -186,7 +186,7 @@ def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
     nodes: Any = Cluster(initialize_head=True, head_node_args=head)
     try:
         with RayCluster(tmp_path, address=nodes.address) as cluster:
-            hanging = cluster.slice("backend").spawn(TARGET, {}).start("hang", timeout_seconds=100.0)
+            hanging = cluster.worker_group("backend").spawn(TARGET, {}).start("hang", timeout_seconds=100.0)
             nodes.head_node.all_processes["gcs_server"][0].process.kill()
             with pytest.raises(ClusterLost, match=rf"Ray's gcs_server at {nodes.address} .* has not answered for"):
                 hanging.result()
@@ -194,7 +194,7 @@ def test_the_head_of_a_joined_cluster_is_named_once_it_has_been_silent_for_long(
             RayCluster(tmp_path, address=nodes.address) as cluster,
             pytest.raises(WorkerError, match="nobody answers at"),
         ):
-            cluster.slice("backend").spawn(TARGET, {})
+            cluster.worker_group("backend").spawn(TARGET, {})
     finally:
         nodes.shutdown()
 
@@ -221,4 +221,4 @@ def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) ->
 def test_what_keeps_ray_from_being_there_is_told_of_the_role_that_wanted_it(ranks: int, tmp_path: Path) -> None:
     told = r"backend rank 0 failed in start: .*nobody answers at 127\.0\.0\.1:1 "
     with RayCluster(tmp_path, address="127.0.0.1:1") as cluster, pytest.raises(WorkerError, match=told):
-        cluster.slice("backend", ranks).spawn(TARGET, {})
+        cluster.worker_group("backend", ranks).spawn(TARGET, {})

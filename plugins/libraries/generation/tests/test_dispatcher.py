@@ -12,7 +12,7 @@ import pytest
 from whet.data.records import Completion, Request, Sampling
 from whet.errors import WhetError, WorkerError
 from whet.interfaces.workers import Heard
-from whet.runtime.inline import InlineSlice, merged
+from whet.runtime.inline import InlineWorkerGroup, merged
 from whet.runtime.workers import Answers
 from whet_generation.dispatcher import RequestDispatcher
 
@@ -225,7 +225,7 @@ def test_completions_cross_the_wire_of_real_workers(monkeypatch: pytest.MonkeyPa
     module = types.ModuleType("echo_worker_of_dispatch")
     module.EchoWorker = EchoWorker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "echo_worker_of_dispatch", module)
-    workers = InlineSlice("generator", size=2).spawn("echo_worker_of_dispatch:EchoWorker", {})
+    workers = InlineWorkerGroup("generator", size=2).spawn("echo_worker_of_dispatch:EchoWorker", {})
     found = run(gather(RequestDispatcher(workers), [make_request(str(i), length=i + 1) for i in range(5)]))
     assert [(c.id, c.tokens.tolist()) for c in found] == [(str(i), list(range(1, i + 2))) for i in range(5)]
 

@@ -80,7 +80,7 @@ def test_a_replica_that_is_replaced_while_weights_are_handed_over_gets_them_once
     replacing, notes = Replacing(), tmp_path / "notes"
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
-        workers = Losing(cluster.slice("generator", 2).spawn(target, {"notes": str(notes)}))
+        workers = Losing(cluster.worker_group("generator", 2).spawn(target, {"notes": str(notes)}))
         replicas = Replicas(workers, replacing)
         error = WorkerLost("generator", 1, "generate", "killed by signal 9")
         workers.found_lost = lambda: replicas._replica_set.lost(1, 0, error)
@@ -99,7 +99,7 @@ def test_a_replica_that_comes_back_with_other_weights_serves_nobody(tmp_path: Pa
     replacing.over.set()
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
-        workers = cluster.slice("generator", 1).spawn(target, {"notes": str(tmp_path / "notes")})
+        workers = cluster.worker_group("generator", 1).spawn(target, {"notes": str(tmp_path / "notes")})
         replicas = Replicas(workers, replacing)
         (tmp_path / "off").write_text("-1.5")
         replicas._replica_set.lost(0, 0, WorkerLost("generator", 0, "generate", "killed by signal 9"))
@@ -117,7 +117,7 @@ def test_a_replica_that_is_lost_while_all_sleep_is_restarted_when_they_wake(tmp_
     replacing.over.set()
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
-        workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
+        workers = cluster.worker_group("generator", 2).spawn(target, {"notes": str(notes)})
         replicas = Replicas(workers, replacing)
         assert replicas.sleep() == 20
         os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
@@ -141,7 +141,7 @@ def test_a_replica_that_comes_back_when_the_others_sleep_again_sleeps_as_well(tm
     replacing, notes = Replacing(), tmp_path / "notes"
     with LocalCluster(tmp_path) as cluster:
         target = f"file:{Path(__file__).with_name('replica.py')}:Replica"
-        workers = cluster.slice("generator", 2).spawn(target, {"notes": str(notes)})
+        workers = cluster.worker_group("generator", 2).spawn(target, {"notes": str(notes)})
         replicas = Replicas(workers, replacing)
         os.kill(workers.start_on(1, "pid").result()[0], signal.SIGKILL)
         replicas.receive_weights(LINK, 7).result()

@@ -49,7 +49,7 @@ def test_a_worker_that_is_forked_is_a_process_with_a_session_and_a_log_of_its_ow
     reader, writer = os.pipe()
     try:
         with forked_children(), LocalCluster(tmp_path / "logs") as cluster:
-            workers = cluster.slice("actor").spawn(TARGET, {"offset": 3})
+            workers = cluster.worker_group("actor").spawn(TARGET, {"offset": 3})
             assert workers.call("add", 4) == [7]
             pid = workers.call("state")[0]["pid"]
             assert pid != os.getpid()
@@ -73,7 +73,7 @@ from whet.runtime.local import LocalCluster
 from whet_testing.forked_children import forked_children
 from whet_testing.scripted_worker import TARGET
 with forked_children(), LocalCluster(Path(sys.argv[1])) as cluster:
-    workers = cluster.slice("actor").spawn(TARGET, {})
+    workers = cluster.worker_group("actor").spawn(TARGET, {})
     print(workers.call("state")[0]["pid"], flush=True)
     signal.pause()
 """

@@ -27,7 +27,7 @@ class Fsdp2Backend:
 
     def __init__(self, config: Fsdp2Config, context: RoleContext) -> None:
         context.status("loading the model to train")
-        self._workers = context.slice.spawn(
+        self._workers = context.worker_group.spawn(
             "whet_fsdp2.worker:Worker",
             {
                 "config": attrs.asdict(config),

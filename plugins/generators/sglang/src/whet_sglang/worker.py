@@ -62,7 +62,7 @@ class Worker:
         self._cluster = LocalCluster(Path(scratch), DEADLINES, environment=environment)
         try:
             chosen = dict(arguments["cuda" if self._on_gpu else "cpu"])
-            place = self._cluster.slice(name, threads=rank.threads)
+            place = self._cluster.worker_group(name, threads=rank.threads)
             self._engine = place.spawn(
                 "whet_sglang.process:Process",
                 {"arguments": chosen, "receiver": rank.rank, "reports": str(self._log.with_suffix(".reports"))},

@@ -106,7 +106,7 @@ class ReplicatedGenerator:
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], context: "RoleContext") -> None:
-        self._replicas = Replicas(context.slice.spawn(target, arguments), context.replacing)
+        self._replicas = Replicas(context.worker_group.spawn(target, arguments), context.replacing)
 
     async def generate(self, request: Request) -> Completion:
         """Continue one sequence. Raises `WhetError` for a prompt that leaves no room."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from whet.data.model_info import read_model
 from whet.interfaces.logger import RunInfo
 from whet.interfaces.workers import RoleContext
-from whet.runtime.inline import InlineSlice
+from whet.runtime.inline import InlineWorkerGroup
 
 if TYPE_CHECKING:
     from whet.interfaces.workers import WorkerGroup
@@ -16,7 +16,7 @@ def make_context(
     tmp_path: Path,
     role: str,
     model_folder: Path,
-    slice: "WorkerGroup | None" = None,
+    worker_group: "WorkerGroup | None" = None,
     *,
     seed: int = 0,
     dtype: str = "float32",
@@ -30,7 +30,7 @@ def make_context(
     for folder in (run, scratch):
         folder.mkdir(parents=True, exist_ok=True)
     return RoleContext(
-        slice=slice or InlineSlice(role),
+        worker_group=worker_group or InlineWorkerGroup(role),
         model=read_model(model_folder, dtype),
         run=RunInfo(run, "test", steps=4),
         seed=seed,

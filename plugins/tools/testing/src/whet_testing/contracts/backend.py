@@ -25,7 +25,7 @@ from whet.interfaces.weights import TransferSpec
 from whet.interfaces.workers import RoleContext
 from whet_start.small_models import make_model
 from whet_testing.batches import random_batch
-from whet_testing.contracts.placed import Slices
+from whet_testing.contracts.placed import WorkerGroups
 from whet_testing.contracts.sleep import LIKELIHOOD, Fresh, SleepRules
 from whet_testing.reference import Reference
 from whet_weights import transfer
@@ -52,7 +52,7 @@ class BackendContract(SleepRules):
         raise NotImplementedError("override `make` to build the backend")
 
     @pytest.fixture
-    def fresh(self, tmp_path: Path, tiny_model_folder: Path, slices: Slices) -> Iterator[Fresh]:
+    def fresh(self, tmp_path: Path, tiny_model_folder: Path, groups: WorkerGroups) -> Iterator[Fresh]:
         """Yield a function that builds one more backend, and close all these backends after the test.
 
         Every backend has the same weights, unless the test passes another model folder.
@@ -60,7 +60,7 @@ class BackendContract(SleepRules):
         built: list[Backend] = []
 
         def build(model_folder: Path = tiny_model_folder, chat_template: str = "") -> Backend:
-            context = self.context(tmp_path / f"backend-{len(built)}", "backend", model_folder, slices)
+            context = self.context(tmp_path / f"backend-{len(built)}", "backend", model_folder, groups)
             built.append(self.make(evolve(context, model=evolve(context.model, chat_template=chat_template))))
             return built[-1]
 

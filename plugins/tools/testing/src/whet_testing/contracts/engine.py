@@ -136,7 +136,7 @@ class EngineFailuresContract:
             deadlines = attrs.evolve(DeadlinesSection(), generate=generate_seconds)
             cluster = LocalCluster(tmp_path / "logs", deadlines=deadlines)
             opened.append(cluster)
-            context = make_context(tmp_path, "generator", tiny_model_folder, cluster.slice("generator", size=1))
+            context = make_context(tmp_path, "generator", tiny_model_folder, cluster.worker_group("generator", size=1))
             generator = type(self).generator(self.config(**{"cache_gib": 0.0625, **settings}), context)
             opened.append(generator)
             return generator

@@ -25,7 +25,7 @@ from whet.errors import WhetError
 from whet.interfaces.generator import Generator, OnWeightUpdate
 from whet.interfaces.workers import RoleContext
 from whet_start.small_models import make_model
-from whet_testing.contracts.placed import Placed, Slices, on_gpu
+from whet_testing.contracts.placed import Placed, WorkerGroups, on_gpu
 from whet_testing.contracts.weights import WeightRules
 from whet_testing.reference import Reference
 from whet_testing.served import PROMPTS, TOLERANCE, Subject, gap
@@ -44,17 +44,21 @@ class GeneratorContract(Placed):
     @pytest.fixture(scope="class")
     @classmethod
     def subject(
-        cls, tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, tiny_tokenizer: Any, slices: Slices
+        cls,
+        tmp_path_factory: pytest.TempPathFactory,
+        tiny_model_folder: Path,
+        tiny_tokenizer: Any,
+        groups: WorkerGroups,
     ) -> Iterator[Subject]:
         """Yield one generator for all rules, and close it twice afterwards."""
-        with cls().built(tmp_path_factory.mktemp("generator"), tiny_model_folder, tiny_tokenizer, slices) as subject:
+        with cls().built(tmp_path_factory.mktemp("generator"), tiny_model_folder, tiny_tokenizer, groups) as subject:
             yield subject
 
     @contextmanager
-    def built(self, folder: Path, model_folder: Path, tokenizer: Any, slices: Slices) -> Iterator[Subject]:
+    def built(self, folder: Path, model_folder: Path, tokenizer: Any, groups: WorkerGroups) -> Iterator[Subject]:
         """Yield a generator in an event loop of its own, and close both afterwards."""
         with asyncio.Runner() as runner:
-            generator = self.make(self.context(folder, "generator", model_folder, slices))
+            generator = self.make(self.context(folder, "generator", model_folder, groups))
             yield Subject(generator, model_folder, tokenizer, folder, self.deadline_seconds, runner)
             generator.close()
             generator.close()
@@ -219,7 +223,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
         tmp_path: Path,
         tiny_model_folder: Path,
         tiny_tokenizer: Any,
-        slices: Slices,
+        groups: WorkerGroups,
     ) -> Iterator[Subject]:
         """Yield a generator for one rule alone. The rule may leave the generator unusable."""
         if self.survives_refusals:
@@ -227,7 +231,7 @@ class ModelGeneratorContract(WeightRules, GeneratorContract):
             yield subject
             self._sync(subject, self._spec(subject, self.transports[0], 9000), reference.weights())
             return
-        with self.built(tmp_path, tiny_model_folder, tiny_tokenizer, slices) as subject:
+        with self.built(tmp_path, tiny_model_folder, tiny_tokenizer, groups) as subject:
             yield subject
 
     @pytest.mark.gpu

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from whet.interfaces.workers import RoleContext, WorkerGroup, Workers
-from whet.runtime.inline import InlineSlice
+from whet.runtime.inline import InlineWorkerGroup
 from whet.runtime.local import LocalCluster
 from whet_testing.processes import descendants, survivors
 from whet_testing.role_context import make_context
 from whet_testing.scripted_worker import TARGET
 
-Slices = Callable[[str], WorkerGroup]
+WorkerGroups = Callable[[str], WorkerGroup]
 """Function role -> worker group."""
 
 
 def on_gpu(role: str) -> WorkerGroup:
     """Return a worker group in this process, on its first GPU."""
-    return InlineSlice(role, device="cuda:0")
+    return InlineWorkerGroup(role, device="cuda:0")
 
 
 class Placed:
@@ -33,10 +33,10 @@ class Placed:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def slices(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slices]:
+    def groups(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroups]:
         """Yield a function role -> worker group; all rules of a class share one cluster. Fail if a process is left."""
         if not cls.processes:
-            yield InlineSlice
+            yield InlineWorkerGroup
             return
         before = descendants()
         share = [(role, f"{role}-holder") for role in cls.held]
@@ -44,15 +44,15 @@ class Placed:
             holders: dict[str, Workers] = {}
 
             def give(role: str) -> WorkerGroup:
-                given = cluster.slice(role, size=cls.processes)
+                given = cluster.worker_group(role, size=cls.processes)
                 if role in cls.held and role not in holders:
-                    holders[role] = cluster.slice(f"{role}-holder", size=cls.processes).spawn(TARGET, {})
+                    holders[role] = cluster.worker_group(f"{role}-holder", size=cls.processes).spawn(TARGET, {})
                 return given
 
             yield give
         left = survivors(before, patience_seconds=5.0)
         assert not left, f"the workers left processes behind: {', '.join(map(str, left))}"
 
-    def context(self, folder: Path, role: str, model_folder: Path, slices: Slices) -> RoleContext:
+    def context(self, folder: Path, role: str, model_folder: Path, groups: WorkerGroups) -> RoleContext:
         """Return the context that `make` gets."""
-        return make_context(folder, role, model_folder, slices(role))
+        return make_context(folder, role, model_folder, groups(role))

@@ -4,7 +4,7 @@
         @contextmanager
         def cluster(self, folder: Path) -> Iterator[Callable[[str, int], WorkerGroup]]:
             with LocalCluster(folder) as cluster:
-                yield cluster.slice
+                yield cluster.worker_group
 
 The rules follow from `whet.interfaces.workers`. They hold for workers in this process and for worker processes.
 """
@@ -73,18 +73,18 @@ class WorkersContract:
     @classmethod
     def shared_workers(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         """Yield workers for all tests that leave the workers unchanged."""
-        with cls().cluster(tmp_path_factory.mktemp("workers")) as make_slice:
-            yield make_slice("actor", cls.ranks).spawn(TARGET, {"offset": 3})
+        with cls().cluster(tmp_path_factory.mktemp("workers")) as worker_group:
+            yield worker_group("actor", cls.ranks).spawn(TARGET, {"offset": 3})
 
     @pytest.fixture
     def own_workers(self, tmp_path: Path) -> Iterator[Workers]:
         """Yield workers for one test, which may end them."""
-        with self.cluster(tmp_path) as make_slice:
-            yield make_slice("actor", self.ranks).spawn(TARGET, {"offset": 3, "trace": str(tmp_path)})
+        with self.cluster(tmp_path) as worker_group:
+            yield worker_group("actor", self.ranks).spawn(TARGET, {"offset": 3, "trace": str(tmp_path)})
 
-    def test_a_slice_says_what_it_is(self, tmp_path: Path) -> None:
-        with self.cluster(tmp_path) as make_slice:
-            part = make_slice("actor", self.ranks)
+    def test_a_worker_group_says_what_it_is(self, tmp_path: Path) -> None:
+        with self.cluster(tmp_path) as worker_group:
+            part = worker_group("actor", self.ranks)
             assert (part.role, part.size, len(part.host_groups)) == ("actor", self.ranks, self.ranks)
 
     def test_each_worker_knows_its_place(self, shared_workers: Workers) -> None:
@@ -253,14 +253,14 @@ class WorkersContract:
 
     def test_a_constructor_that_raises_is_an_error_of_the_start(self, tmp_path: Path) -> None:
         with (
-            self.cluster(tmp_path) as make_slice,
+            self.cluster(tmp_path) as worker_group,
             pytest.raises(WorkerError, match=r"actor rank \d failed in start: ValueError: rank \d was told not to"),
         ):
-            make_slice("actor", self.ranks).spawn(TARGET, {"fail": True})
+            worker_group("actor", self.ranks).spawn(TARGET, {"fail": True})
 
     def test_a_target_that_cannot_be_imported_is_an_error_of_the_start(self, tmp_path: Path) -> None:
-        with self.cluster(tmp_path) as make_slice, pytest.raises(WorkerError, match="no_such_module"):
-            make_slice("actor", 1).spawn("no_such_module:Worker", {})
+        with self.cluster(tmp_path) as worker_group, pytest.raises(WorkerError, match="no_such_module"):
+            worker_group("actor", 1).spawn("no_such_module:Worker", {})
 
     def test_a_call_on_one_rank_reaches_that_one(self, shared_workers: Workers) -> None:
         (place,) = shared_workers.start_on(1, "place").result()
@@ -303,9 +303,9 @@ class WorkersContract:
         assert [place.rank for place in own_workers.call("place")] == list(range(self.ranks))
 
     def test_several_roles_live_side_by_side(self, tmp_path: Path) -> None:
-        with self.cluster(tmp_path) as make_slice:
-            one = make_slice("one", 1).spawn(TARGET, {"offset": 1})
-            two = make_slice("two", 1).spawn(TARGET, {"offset": 2})
+        with self.cluster(tmp_path) as worker_group:
+            one = worker_group("one", 1).spawn(TARGET, {"offset": 1})
+            two = worker_group("two", 1).spawn(TARGET, {"offset": 2})
             assert one.call("add", 0) + two.call("add", 0) == [1, 2]
             one.close()
             assert two.call("add", 0) == [2]
