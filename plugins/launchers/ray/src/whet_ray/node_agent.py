@@ -9,6 +9,7 @@ Only builtins and arrays of bytes cross Ray.
 
 import os
 import platform
+import select
 import signal
 import socket
 import struct
@@ -74,6 +75,7 @@ class NodeAgent:
         self._waiting: list[threading.Lock] = []
         """A lock for each call that waits for something to return. The call of the last lock is served first."""
         leave_signals_to_driver()
+        threading.Thread(target=self._end_with_raylet, name="whet-raylet", daemon=True).start()
 
     def start(self, order: dict[str, Any]) -> dict[str, Any]:
         """Start the worker process. Return this node's versions and address, the process id, and an `error` or ""."""
@@ -143,6 +145,22 @@ class NodeAgent:
         """End the worker process and this process. Usually Ray does this, but the driver has lost Ray."""
         self.kill()
         os._exit(0)
+
+    def _end_with_raylet(self) -> None:
+        """Wait until the raylet of this node has ended, then end too.
+
+        Ray does the same, but only after the raylet's parent has reaped the raylet. In a container whose first process
+        reaps nothing, that never happens.
+        """
+        waiting = select.poll()
+        try:
+            waiting.register(os.pidfd_open(int(os.environ["RAY_RAYLET_PID"])), select.POLLIN)
+            waiting.poll()
+        except ProcessLookupError:  # the raylet has ended
+            pass
+        except (AttributeError, OSError):  # the system is not Linux
+            return
+        self.leave()
 
     def _next_found(self, *, urgent: bool) -> Found:
         """Wait until there is something to return, and return all of it with a number. Urgent calls come first."""
