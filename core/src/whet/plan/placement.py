@@ -137,6 +137,8 @@ def way_of(cluster: ClusterSection, roles: Roles) -> Way:
         if same_host
         else "on nodes that the launcher will choose"
     )
+    if same_process and transport != "shared":
+        where += ", and not both offer shared"
     reason = "as cluster.transport says" if cluster.transport else f"as they are {where}"
     if transport not in STREAMED:
         return Way(transport, reason)
