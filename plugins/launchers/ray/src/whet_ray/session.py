@@ -33,6 +33,7 @@ from whet.runtime.watchdog import FAMILY, watchdog
 from whet_ray.address import VARIABLE, head_of
 from whet_ray.life import HeadSigns, Life, OwnSigns, connect, own_mark
 from whet_ray.token import hide_token, make_token, shown_token
+from whet_ray.variables import environment, set_variables
 from whet_weights.ports import is_taken, shortage
 
 PROCESS: Final = "whet_process"
@@ -191,7 +192,7 @@ class _Connection:
             with shown_token(self._made_folder()), _own_sigterm():
                 import_module("ray")  # Ray reads environment variables at its import
                 self._start() if self.local else self._join()
-            _restore("PYTHONBREAKPOINT", breakpoints)  # Ray sets this variable to its own debugger
+            set_variables({"PYTHONBREAKPOINT": breakpoints})  # Ray sets this variable to its own debugger
             self._own = OwnSigns() if self.local else None
         except BaseException as error:
             self._ready.set_exception(error if isinstance(error, WhetError) else _not_started(error))
@@ -213,7 +214,7 @@ class _Connection:
 
         _refuse_what_ray_would_wait_for()
         # No CPUs, because Ray starts an idle worker for each CPU.
-        with _without_address(), _on_loopback(), _without_sigterm(), _marked():
+        with environment(_while_ray_starts()), _on_loopback(), _without_sigterm():
             ray.init(
                 address="local", num_cpus=0, resources={PROCESS: _MANY}, object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(self._made_folder()), **_quiet(),
@@ -285,14 +286,14 @@ def _set_variables(own: bool) -> None:
         make_token()
 
 
-@contextmanager
-def _without_address() -> Iterator[None]:
-    """Hide RAY_ADDRESS while Ray starts: Ray's own processes would connect to the cluster at that address."""
-    named = os.environ.pop(VARIABLE, None)
-    try:
-        yield
-    finally:
-        _restore(VARIABLE, named)
+def _while_ray_starts() -> dict[str, str | None]:
+    """Return the environment variables for the start of an own Ray.
+
+    RAY_ADDRESS would make Ray's own processes connect to the cluster at that address. The mark is for all processes
+    that Ray starts, now or later. SPT_NOENV keeps the mark where they set their title: otherwise the package
+    setproctitle overwrites the environment.
+    """
+    return {VARIABLE: None, FAMILY: own_mark(), "SPT_NOENV": "1"}
 
 
 @contextmanager
@@ -358,28 +359,6 @@ def _without_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Mark the processes that Ray starts meanwhile, and all that they start later.
-
-    SPT_NOENV keeps the mark where they set their title: otherwise the package setproctitle overwrites the environment.
-    """
-    mark = {FAMILY: own_mark(), "SPT_NOENV": "1"}
-    before = {name: os.environ.get(name) for name in mark}
-    os.environ.update(mark)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            _restore(name, value)
-
-
-def _restore(name: str, value: str | None) -> None:
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
 
 
 def _quiet(joining: bool = False) -> dict[str, Any]:

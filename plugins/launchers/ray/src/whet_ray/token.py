@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from whet_ray.variables import environment
+
 TOKEN: Final = "RAY_AUTH_TOKEN"
 FILE: Final = "RAY_AUTH_TOKEN_PATH"
 MODE: Final = "RAY_AUTH_MODE"
@@ -61,12 +63,5 @@ def shown_token(folder: Path) -> Iterator[None]:
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
         stream.write(shown.pop(TOKEN))
     shown[FILE] = str(file)
-    before = {name: os.environ.get(name) for name in shown}
-    os.environ.update(shown)
-    try:
+    with environment(shown):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
