@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import pytest
 pytest.importorskip("ray")
 
 from whet.errors import ClusterGone, ClusterLost, ConfigError, WhetError, WorkerError
+from whet.runtime.hosts import Host
 from whet_ray import life as ray_life
 from whet_ray import session as ray_session
 from whet_ray.cluster import RayCluster
+from whet_ray.places import Names, Places
 from whet_ray.session import RaySession
 from whet_testing.contracts.workers import alive, wait_until
 from whet_testing.processes import adopting_orphans, descendants, survivors
@@ -215,6 +218,30 @@ def test_what_ray_does_not_answer_is_not_waited_for(opened: list[RaySession]) ->
     session.close()
     assert not ray.is_initialized()
     assert time.monotonic() - began < 30.0
+
+
+def test_a_node_that_ray_has_given_up_is_a_lost_ray_before_its_raylet_ends(
+    opened: list[RaySession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"failure_threshold": "1", "period_ms": "100", "timeout_ms": "100"}.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    session = RaySession()
+    opened.append(session)
+    session.wait(120.0)
+    places = Places(session, {}, {}, Names("run"))
+    place(places, "backend-0")
+    (raylet,) = [p for p in descendants() if "/raylet " in p.command]
+    os.kill(raylet.pid, signal.SIGSTOP)
+    wait_until(lambda: not session.nodes, "Ray has given its node up")
+    for process in ("backend-0", "backend-1"):
+        with pytest.raises(ClusterGone, match=r"Ray has (given up its only node|lost a placement group)"):
+            place(places, process)
+    assert session.life.lost.done()
+
+
+def place(places: Places, process: str) -> None:
+    host = Host(process, ("backend",), 1, ())
+    places.bundle(host, [host], time.monotonic() + 60.0, Event())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -104,6 +104,11 @@ class Life:
                 self._look(signs)
         until.wait()
 
+    def end(self, why: str) -> None:
+        """Record that Ray is lost. Do nothing where the loss is known already."""
+        with suppress(InvalidStateError):
+            self.lost.set_result(why)
+
     def look(self) -> None:
         """Check now whether Ray is lost, where whet started it."""
         if isinstance(self._signs, OwnSigns):
@@ -129,8 +134,7 @@ class Life:
 
     def _look(self, signs: Signs) -> None:
         if not self.lost.done() and (fault := signs.fault()):
-            with suppress(InvalidStateError):  # another thread noticed the loss as well
-                self.lost.set_result(fault)
+            self.end(fault)
 
 
 def own_mark() -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from whet.errors import WhetError
+from whet.errors import ClusterGone, WhetError
 from whet.runtime.hosts import Host
 from whet_ray.node_agent import CONTROL_THREADS, THREADS, NodeAgent
 from whet_ray.session import PROCESS, Node, RaySession
@@ -121,13 +121,14 @@ class Places:
         """Wait until Ray has placed a process's bundle, and return it.
 
         Raises `WhetError` if Ray does not place it. The error names the requested resources and those of the cluster.
+        Raises `ClusterGone` if a Ray that whet started has removed the placement group.
         """
         with self._lock:
             if host.name not in self._bundles:
                 self._claim([other for other in group if other.name not in self._bundles])
             bundle = self._bundles[host.name]
         began = time.monotonic()
-        while not bundle.group.wait(_STEP_SECONDS):
+        while not self._is_placed(bundle.group):
             if stopped.is_set():
                 raise WhetError("its process was closed while it waited for a place")
             with self._lock:
@@ -174,6 +175,21 @@ class Places:
             with suppress(WhetError):  # Ray is lost, and removes the groups when it notices that the driver has ended
                 self._session.life.ask(self._remove, _PATIENCE_FOR_AN_END)
         self._groups.clear()
+
+    def _is_placed(self, group: Any) -> bool:
+        """Return whether Ray has placed a group, after a short wait."""
+        try:
+            placed = bool(group.wait(_STEP_SECONDS))
+        except Exception as error:  # Ray has no class of its own for a group that it has removed
+            why = f"Ray has lost a placement group of this run: {error}"
+            if not self._session.local:
+                raise WhetError(why) from error
+        else:
+            if placed or not self._session.local or self._session.nodes:
+                return placed
+            why = "Ray has given up its only node"
+        self._session.life.end(why)
+        raise ClusterGone(why)
 
     def _remove(self) -> None:
         from ray.util import remove_placement_group

@@ -174,8 +174,7 @@ class _Connection:
     def _lost(self, words: str) -> None:
         with suppress(InvalidStateError):
             self._ready.set_exception(WhetError(words))
-        with suppress(InvalidStateError):
-            self.life.lost.set_result(words)
+        self.life.end(words)
 
     def _live(self) -> None:
         if self._before is not None:
@@ -283,6 +282,8 @@ def _set_variables(own: bool) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if own:
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority of workers
+        # By default Ray gives its only node up when that is too busy to answer. `OwnSigns` watches its processes.
+        os.environ.setdefault("RAY_health_check_failure_threshold", str(_MANY))
         make_token()
 
 
